@@ -1,0 +1,45 @@
+# Every target that needs Python sets up .venv first, so each of them works in a fresh clone.
+#   make demo | test | long | lint | vectors | clean
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: venv demo test long lint vectors clean
+
+venv: $(STAMP)
+
+# A stamp older than one of the two files means that something has to be installed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "asymcheck needs Python 3.10 or newer: make PYTHON=python3.11")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(PY) -m tools.demo
+
+test: $(STAMP)
+	$(PY) -m pytest -q -n $(JOBS) tests
+
+# Hours rather than minutes are allowed here: the limits that catch a hang in `make test` would cut these short.
+long: $(STAMP)
+	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7000 tests
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/mypy --no-error-summary
+
+vectors: $(STAMP)
+	$(PY) -m tools.make_vectors
+
+# Leaves .venv: it is slow to build and `make venv` renews it when it has to.
+clean:
+	rm -rf build dist *.egg-info demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,104 @@
+"""The training loop's side: save every so many steps, restore at the start."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.store import DEFAULT_RUN, Checkpoint, SkippedCheckpointWarning, Store
+
+
+class Checkpointer:
+    """Saves a state every so many steps, and brings it back.
+
+    Use it so::
+
+        ckpt = asymcheck.Checkpointer(
+            store, {"model": model, "optimizer": optimizer, "rng": asymcheck.RngState()}, every=50
+        )
+        restored = ckpt.restore()
+        for step in range(restored.step + 1 if restored else 0, steps):
+            ...
+            ckpt.step(step, metrics={"loss": loss.item()})
+
+    Saves are synchronous: when :meth:`step` returns, the checkpoint is durable. Not thread-safe.
+    """
+
+    def __init__(self, store: Store, state: Mapping[str, object], *, every: int = 1, run: str = DEFAULT_RUN) -> None:
+        """Watch ``state``, whose objects and tensors stay the caller's; save to ``store`` under the name ``run``."""
+        if every < 1:
+            raise InvalidInputError(f"every={every}: give the number of steps between two checkpoints, 1 or more")
+        self._store = store
+        self._state = dict(state)
+        self._every = every
+        self._run = run
+        self._generation: int | None = None
+        self._last: int | None = None
+
+    def restore(self, step: int | None = None) -> Checkpoint | None:
+        """Bring the state back from the newest consistent checkpoint, or from that of ``step``.
+
+        None when there is none yet.
+
+        Opens a new generation before it returns: what lies after the restored checkpoint is abandoned from now on.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` was given and is not there.
+            InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
+                :meth:`Store.load`.
+
+        Warns:
+            SkippedCheckpointWarning: a newer checkpoint was passed over.
+        """
+        try:
+            restored = self._store.restore(step, into=self._state, run=self._run)
+        except CheckpointNotFoundError:
+            if step is not None:
+                raise
+            return None
+        for reason in restored.skipped:
+            warnings.warn(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
+        self._generation = self._store.begin_generation(restored.checkpoint, run=self._run)
+        self._last = restored.checkpoint.step
+        return restored.checkpoint
+
+    def step(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint | None:
+        """Say that training step ``step`` is done.
+
+        Saves when it is a multiple of ``every`` and returns the checkpoint, else None.
+        """
+        return self.save(step, metrics) if step % self._every == 0 else None
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
+        """Save now, whatever ``every`` says."""
+        if self._generation is None:
+            self._generation = self._first_generation()
+        checkpoint = self._store.save(
+            self._state, step=step, metrics=metrics, run=self._run, generation=self._generation
+        )
+        self._last = step
+        return checkpoint
+
+    def _first_generation(self) -> int:
+        """Training begins without a restore: on a run that has checkpoints already, that is a new line from nothing."""
+        return self._store.begin_generation(None, run=self._run)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step saved or restored last; None before either."""
+        return self._last
+
+    def close(self) -> None:
+        """Finish. The store stays open: it is the caller's."""
+
+    def __enter__(self) -> Checkpointer:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish."""
+        self.close()

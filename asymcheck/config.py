@@ -1,0 +1,42 @@
+"""Every tunable constant in one place, with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__version__ = "0.1.0"
+WRITER = f"asymcheck {__version__}"
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreConfig:
+    """Knobs of one opened store; the defaults suit a local NVMe drive."""
+
+    partition_bytes: int = 8 * MIB
+    """Largest piece of a tensor stored as one partition.
+
+    Measured: 4 to 32 MiB write equally fast; smaller dedupes better.
+    """
+    bundle_below_bytes: int = MIB
+    """Tensors smaller than this share partitions, so that no background call handles less than about 1 MiB."""
+    inline_bytes: int = 1024
+    """Tensors of at most this many bytes stay in the manifest …"""
+    inline_total_bytes: int = 256 * 1024
+    """… up to this many bytes in one manifest; further ones are bundled."""
+    slots: int = 4
+    """Frames in flight between memory and the device; two saturate one NVMe drive, four hide a slow one."""
+    pack_bytes: int = 1024 * MIB
+    """A pack is closed when it has grown to this size; the next frame starts a new one."""
+    pool_bytes: int = 4096 * MIB
+    """Freed packs kept to be overwritten; more are unlinked."""
+    catalog_map_bytes: int = 256 << 30
+    """Address space of the LMDB map; sparse, so it costs nothing until used."""
+    catalog_readers: int = 1024
+    """LMDB reader slots: several per process, many processes."""
+    lock_timeout_s: float = 60.0
+    """How long to wait for another process's lock before giving up with its name."""
+    read_lock_timeout_s: float = 10.0
+    """How long a reader waits for a pack that collection or a writer holds."""
+    commit_attempts: int = 8
+    """How often a save writes partitions again that a concurrent collection took away."""

@@ -1,0 +1,246 @@
+"""Every error that asymcheck raises, grouped by what a handler would do about it.
+
+::
+
+    AsymcheckError
+    ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
+    │   ├── UnsupportedValueError          a leaf of the state cannot be stored
+    │   └── StateMismatchError             the given state does not fit the stored one
+    ├── NotFoundError                  what was asked for is not there
+    │   ├── StoreNotFoundError
+    │   └── CheckpointNotFoundError
+    ├── FormatError                    stored bytes are not what the format says
+    │   ├── BadMagicError
+    │   ├── ChecksumError
+    │   ├── DigestMismatchError
+    │   ├── StructureError
+    │   ├── TruncatedError
+    │   ├── LimitError
+    │   ├── UnsupportedVersionError
+    │   ├── UnsupportedFeatureError
+    │   └── UnsupportedCodecError
+    ├── RecoveryError                  no intact copy of something that is needed
+    │   ├── MissingPartitionError
+    │   ├── DamagedPartitionError
+    │   ├── InconsistentCheckpointError
+    │   ├── HeadRecordError
+    │   └── PartialRestoreError            tensors were overwritten before the failure
+    └── StorageError                   the place where bytes lie refused
+        ├── OutOfSpaceError
+        ├── UnsupportedFileSystemError
+        ├── ReadOnlyStoreError
+        ├── LockTimeoutError
+        ├── CatalogError
+        ├── ClosedStoreError
+        └── ForkedStoreError
+
+``kind`` is a stable machine-readable code; codes are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class AsymcheckError(Exception):
+    """Root of all errors of this package."""
+
+    kind: ClassVar[str] = "error"
+
+
+class InvalidInputError(AsymcheckError):
+    """An argument cannot be used; nothing was changed."""
+
+    kind = "invalid-input"
+
+
+class UnsupportedValueError(InvalidInputError):
+    """A leaf of the state cannot be stored; raised before anything is written."""
+
+    kind = "unsupported-value"
+
+    def __init__(self, path: str, reason: str) -> None:
+        """Name the leaf by its dotted ``path`` in the state."""
+        super().__init__(f"cannot store state at {path or '<root>'}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class StateMismatchError(InvalidInputError):
+    """The state given to fill does not fit the stored one; raised before anything is overwritten."""
+
+    kind = "state-mismatch"
+
+
+class NotFoundError(AsymcheckError):
+    """What was asked for does not exist."""
+
+    kind = "not-found"
+
+
+class StoreNotFoundError(NotFoundError):
+    """There is no store at the location."""
+
+    kind = "store-not-found"
+
+
+class CheckpointNotFoundError(NotFoundError):
+    """The store has no such checkpoint."""
+
+    kind = "checkpoint-not-found"
+
+
+class FormatError(AsymcheckError):
+    """Bytes do not follow the store format (SPEC.md)."""
+
+    kind = "format"
+
+
+class BadMagicError(FormatError):
+    """A structure does not begin with its magic."""
+
+    kind = "bad-magic"
+
+
+class ChecksumError(FormatError):
+    """A checksum of a header, an index, a record or a file name does not match."""
+
+    kind = "bad-checksum"
+
+
+class DigestMismatchError(FormatError):
+    """The plain bytes of a partition do not have the digest that names it."""
+
+    kind = "digest-mismatch"
+
+
+class StructureError(FormatError):
+    """Fields contradict each other or the format's rules."""
+
+    kind = "bad-structure"
+
+
+class TruncatedError(FormatError):
+    """Bytes end before the structure does."""
+
+    kind = "truncated"
+
+
+class LimitError(FormatError):
+    """A length is beyond a limit of the format; nothing was allocated for it."""
+
+    kind = "limit-exceeded"
+
+
+class UnsupportedVersionError(FormatError):
+    """A structure has a format version that this program cannot read."""
+
+    kind = "unsupported-version"
+
+
+class UnsupportedFeatureError(FormatError):
+    """The store needs a feature that this program does not know."""
+
+    kind = "unsupported-feature"
+
+
+class UnsupportedCodecError(FormatError):
+    """A frame has a codec, kind or digest algorithm that this program does not know."""
+
+    kind = "unsupported-codec"
+
+
+class RecoveryError(AsymcheckError):
+    """No intact copy of something that a restore needs."""
+
+    kind = "recovery"
+
+
+class MissingPartitionError(RecoveryError):
+    """A digest that a manifest names lies in no pack."""
+
+    kind = "missing-partition"
+
+
+class DamagedPartitionError(RecoveryError):
+    """Every copy of a partition is damaged."""
+
+    kind = "damaged-partition"
+
+
+class InconsistentCheckpointError(RecoveryError):
+    """A checkpoint, or every candidate, cannot be restored; the message lists the reasons."""
+
+    kind = "inconsistent-checkpoint"
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        """Keep the reasons apart from the message, one for each rejected candidate."""
+        super().__init__("\n  ".join([message, *reasons]))
+        self.reasons = tuple(reasons)
+
+
+class HeadRecordError(RecoveryError):
+    """A head record is missing or damaged, so which checkpoint is newest cannot be known."""
+
+    kind = "head-record"
+
+
+class PartialRestoreError(RecoveryError):
+    """A restore in place failed after some tensors were overwritten."""
+
+    kind = "partial-restore"
+
+    def __init__(self, message: str, overwritten: Sequence[str], next_step: int | None) -> None:
+        """Say which tensors hold restored bytes and which older step could be restored instead."""
+        super().__init__(message)
+        self.overwritten = tuple(overwritten)
+        self.next_step = next_step
+
+
+class StorageError(AsymcheckError):
+    """Reading or writing failed below the format: the operating system or the device refused."""
+
+    kind = "storage"
+
+
+class OutOfSpaceError(StorageError):
+    """The file system has no room; nothing was committed."""
+
+    kind = "out-of-space"
+
+
+class UnsupportedFileSystemError(StorageError):
+    """The store cannot be placed on this kind of file system."""
+
+    kind = "unsupported-file-system"
+
+
+class ReadOnlyStoreError(StorageError):
+    """The store was opened read-only, or can only be read."""
+
+    kind = "read-only"
+
+
+class LockTimeoutError(StorageError):
+    """Another process held a lock for too long; the message names it."""
+
+    kind = "lock-timeout"
+
+
+class CatalogError(StorageError):
+    """The catalog cannot be used; the message says how to rebuild it."""
+
+    kind = "catalog"
+
+
+class ClosedStoreError(StorageError):
+    """The store object was closed."""
+
+    kind = "closed"
+
+
+class ForkedStoreError(StorageError):
+    """The store object was inherited by a forked process; open the store again there."""
+
+    kind = "forked"

@@ -1,0 +1,1 @@
+"""SPEC.md in code: bytes to values and back. Pure: no I/O, no torch, no clock."""

@@ -1,0 +1,108 @@
+"""Keys and values of the catalog (SPEC.md §7.5). Every value ends in a sum8 over its key and the rest of it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+
+from asymcheck.format.digest import sum8
+from asymcheck.format.layout import ManifestName, checkpoint_name
+from asymcheck.format.record import canonical_json
+from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
+
+PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")
+PACK = struct.Struct("<B7sQQ8s")
+_SIZE = struct.Struct("<Q")
+
+
+def seal(key: bytes, body: bytes) -> bytes:
+    """Return a value: its body and the checksum that binds it to its key."""
+    return body + sum8(key + body)
+
+
+def unseal(key: bytes, value: bytes) -> bytes | None:
+    """Return the body of a value, or None when the checksum is wrong: the entry then counts as absent."""
+    body, own = value[:-8], value[-8:]
+    return body if own == sum8(key + body) else None
+
+
+def encode_location(digest: bytes, at: Location) -> bytes:
+    """Return the value of a partition."""
+    fields = (
+        at.pack_id,
+        at.offset,
+        at.stored_length,
+        at.plain_length,
+        at.base_digest,
+        at.kind,
+        at.codec,
+        at.digest_algorithm,
+    )
+    return seal(digest, PARTITION.pack(*fields, bytes(5), bytes(8))[:-8])
+
+
+def decode_location(digest: bytes, value: bytes) -> Location | None:
+    """Return where a partition lies, or None for a damaged entry."""
+    body = unseal(digest, value)
+    if body is None or len(value) != PARTITION.size:
+        return None
+    pack_id, offset, stored, plain, base, kind, codec, algorithm, _, _ = PARTITION.unpack(value)
+    return Location(PackId(pack_id), offset, stored, plain, kind, codec, algorithm, base)
+
+
+def encode_pack_entry(pack_id: bytes, state: int, frame_count: int, pack_length: int) -> bytes:
+    """Return the value of a pack."""
+    return seal(pack_id, PACK.pack(state, bytes(7), frame_count, pack_length, bytes(8))[:-8])
+
+
+def decode_pack_state(pack_id: bytes, value: bytes) -> int | None:
+    """Return the state number of a pack, or None for a damaged entry."""
+    if len(value) != PACK.size or unseal(pack_id, value) is None:
+        return None
+    state: int = PACK.unpack(value)[0]
+    return state
+
+
+def manifest_key(run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+    """Return the key of a manifest."""
+    return f"{run}/{checkpoint_name(ref)}/{name}".encode("ascii")
+
+
+def encode_manifest_entry(key: bytes, size: int) -> bytes:
+    """Return the value of a manifest: its size in bytes."""
+    return seal(key, _SIZE.pack(size))
+
+
+def pin_key(save_id: SaveId, rank: int) -> bytes:
+    """Return the key of a pin."""
+    return save_id + struct.pack("<I", rank)
+
+
+def encode_pin(key: bytes, owner: Owner, packs: Sequence[PackId]) -> bytes:
+    """Return the value of a pin: who holds which packs."""
+    holder = {
+        "boot_id": owner.boot_id,
+        "pid": owner.pid,
+        "pid_namespace": owner.pid_namespace,
+        "start_ticks": owner.start_ticks,
+    }
+    return seal(key, canonical_json({"owner": holder, "packs": sorted(pack.hex() for pack in packs)}))
+
+
+def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
+    """Return who holds which packs, or None for a damaged entry."""
+    body = unseal(key, value)
+    if body is None:
+        return None
+    try:
+        fields = json.loads(body)
+        owner = Owner(
+            pid=int(fields["owner"]["pid"]),
+            start_ticks=int(fields["owner"]["start_ticks"]),
+            boot_id=str(fields["owner"]["boot_id"]),
+            pid_namespace=str(fields["owner"]["pid_namespace"]),
+        )
+        return owner, [PackId(bytes.fromhex(pack)) for pack in fields["packs"]]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,22 @@
+"""The digest that names partitions, and the short checksum derived from it (SPEC.md §5)."""
+
+from __future__ import annotations
+
+import xxhash
+
+from asymcheck.types import Digest
+
+Buffer = bytes | bytearray | memoryview
+"""What can be hashed without a copy."""
+
+ZERO_DIGEST = bytes(16)
+
+
+def digest(data: Buffer) -> Digest:
+    """Return the xxh3-128 of ``data`` (16 bytes, canonical order). Releases the GIL for large data."""
+    return Digest(xxhash.xxh3_128_digest(data))
+
+
+def sum8(data: Buffer) -> bytes:
+    """Return the last 8 bytes of the digest of ``data``."""
+    return bytes(xxhash.xxh3_128_digest(data)[8:])

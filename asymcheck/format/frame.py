@@ -1,0 +1,195 @@
+"""Frames: one encoded partition as stored (SPEC.md §7.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+from asymcheck.errors import (
+    BadMagicError,
+    ChecksumError,
+    LimitError,
+    StructureError,
+    TruncatedError,
+    UnsupportedCodecError,
+)
+from asymcheck.format import registry
+from asymcheck.format.digest import ZERO_DIGEST, Buffer, sum8
+from asymcheck.format.versions import check_version
+from asymcheck.types import Digest, PackId
+
+DESCRIPTOR = struct.Struct("<8sHBBB3s16sQQ8s16sI12s8s")
+PLACEMENT = struct.Struct("<16sQ8s")
+HEADER_BYTES = DESCRIPTOR.size + PLACEMENT.size
+_SUMMED_BYTES = DESCRIPTOR.size - 8
+_RESERVED = bytes(3)
+_NO_PARAMETERS = bytes(12)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameDescriptor:
+    """The part of a frame's header that is the same in every tier."""
+
+    digest: Digest
+    """Digest of the plain bytes."""
+    plain_length: int
+    """Bytes before encoding."""
+    stored_length: int
+    """Bytes of payload."""
+    stored_sum: bytes
+    """sum8 of the payload."""
+    kind: int = registry.KIND_FULL
+    """Frame kind number."""
+    codec: int = registry.CODEC_IDENTITY
+    """Codec number."""
+    digest_algorithm: int = registry.DIGEST_XXH3_128
+    """Digest number."""
+    base_digest: bytes = ZERO_DIGEST
+    """Digest of the base partition; zero when there is none."""
+    codec_parameters: bytes = _NO_PARAMETERS
+    """12 bytes that the codec defines."""
+
+    @classmethod
+    def identity(cls, digest: Digest, length: int) -> FrameDescriptor:
+        """Describe a partition stored as it is: its payload's sum8 is part of the digest already."""
+        return cls(digest, length, length, digest[8:])
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameHeader:
+    """A whole frame header: the descriptor, and where the frame was stamped to lie."""
+
+    descriptor: FrameDescriptor
+    """The tier-independent part."""
+    place_id: PackId
+    """The pack."""
+    sequence: int
+    """Number of the frame in its pack, from 0."""
+
+
+def payload_offset(stored_length: int) -> int:
+    """Return the bytes from the start of a frame to its payload."""
+    return registry.BLOCK_BYTES if stored_length >= registry.ALIGNED_PAYLOAD_MIN_BYTES else HEADER_BYTES
+
+
+def frame_length(stored_length: int) -> int:
+    """Return the bytes of a whole frame, a multiple of the block."""
+    block = registry.BLOCK_BYTES
+    return (payload_offset(stored_length) + stored_length + block - 1) // block * block
+
+
+def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) -> bytes:
+    """Return the 128 header bytes of a frame."""
+    offset = payload_offset(descriptor.stored_length)
+    fields = (
+        registry.FRAME_MAGIC,
+        registry.FORMAT_WRITE,
+        descriptor.kind,
+        descriptor.codec,
+        descriptor.digest_algorithm,
+        _RESERVED,
+        descriptor.digest,
+        descriptor.plain_length,
+        descriptor.stored_length,
+        descriptor.stored_sum,
+        descriptor.base_digest,
+        offset,
+        descriptor.codec_parameters,
+    )
+    summed = DESCRIPTOR.pack(*fields, bytes(8))[:_SUMMED_BYTES]
+    checked = summed + sum8(summed)
+    place = PLACEMENT.pack(place_id, sequence, bytes(8))[:24]
+    return checked + place + sum8(checked[_SUMMED_BYTES:] + place)
+
+
+def decode_header(data: Buffer, where: str) -> FrameHeader:
+    """Read and check a frame header; ``where`` names the frame in errors.
+
+    Raises:
+        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, UnsupportedCodecError,
+        LimitError
+    """
+    if len(data) < HEADER_BYTES:
+        raise TruncatedError(f"{where}: header has {len(data)} of {HEADER_BYTES} bytes")
+    raw = bytes(data[:HEADER_BYTES])
+    fields = DESCRIPTOR.unpack_from(raw)
+    magic, version, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = (
+        fields
+    )
+    if magic != registry.FRAME_MAGIC:
+        raise BadMagicError(f"{where}: no frame begins here")
+    check_version(version, where)
+    if own_sum != sum8(raw[:_SUMMED_BYTES]):
+        raise ChecksumError(f"{where}: header checksum mismatch")
+    if reserved != _RESERVED:
+        raise StructureError(f"{where}: reserved header bytes are not zero")
+    check_encoding(kind, codec, algorithm, where)
+    check_lengths(plain, stored, codec, where)
+    if offset != payload_offset(stored):
+        raise StructureError(f"{where}: payload offset {offset} does not belong to {stored} stored bytes")
+    if params != _NO_PARAMETERS or base != ZERO_DIGEST:
+        raise StructureError(f"{where}: a full frame of codec identity has no base and no parameters")
+    if stored_sum != name[8:]:
+        raise StructureError(f"{where}: payload checksum and digest of an unencoded frame differ")
+    place_id, sequence, place_sum = PLACEMENT.unpack_from(raw, DESCRIPTOR.size)
+    if place_sum != sum8(raw[_SUMMED_BYTES : HEADER_BYTES - 8]):
+        raise ChecksumError(f"{where}: placement checksum mismatch")
+    descriptor = FrameDescriptor(Digest(name), plain, stored, stored_sum, kind, codec, algorithm, base, params)
+    return FrameHeader(descriptor, PackId(place_id), sequence)
+
+
+def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
+    """Refuse frame kinds, codecs and digest algorithms that this program does not know.
+
+    Raises:
+        UnsupportedCodecError: naming the number, and the name where it is reserved.
+    """
+    for what, number, known, names in (
+        ("frame kind", kind, registry.SUPPORTED_KINDS, registry.FRAME_KINDS),
+        ("digest algorithm", algorithm, registry.SUPPORTED_DIGESTS, registry.DIGESTS),
+        ("codec", codec, registry.SUPPORTED_CODECS, registry.CODECS),
+    ):
+        if number not in known:
+            name = names.get(number, "unknown")
+            raise UnsupportedCodecError(
+                f"{where}: {what} {number} ({name}) is not supported: install a newer asymcheck"
+            )
+
+
+def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
+    """Refuse lengths beyond the limits, before anything is allocated.
+
+    Raises:
+        LimitError, StructureError
+    """
+    if not 1 <= plain <= registry.PARTITION_BYTES_MAX:
+        raise LimitError(f"{where}: plain length {plain} is outside 1 … {registry.PARTITION_BYTES_MAX}")
+    if not 1 <= stored <= registry.FRAME_STORED_BYTES_MAX:
+        raise LimitError(f"{where}: stored length {stored} is outside 1 … {registry.FRAME_STORED_BYTES_MAX}")
+    if codec == registry.CODEC_IDENTITY and plain != stored:
+        raise StructureError(f"{where}: codec identity with {plain} plain and {stored} stored bytes")
+
+
+def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) -> tuple[FrameDescriptor, memoryview]:
+    """Check a whole frame as read from a pack, all but the plain digest, and return its descriptor and payload.
+
+    ``data`` is the frame with its padding. The caller decodes the payload and compares the digest.
+
+    Raises:
+        FormatError: of the kind that fits.
+    """
+    header = decode_header(data, where)
+    stored = header.descriptor.stored_length
+    if len(data) != frame_length(stored):
+        raise StructureError(f"{where}: frame of {frame_length(stored)} bytes in a place for {len(data)}")
+    if header.place_id != pack_id or header.sequence != sequence:
+        raise StructureError(
+            f"{where}: the frame was written as frame {header.sequence} of pack {header.place_id.hex()}"
+        )
+    start = payload_offset(stored)
+    payload = data[start : start + stored]
+    if header.descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != header.descriptor.stored_sum:
+        raise ChecksumError(f"{where}: payload checksum mismatch")
+    if any(data[HEADER_BYTES:start]) or any(data[start + stored :]):
+        raise StructureError(f"{where}: padding is not zero")
+    return header.descriptor, payload

@@ -1,0 +1,114 @@
+"""Names of everything in a store, made and parsed in one place (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.format import registry
+from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
+
+DESCRIPTOR_NAME = "asymcheck.store"
+HEADS = "heads"
+MANIFESTS = "manifests"
+PACKS = "packs"
+POOL = "pool"
+CATALOG = "catalog"
+TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG})
+TEMPORARY = ".tmp"
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
+_PACK = re.compile(r"([0-9a-f]{32})\.pack\Z")
+_PACK_TEMPORARY = re.compile(r"([0-9a-f]{32})\.tmp\Z")
+_HEAD = re.compile(r"([0-9]{8})\.head\Z", re.ASCII)
+_CHECKPOINT = re.compile(r"([0-9]{8})-([0-9]{12})-([0-9a-f]{32})\Z", re.ASCII)
+_MANIFEST = re.compile(r"([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})\.manifest\Z", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class ManifestName:
+    """What the file name of a manifest says."""
+
+    rank: int
+    """The rank, from 0."""
+    world_size: int
+    """How many ranks the checkpoint has."""
+    digest: Digest
+    """Digest of the file's content."""
+
+    def __str__(self) -> str:
+        """Return the file name."""
+        return f"{self.rank:05d}-of-{self.world_size:05d}-{self.digest.hex()}.manifest"
+
+
+def check_run(run: str) -> str:
+    """Return ``run`` if it can name a run.
+
+    Raises:
+        InvalidInputError
+    """
+    if not _RUN.match(run):
+        raise InvalidInputError(
+            f"run name {run!r}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return run
+
+
+def is_run(name: str) -> bool:
+    """Tell whether a directory name can be a run."""
+    return _RUN.match(name) is not None
+
+
+def pack_name(pack_id: PackId) -> str:
+    """Return the file name of a complete pack."""
+    return f"{pack_id.hex()}.pack"
+
+
+def pack_temporary_name(pack_id: PackId) -> str:
+    """Return the file name of a pack being written."""
+    return f"{pack_id.hex()}{TEMPORARY}"
+
+
+def parse_pack_name(name: str) -> PackId | None:
+    """Return the id in the name of a complete pack, or None for another name."""
+    match = _PACK.match(name)
+    return PackId(bytes.fromhex(match[1])) if match else None
+
+
+def is_pack_temporary(name: str) -> bool:
+    """Tell whether a name is that of a pack being written."""
+    return _PACK_TEMPORARY.match(name) is not None
+
+
+def head_name(generation: int) -> str:
+    """Return the file name of a head record."""
+    return f"{generation:08d}.head"
+
+
+def parse_head_name(name: str) -> int | None:
+    """Return the generation in the name of a head record, or None for another name."""
+    match = _HEAD.match(name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_name(ref: CheckpointRef) -> str:
+    """Return the directory name of a checkpoint."""
+    return f"{ref.generation:08d}-{ref.step:012d}-{ref.save_id.hex()}"
+
+
+def parse_checkpoint_name(name: str) -> CheckpointRef | None:
+    """Return the checkpoint that a directory name says, or None for another name."""
+    match = _CHECKPOINT.match(name)
+    if not match or int(match[1]) < 1:
+        return None
+    return CheckpointRef(int(match[1]), int(match[2]), SaveId(bytes.fromhex(match[3])))
+
+
+def parse_manifest_name(name: str) -> ManifestName | None:
+    """Return what the name of a manifest says, or None for another name."""
+    match = _MANIFEST.match(name)
+    if not match or int(match[1]) >= int(match[2]):
+        return None
+    return ManifestName(int(match[1]), int(match[2]), Digest(bytes.fromhex(match[3])))

@@ -1,0 +1,232 @@
+"""Reading manifests: every rule of SPEC.md §7.3 is checked, in columns, before a value is handed out."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pyarrow as pa
+
+from asymcheck.errors import LimitError, StructureError
+from asymcheck.format import registry
+from asymcheck.format.digest import Buffer, digest
+from asymcheck.format.layout import is_run
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Manifest, ManifestHeader, list_offsets
+from asymcheck.format.record import parent_from_json
+from asymcheck.format.tree import decode_metric
+from asymcheck.format.versions import check_reader_features, check_version
+from asymcheck.types import CheckpointRef, PackId, SaveId
+
+_DIMENSIONS_MAX = 64
+_FILE_MAGIC_BYTES = 8
+
+
+def decode_manifest(data: Buffer, where: str) -> Manifest:
+    """Read and check a manifest file whose digest the caller has compared with its name.
+
+    Raises:
+        StructureError, LimitError, UnsupportedVersionError, UnsupportedFeatureError
+    """
+    if len(data) > registry.MANIFEST_BYTES_MAX:
+        raise LimitError(f"{where}: a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")
+    try:
+        schema, batch = _read_batch(data, where)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise StructureError(f"{where}: not a valid Arrow IPC file: {error}") from error
+    metadata = dict(schema.metadata or {})
+    if set(metadata) != {METADATA_KEY}:
+        raise StructureError(f"{where}: the schema's metadata has other keys than 'asymcheck'")
+    header = _decode_header(metadata[METADATA_KEY], where)
+    _check_rows(batch, where)
+    return Manifest(header, batch, len(data))
+
+
+def _read_batch(data: Buffer, where: str) -> tuple[pa.Schema, pa.RecordBatch]:
+    # The footer is compared, but the batch is read from the messages in file order: offsets in a hostile footer are
+    # never followed,
+    # and a compressed body, which could claim to expand to any size, is refused before it is read.
+    buffer = pa.py_buffer(data)
+    with pa.ipc.open_file(buffer) as reader:
+        schema, batches = reader.schema, reader.num_record_batches
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(_FILE_MAGIC_BYTES)))
+    first, second = messages.read_next_message(), messages.read_next_message()
+    if (
+        batches != 1
+        or first.type != "schema"
+        or second.type != "record batch"
+        or not schema.remove_metadata().equals(SCHEMA)
+    ):
+        raise StructureError(f"{where}: the schema or the number of record batches is not that of a manifest")
+    if not pa.ipc.read_schema(first).equals(schema, check_metadata=True) or _is_compressed(
+        second.metadata.to_pybytes(), where
+    ):
+        raise StructureError(f"{where}: the footer contradicts the schema, or the record batch is compressed")
+    return schema, pa.ipc.read_record_batch(second, schema)
+
+
+def _is_compressed(message: bytes, where: str) -> bool:
+    """Tell from the flatbuffer of a record batch message whether field 3 (compression) of its header is present."""
+    try:
+        root = struct.unpack_from("<I", message)[0]
+        header_field = _field(message, root, 2)
+        header = header_field + struct.unpack_from("<I", message, header_field)[0]
+        return _field(message, header, 3) != 0
+    except struct.error as error:
+        raise StructureError(f"{where}: damaged record batch message") from error
+
+
+def _field(message: bytes, table: int, number: int) -> int:
+    """Return the position of a field of a flatbuffer table, or 0 when it is absent."""
+    vtable = table - struct.unpack_from("<i", message, table)[0]
+    size = struct.unpack_from("<H", message, vtable)[0]
+    slot = 4 + 2 * number
+    offset = struct.unpack_from("<H", message, vtable + slot)[0] if slot + 2 <= size else 0
+    return table + int(offset) if offset else 0
+
+
+def _decode_header(text: bytes, where: str) -> ManifestHeader:
+    try:
+        fields = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"{where}: manifest header is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise StructureError(f"{where}: manifest header is not an object")
+    version = fields.get("format")
+    if not isinstance(version, int):
+        raise StructureError(f"{where}: manifest header has no format version")
+    check_version(version, where)
+    features = fields.get("reader_features")
+    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
+        raise StructureError(f"{where}: reader_features is not a list of strings")
+    check_reader_features(features, where)
+    try:
+        header = ManifestHeader(
+            run=fields["run"],
+            ref=CheckpointRef(fields["generation"], fields["step"], SaveId(bytes.fromhex(fields["save_id"]))),
+            rank=fields["rank"],
+            world_size=fields["world_size"],
+            parent=parent_from_json(fields["parent"], where),
+            created_ns=fields["created_ns"],
+            writer=fields["writer"],
+            metrics={str(name): decode_metric(value, where) for name, value in fields["metrics"].items()},
+            plan=fields["plan"],
+            packs=tuple(PackId(bytes.fromhex(pack)) for pack in fields["packs"]),
+            tree=fields["tree"],
+        )
+        _check_header(header, where)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise StructureError(f"{where}: manifest header is incomplete or mistyped: {error!r}") from error
+    return header
+
+
+def _check_header(header: ManifestHeader, where: str) -> None:
+    ref = header.ref
+    integers = (ref.generation, ref.step, header.rank, header.world_size, header.created_ns)
+    typed = all(type(number) is int for number in integers) and type(header.writer) is str and type(header.plan) is dict
+    ranges = (
+        typed
+        and 1 <= ref.generation <= registry.GENERATION_MAX
+        and 0 <= ref.step <= registry.STEP_MAX
+        and 0 <= header.rank < header.world_size <= registry.WORLD_SIZE_MAX
+        and 0 <= header.created_ns < 1 << 64
+        and len(header.metrics) <= registry.METRICS_MAX
+    )
+    ids = len(ref.save_id) == registry.ID_BYTES and all(len(pack) == registry.ID_BYTES for pack in header.packs)
+    plan = type(header.plan.get("number")) is int and type(header.plan.get("kind")) is str
+    if not (ranges and ids and plan and type(header.run) is str and is_run(header.run)):
+        raise StructureError(f"{where}: a value in the manifest header is outside its limits")
+
+
+def _check_rows(batch: pa.RecordBatch, where: str) -> None:
+    """Check the rules of §7.3 for all rows at once."""
+    for name in SCHEMA.names:
+        if not SCHEMA.field(name).nullable and batch.column(name).null_count:
+            raise StructureError(f"{where}: column {name} has nulls")
+    extents = batch.column("extents")
+    flat = extents.flatten()
+    nested = [flat, *(flat.field(name) for name in ("digest", "offset", "length", "partition_length"))]
+    lists = [batch.column(name).flatten() for name in ("aliases", "shape", "global_shape", "offset")]
+    if any(column.null_count for column in (*nested, *lists)):
+        raise StructureError(f"{where}: a nested value is null")
+    _check_roles(batch, where)
+    _check_shapes(batch, where)
+    _check_extents(batch, flat, where)
+
+
+def _check_roles(batch: pa.RecordBatch, where: str) -> None:
+    unknown = set(batch.column("role").unique().to_pylist()) - set(registry.ROLES)
+    if unknown:
+        raise StructureError(f"{where}: unknown role {min(unknown)!r}")
+
+
+def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
+    dtypes = batch.column("dtype").to_pylist()
+    unknown = set(dtypes) - set(registry.DTYPE_BYTES)
+    if unknown:
+        raise StructureError(f"{where}: unknown dtype {min(unknown)!r}")
+    shapes = (batch.column(name) for name in ("shape", "global_shape", "offset"))
+    starts = [list_offsets(column) for column in shapes]
+    if any(not np.array_equal(np.diff(starts[0]), np.diff(other)) for other in starts[1:]):
+        raise StructureError(f"{where}: shape, global shape and offset have different numbers of dimensions")
+    shape, whole, offset = (batch.column(name).flatten().to_numpy() for name in ("shape", "global_shape", "offset"))
+    if len(shape) and (min(shape.min(), offset.min()) < 0 or np.any(shape > whole) or np.any(offset > whole - shape)):
+        raise StructureError(f"{where}: a piece lies outside its tensor")
+    nbytes = batch.column("nbytes").to_numpy()
+    for row, (dtype, begin, end) in enumerate(
+        zip(dtypes, starts[0][:-1].tolist(), starts[0][1:].tolist(), strict=True)
+    ):
+        size = registry.DTYPE_BYTES[dtype]
+        for extent in shape[begin - starts[0][0] : end - starts[0][0]].tolist():
+            size *= extent
+        if size != nbytes[row] or size >= 1 << 63 or end - begin > _DIMENSIONS_MAX:
+            raise StructureError(f"{where}: row {row}: {nbytes[row]} bytes do not belong to its shape and dtype")
+
+
+def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> None:
+    nbytes, inline = batch.column("nbytes").to_numpy(), batch.column("inline")
+    offset, length, whole = (flat.field(name).to_numpy() for name in ("offset", "length", "partition_length"))
+    if len(length) and (
+        length.min() < 1
+        or offset.min() < 0
+        or whole.max() > registry.PARTITION_BYTES_MAX
+        or np.any(length > whole)
+        or np.any(offset > whole - length)
+    ):
+        raise StructureError(f"{where}: an extent lies outside its partition")
+    starts = list_offsets(batch.column("extents"))
+    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length, dtype=np.int64)])[starts - starts[0]]
+    is_inline = inline.is_valid().to_numpy(zero_copy_only=False)
+    has_digest = batch.column("inline_digest").is_valid().to_numpy(zero_copy_only=False)
+    expected = np.where(is_inline, 0, nbytes)
+    if (
+        not np.array_equal(np.diff(sums), expected)
+        or np.any(~is_inline & (nbytes == 0))
+        or np.any(is_inline != has_digest)
+    ):
+        raise StructureError(f"{where}: the extents of a row do not add up to its bytes")
+    names = batch.column("inline_digest")
+    for row in np.flatnonzero(is_inline).tolist():
+        data = inline[row].as_py()
+        if len(data) != nbytes[row] or len(data) > registry.INLINE_BYTES_MAX or digest(data) != names[row].as_py():
+            raise StructureError(f"{where}: row {row}: inline bytes do not have their length or digest")
+    _check_partition_lengths(flat, where)
+
+
+def _check_partition_lengths(flat: pa.StructArray, where: str) -> None:
+    table = pa.table({"digest": flat.field("digest"), "length": flat.field("partition_length")})
+    groups = table.group_by("digest").aggregate([("length", "min"), ("length", "max")])
+    if not groups.column("length_min").equals(groups.column("length_max")):
+        raise StructureError(f"{where}: one partition is given two lengths")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise StructureError("a JSON object in the manifest header has a key twice")
+    return value
+
+
+def _no_constant(name: str) -> object:
+    raise StructureError(f"{name} in the manifest header is not JSON")

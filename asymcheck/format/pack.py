@@ -1,0 +1,211 @@
+"""Packs: many frames in one file, with an index of them (SPEC.md §7.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
+from asymcheck.format import registry
+from asymcheck.format.digest import Buffer, sum8
+from asymcheck.format.frame import check_encoding
+from asymcheck.format.versions import check_version
+from asymcheck.types import PackId
+
+PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
+INDEX_HEADER = struct.Struct("<8sHHI16sQ8s8s8s")
+ENTRY_DTYPE = np.dtype(
+    [
+        ("digest", "V16"),
+        ("base_digest", "V16"),
+        ("offset", "<u8"),
+        ("stored_length", "<u8"),
+        ("plain_length", "<u8"),
+        ("kind", "u1"),
+        ("codec", "u1"),
+        ("digest_algorithm", "u1"),
+        ("reserved_a", "V5"),
+    ]
+)
+Entries = npt.NDArray[np.void]
+"""One row of :data:`ENTRY_DTYPE` for each frame."""
+
+_HEADER_SUMMED = PACK_HEADER.size - 8
+_INDEX_SUMMED = INDEX_HEADER.size - 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PackHeader:
+    """What the first block of a pack says."""
+
+    pack_id: PackId
+    """This life of the file."""
+    frame_count: int
+    """Number of frames, at least 1."""
+    index_offset: int
+    """Bytes from the start of the file to the index."""
+    created_ns: int
+    """Nanoseconds since 1970-01-01 UTC."""
+    writer: str
+    """Name and version of the writing program."""
+
+    @property
+    def index_length(self) -> int:
+        """Bytes of the index without padding."""
+        return INDEX_HEADER.size + ENTRY_DTYPE.itemsize * self.frame_count
+
+    @property
+    def pack_length(self) -> int:
+        """Bytes of the file that belong to this pack; the file may be longer."""
+        return round_up(self.index_offset + self.index_length)
+
+
+def round_up(length: int) -> int:
+    """Round ``length`` bytes up to a multiple of the block."""
+    return (length + registry.BLOCK_BYTES - 1) // registry.BLOCK_BYTES * registry.BLOCK_BYTES
+
+
+def encode_pack_header(header: PackHeader) -> bytes:
+    """Return the first block of a pack."""
+    summed = PACK_HEADER.pack(
+        registry.PACK_MAGIC,
+        registry.FORMAT_WRITE,
+        bytes(6),
+        header.pack_id,
+        header.frame_count,
+        header.index_offset,
+        header.index_length,
+        header.pack_length,
+        header.created_ns,
+        header.writer.encode("ascii")[:32],
+        bytes(16),
+        bytes(8),
+    )[:_HEADER_SUMMED]
+    return (summed + sum8(summed)).ljust(registry.BLOCK_BYTES, b"\0")
+
+
+def decode_pack_header(data: Buffer, where: str) -> PackHeader:
+    """Read and check the first block of a pack; ``where`` names the pack in errors.
+
+    Raises:
+        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, LimitError
+    """
+    if len(data) < registry.BLOCK_BYTES:
+        raise TruncatedError(f"{where}: pack header has {len(data)} of {registry.BLOCK_BYTES} bytes")
+    raw = bytes(data[: registry.BLOCK_BYTES])
+    fields = PACK_HEADER.unpack_from(raw)
+    (
+        magic,
+        version,
+        reserved_a,
+        pack_id,
+        count,
+        index_offset,
+        index_length,
+        pack_length,
+        created_ns,
+        writer,
+        reserved_b,
+        own,
+    ) = fields
+    if magic != registry.PACK_MAGIC:
+        raise BadMagicError(f"{where}: not a pack")
+    check_version(version, where)
+    if own != sum8(raw[:_HEADER_SUMMED]):
+        raise ChecksumError(f"{where}: pack header checksum mismatch")
+    if any(reserved_a) or any(reserved_b) or any(raw[PACK_HEADER.size :]):
+        raise StructureError(f"{where}: reserved bytes or padding of the pack header are not zero")
+    if index_length > registry.PACK_INDEX_BYTES_MAX:
+        raise LimitError(f"{where}: an index of {index_length} bytes is beyond {registry.PACK_INDEX_BYTES_MAX}")
+    name = writer.rstrip(b"\0")
+    if not name.isascii():
+        raise StructureError(f"{where}: the writer's name is not ASCII")
+    header = PackHeader(PackId(pack_id), count, index_offset, created_ns, name.decode("ascii"))
+    consistent = header.index_length == index_length and header.pack_length == pack_length
+    if count < 1 or index_offset % registry.BLOCK_BYTES or not consistent:
+        raise StructureError(f"{where}: counts and lengths in the pack header contradict each other")
+    return header
+
+
+def encode_index(pack_id: PackId, entries: Entries) -> bytes:
+    """Return the index of a pack, padded with zero to a block boundary."""
+    body = entries.tobytes()
+    summed = INDEX_HEADER.pack(
+        registry.PACK_INDEX_MAGIC,
+        registry.FORMAT_WRITE,
+        ENTRY_DTYPE.itemsize,
+        0,
+        pack_id,
+        len(entries),
+        bytes(8),
+        sum8(body),
+        bytes(8),
+    )[:_INDEX_SUMMED]
+    data = summed + sum8(summed) + body
+    return data.ljust(round_up(len(data)), b"\0")
+
+
+def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
+    """Read and check the index of a pack, with its padding.
+
+    Raises:
+        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, LimitError,
+        UnsupportedCodecError
+    """
+    if len(data) < round_up(header.index_length):
+        raise TruncatedError(f"{where}: pack index has {len(data)} of {round_up(header.index_length)} bytes")
+    magic, version, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own = INDEX_HEADER.unpack_from(
+        data
+    )
+    if magic != registry.PACK_INDEX_MAGIC:
+        raise BadMagicError(f"{where}: no pack index where the header points")
+    check_version(version, f"{where}: pack index")
+    if own != sum8(bytes(data[:_INDEX_SUMMED])):
+        raise ChecksumError(f"{where}: pack index header checksum mismatch")
+    if entry_size != ENTRY_DTYPE.itemsize or reserved_a or any(reserved_b):
+        raise StructureError(f"{where}: reserved bytes or entry size of the pack index are wrong")
+    if pack_id != header.pack_id or count != header.frame_count:
+        raise StructureError(f"{where}: pack index and pack header disagree")
+    body = bytes(data[INDEX_HEADER.size : header.index_length])
+    if entries_sum != sum8(body):
+        raise ChecksumError(f"{where}: pack index checksum mismatch")
+    if any(data[header.index_length : round_up(header.index_length)]):
+        raise StructureError(f"{where}: padding after the pack index is not zero")
+    entries: Entries = np.frombuffer(body, dtype=ENTRY_DTYPE)
+    _check_entries(entries, header, where)
+    return entries
+
+
+def frame_lengths(stored: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the lengths of frames for their stored lengths, in one pass (compare ``frame.frame_length``)."""
+    block = np.uint64(registry.BLOCK_BYTES)
+    start = np.where(stored >= np.uint64(registry.ALIGNED_PAYLOAD_MIN_BYTES), block, np.uint64(128))
+    lengths: npt.NDArray[np.uint64] = (start + stored + block - np.uint64(1)) // block * block
+    return lengths
+
+
+def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
+    """Check all entries at once: limits, encodings, and that frames lie end to end."""
+    stored, plain = entries["stored_length"], entries["plain_length"]
+    if (
+        stored.min() < 1
+        or plain.min() < 1
+        or stored.max() > registry.FRAME_STORED_BYTES_MAX
+        or plain.max() > registry.PARTITION_BYTES_MAX
+    ):
+        raise LimitError(f"{where}: a length in the pack index is outside its limits")
+    for kind, codec, algorithm in {
+        tuple(row) for row in np.unique(entries[["kind", "codec", "digest_algorithm"]]).tolist()
+    }:
+        check_encoding(kind, codec, algorithm, where)
+    if not np.array_equal(stored, plain):
+        raise StructureError(f"{where}: stored and plain lengths of unencoded frames differ")
+    if any(entries["reserved_a"].tobytes()) or any(entries["base_digest"].tobytes()):
+        raise StructureError(f"{where}: reserved bytes of a pack index entry are not zero")
+    ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(stored), dtype=np.uint64)
+    starts = np.concatenate([np.array([registry.BLOCK_BYTES], dtype=np.uint64), ends[:-1]])
+    if not np.array_equal(entries["offset"], starts) or int(ends[-1]) != header.index_offset:
+        raise StructureError(f"{where}: frames in the pack index do not lie end to end")

@@ -1,0 +1,211 @@
+"""Record files: the store's descriptor and head records (SPEC.md §6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+
+from asymcheck.errors import ChecksumError, LimitError, StructureError, TruncatedError
+from asymcheck.format import registry
+from asymcheck.format.digest import Buffer, digest
+from asymcheck.format.versions import check_reader_features, check_version
+from asymcheck.types import CheckpointRef, SaveId
+
+RECORD_BYTES = 2 * registry.BLOCK_BYTES
+_HEX32 = re.compile(r"[0-9a-f]{32}\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """The record that makes a directory a store."""
+
+    store_id: bytes
+    """16 random bytes."""
+    created_ns: int
+    """Nanoseconds since 1970-01-01 UTC."""
+    writer: str
+    """Name and version of the program that made the store."""
+    reader_features: tuple[str, ...] = ()
+    """Features that a reader must know."""
+    writer_features: tuple[str, ...] = ()
+    """Features that a writer must know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRecord:
+    """The record that opens a generation of a run."""
+
+    run: str
+    """The run."""
+    generation: int
+    """The generation it opens."""
+    parent: CheckpointRef | None
+    """The checkpoint that training continued from; None when it began from nothing."""
+    created_ns: int
+    """Nanoseconds since 1970-01-01 UTC."""
+    writer: str
+    """Name and version of the writing program."""
+
+
+def canonical_json(value: object) -> bytes:
+    """Return canonical JSON: ASCII, sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+
+
+def encode_record(value: Mapping[str, object]) -> bytes:
+    """Return the 8192 bytes of a record file.
+
+    Raises:
+        LimitError: the JSON has more than 4000 bytes.
+    """
+    text = canonical_json(value)
+    if len(text) > registry.RECORD_JSON_BYTES_MAX:
+        raise LimitError(f"a record of {len(text)} bytes does not fit; the limit is {registry.RECORD_JSON_BYTES_MAX}")
+    body = text + b"\n" + digest(text).hex().encode("ascii") + b"\n"
+    return (body.ljust(registry.BLOCK_BYTES - 1, b" ") + b"\n") * 2
+
+
+def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object], int]:
+    """Return the object of a record file and how many of its two copies are damaged.
+
+    Raises:
+        TruncatedError, ChecksumError, StructureError, UnsupportedVersionError
+    """
+    if len(data) != RECORD_BYTES:
+        raise TruncatedError(f"{where}: record file has {len(data)} bytes, not {RECORD_BYTES}")
+    blocks = [bytes(data[: registry.BLOCK_BYTES]), bytes(data[registry.BLOCK_BYTES :])]
+    texts = [text for text in map(_intact_text, blocks) if text is not None]
+    if not texts:
+        raise ChecksumError(f"{where}: both copies of the record are damaged")
+    try:
+        value = json.loads(texts[0])
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"{where}: record is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StructureError(f"{where}: record is not a JSON object")
+    check_version(_integer(value, "format", where), where)
+    if value.get("kind") != kind:
+        raise StructureError(f"{where}: record is of kind {value.get('kind')!r}, not {kind!r}")
+    return value, len(blocks) - len(texts)
+
+
+def _intact_text(block: bytes) -> bytes | None:
+    text, _, rest = block.partition(b"\n")
+    if len(text) > registry.RECORD_JSON_BYTES_MAX:
+        return None
+    expected = digest(text).hex().encode("ascii") + b"\n"
+    padded = (text + b"\n" + expected).ljust(registry.BLOCK_BYTES - 1, b" ") + b"\n"
+    return text if rest and block == padded else None
+
+
+def encode_descriptor(descriptor: Descriptor) -> bytes:
+    """Return the bytes of ``asymcheck.store``."""
+    return encode_record(
+        {
+            "kind": "store",
+            "format": registry.FORMAT_WRITE,
+            "store_id": descriptor.store_id.hex(),
+            "created_ns": descriptor.created_ns,
+            "writer": descriptor.writer,
+            "reader_features": list(descriptor.reader_features),
+            "writer_features": list(descriptor.writer_features),
+        }
+    )
+
+
+def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
+    """Read a store's descriptor; also return how many of its copies are damaged.
+
+    Raises:
+        FormatError: of the kind that fits; UnsupportedFeatureError for an unknown reader feature.
+    """
+    value, damaged = decode_record(data, "store", where)
+    readers, writers = _strings(value, "reader_features", where), _strings(value, "writer_features", where)
+    check_reader_features(readers, where)
+    created = _integer(value, "created_ns", where)
+    store_id = bytes.fromhex(_hex32(value.get("store_id"), where))
+    return Descriptor(store_id, created, _string(value, "writer", where), readers, writers), damaged
+
+
+def encode_head(head: HeadRecord) -> bytes:
+    """Return the bytes of a head record's file."""
+    return encode_record(
+        {
+            "kind": "head",
+            "format": registry.FORMAT_WRITE,
+            "run": head.run,
+            "generation": head.generation,
+            "parent": parent_to_json(head.parent),
+            "created_ns": head.created_ns,
+            "writer": head.writer,
+        }
+    )
+
+
+def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
+    """Read a head record; also return how many of its copies are damaged.
+
+    Raises:
+        FormatError: of the kind that fits.
+    """
+    value, damaged = decode_record(data, "head", where)
+    generation = _integer(value, "generation", where)
+    parent = parent_from_json(value.get("parent"), where)
+    if not 1 <= generation <= registry.GENERATION_MAX or (parent is not None and parent.generation >= generation):
+        raise StructureError(f"{where}: generation {generation} cannot follow its parent")
+    created = _integer(value, "created_ns", where)
+    return HeadRecord(
+        _string(value, "run", where), generation, parent, created, _string(value, "writer", where)
+    ), damaged
+
+
+def parent_to_json(parent: CheckpointRef | None) -> dict[str, object] | None:
+    """Return the JSON form of a parent."""
+    if parent is None:
+        return None
+    return {"generation": parent.generation, "step": parent.step, "save_id": parent.save_id.hex()}
+
+
+def parent_from_json(value: object, where: str) -> CheckpointRef | None:
+    """Read the JSON form of a parent.
+
+    Raises:
+        StructureError
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise StructureError(f"{where}: parent is neither an object nor null")
+    generation, step = _integer(value, "generation", where), _integer(value, "step", where)
+    if not (1 <= generation <= registry.GENERATION_MAX and 0 <= step <= registry.STEP_MAX):
+        raise StructureError(f"{where}: parent generation {generation} or step {step} is outside its limits")
+    return CheckpointRef(generation, step, SaveId(bytes.fromhex(_hex32(value.get("save_id"), where))))
+
+
+def _integer(value: Mapping[str, object], key: str, where: str) -> int:
+    number = value.get(key)
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 64:
+        raise StructureError(f"{where}: {key} is not an integer from 0 to 2^64 - 1")
+    return number
+
+
+def _string(value: Mapping[str, object], key: str, where: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise StructureError(f"{where}: {key} is not a string")
+    return text
+
+
+def _strings(value: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+    items = value.get(key)
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise StructureError(f"{where}: {key} is not a list of strings")
+    return tuple(items)
+
+
+def _hex32(value: object, where: str) -> str:
+    if not isinstance(value, str) or not _HEX32.match(value):
+        raise StructureError(f"{where}: not an id of 32 hexadecimal digits: {value!r}")
+    return value

@@ -1,0 +1,77 @@
+"""Numbers of the format: equal to format_spec/registry.json and SPEC.md §15, which tests compare."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FORMAT_MIN_READ: Final = 1
+FORMAT_MAX_READ: Final = 1
+FORMAT_WRITE: Final = 1
+
+FRAME_MAGIC: Final = b"ASYMFRAM"
+PACK_MAGIC: Final = b"ASYMPACK"
+PACK_INDEX_MAGIC: Final = b"ASYMINDX"
+
+DIGEST_XXH3_128: Final = 1
+DIGESTS: Final = {1: "xxh3-128", 2: "blake3-128", 3: "sha2-256-128"}
+DIGEST_BYTES: Final = 16
+ID_BYTES: Final = 16
+
+KIND_FULL: Final = 0
+FRAME_KINDS: Final = {0: "full", 1: "delta", 2: "derived", 3: "lossy", 4: "gradient"}
+
+CODEC_IDENTITY: Final = 0
+CODECS: Final = {0: "identity", 1: "zstd", 2: "byte-planes", 3: "ordered-integer-delta", 4: "derived-round-to-nearest"}
+
+SUPPORTED_KINDS: Final = frozenset({KIND_FULL})
+SUPPORTED_CODECS: Final = frozenset({CODEC_IDENTITY})
+SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
+
+READER_FEATURES: Final[frozenset[str]] = frozenset()
+WRITER_FEATURES: Final[frozenset[str]] = frozenset()
+
+PACK_LIVE: Final = 1
+PACK_FREED: Final = 2
+PACK_STATES: Final = {1: "live", 2: "freed"}
+
+DTYPE_BYTES: Final = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+ROLES: Final = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
+
+BLOCK_BYTES: Final = 4096
+PARTITION_BYTES_MAX: Final = 1 << 30
+FRAME_STORED_BYTES_MAX: Final = (1 << 30) + (8 << 20)
+ALIGNED_PAYLOAD_MIN_BYTES: Final = 65536
+INLINE_BYTES_MAX: Final = 4096
+MANIFEST_BYTES_MAX: Final = 1 << 30
+PACK_INDEX_BYTES_MAX: Final = 1 << 28
+RECORD_JSON_BYTES_MAX: Final = 4000
+TREE_DEPTH_MAX: Final = 64
+STEP_MAX: Final = 10**12 - 1
+GENERATION_MAX: Final = 10**8 - 1
+WORLD_SIZE_MAX: Final = 99999
+RUN_NAME_BYTES_MAX: Final = 64
+METRICS_MAX: Final = 256

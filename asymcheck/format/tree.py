@@ -1,0 +1,291 @@
+"""The tree: the structure of a state and its plain values, as JSON nodes (SPEC.md §7.4)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from asymcheck.errors import LimitError, StructureError
+from asymcheck.format import registry
+
+Node = object
+"""A JSON value that follows the table of nodes."""
+
+Key = str | int
+
+_EXACT_INTEGER = 1 << 53
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class TreeBuilder(Protocol[_T_co]):
+    """Makes values out of nodes; :func:`decode` calls it bottom-up."""
+
+    def plain(self, value: object) -> _T_co:
+        """Make a None, bool, int, float, complex, str or bytes."""
+        ...
+
+    def sequence(self, kind: str, items: list[object]) -> _T_co:
+        """Make a list (``l``) or a tuple (``t``)."""
+        ...
+
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> _T_co:
+        """Make a mapping (``d``), an ordered mapping (``o``) or a module's state (``m``, with its version metadata)."""
+        ...
+
+    def tensor(self, row: int, as_array: bool) -> _T_co:  # noqa: FBT001 - a protocol method, called by position in one place
+        """Make the tensor of a row, or a numpy array of it."""
+        ...
+
+    def tagged(self, kind: str, value: object) -> _T_co:
+        """Make a tensor shape (``z``, tuple of int), a numpy scalar (``n``, dtype and bytes), a dtype (``y``.
+
+        Name) or a device (``v``, name).
+        """
+        ...
+
+
+def encode_plain(value: object) -> Node:
+    """Return the node of a None, bool, int, float, complex, str or bytes.
+
+    Raises:
+        StructureError: any other type, or a string that is not valid Unicode.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if type(value) is str:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise StructureError("a string with lone surrogates has no UTF-8 form") from error
+        return value
+    if type(value) is int:
+        return encode_integer(value)
+    if type(value) is float:
+        return ["f", _float_hex(value)]
+    if type(value) is complex:
+        return ["c", _float_hex(value.real), _float_hex(value.imag)]
+    if type(value) is bytes:
+        return ["b", base64.b64encode(value).decode("ascii")]
+    raise StructureError(f"values of type {type(value).__qualname__} have no plain form")
+
+
+def encode_integer(value: int) -> Node:
+    """Return the node of an integer of any size."""
+    return value if -_EXACT_INTEGER < value < _EXACT_INTEGER else ["i", _decimal(value)]
+
+
+def encode_metric(value: float) -> object:
+    """Return the JSON form of a metric: a number, or the name of a value that JSON lacks."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def decode_metric(value: object, where: str) -> float:
+    """Read the JSON form of a metric.
+
+    Raises:
+        StructureError
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(str(value))
+    raise StructureError(f"{where}: metric {value!r} is not a number")
+
+
+def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> object:
+    """Check a whole tree and build the state from it.
+
+    Args:
+        node: the root.
+        rows: number of rows of the manifest; every row must be named at least once.
+        build: makes the values.
+        where: names the manifest in errors.
+
+    Raises:
+        StructureError, LimitError
+    """
+    seen = bytearray(rows)
+    value = _Decoder(rows, seen, build, where).value(node, 1)
+    if not all(seen):
+        raise StructureError(f"{where}: row {seen.index(0)} of the manifest is not in the tree")
+    return value
+
+
+class _Decoder:
+    """One pass over a tree; keeps what every node needs."""
+
+    def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
+        self.rows, self.seen, self.build, self.where = rows, seen, build, where
+        self.kinds: dict[object, Callable[[list[object], int], object]] = {
+            "i": self._big_integer,
+            "f": self._float,
+            "c": self._complex,
+            "b": self._bytes,
+            "l": self._sequence,
+            "t": self._sequence,
+            "z": self._shape,
+            "d": self._mapping,
+            "o": self._mapping,
+            "m": self._mapping,
+            "T": self._row,
+            "N": self._row,
+            "n": self._scalar,
+            "y": self._name,
+            "v": self._name,
+        }
+
+    def value(self, node: Node, depth: int) -> object:
+        if depth > registry.TREE_DEPTH_MAX:
+            raise LimitError(f"{self.where}: tree is deeper than {registry.TREE_DEPTH_MAX}")
+        if node is None or isinstance(node, (bool, str)):
+            return self.build.plain(node)
+        if isinstance(node, int):
+            if abs(node) >= _EXACT_INTEGER:
+                raise self.bad(node)
+            return self.build.plain(node)
+        if not isinstance(node, list) or not node or not isinstance(node[0], str) or node[0] not in self.kinds:
+            raise self.bad(node)
+        return self.kinds[node[0]](node, depth)
+
+    def bad(self, node: Node) -> StructureError:
+        return StructureError(f"{self.where}: not a node of the tree: {str(node)[:80]}")
+
+    def _arguments(self, node: list[object], count: int) -> list[object]:
+        if len(node) != count + 1:
+            raise self.bad(node)
+        return node[1:]
+
+    def _big_integer(self, node: list[object], _depth: int) -> object:
+        return self.build.plain(self._parse_big(node))
+
+    def _parse_big(self, node: list[object]) -> int:
+        (text,) = self._arguments(node, 1)
+        if not isinstance(text, str) or not text.removeprefix("-").isdecimal() or not text.isascii():
+            raise self.bad(node)
+        number = _parse_decimal(text)
+        if abs(number) < _EXACT_INTEGER or _decimal(number) != text:
+            raise self.bad(node)
+        return number
+
+    def _float(self, node: list[object], _depth: int) -> object:
+        (bits,) = self._arguments(node, 1)
+        return self.build.plain(self._binary64(bits))
+
+    def _complex(self, node: list[object], _depth: int) -> object:
+        real, imaginary = self._arguments(node, 2)
+        return self.build.plain(complex(self._binary64(real), self._binary64(imaginary)))
+
+    def _binary64(self, bits: object) -> float:
+        value: float = struct.unpack(">d", self._hex(bits, 8))[0]
+        return value
+
+    def _hex(self, text: object, size: int) -> bytes:
+        if isinstance(text, str) and len(text) == 2 * size and text == text.lower():
+            try:
+                return binascii.unhexlify(text)
+            except (binascii.Error, ValueError):
+                pass
+        raise self.bad(text)
+
+    def _bytes(self, node: list[object], _depth: int) -> object:
+        (text,) = self._arguments(node, 1)
+        try:
+            return self.build.plain(base64.b64decode(str(text), validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise self.bad(node) from error
+
+    def _sequence(self, node: list[object], depth: int) -> object:
+        (items,) = self._arguments(node, 1)
+        if not isinstance(items, list):
+            raise self.bad(node)
+        return self.build.sequence(str(node[0]), [self.value(item, depth + 1) for item in items])
+
+    def _shape(self, node: list[object], _depth: int) -> object:
+        (items,) = self._arguments(node, 1)
+        if not isinstance(items, list) or not all(_is_natural(item) for item in items):
+            raise self.bad(node)
+        return self.build.tagged("z", tuple(items))
+
+    def _mapping(self, node: list[object], depth: int) -> object:
+        pairs, *metadata = self._arguments(node, 2 if node[0] == "m" else 1)
+        if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+            raise self.bad(node)
+        built = [(self._key(key), self.value(value, depth + 1)) for key, value in pairs]
+        if len({key for key, _ in built}) != len(built):
+            raise StructureError(f"{self.where}: a mapping of the tree has a key twice")
+        return self.build.mapping(str(node[0]), built, self.value(metadata[0], depth + 1) if metadata else None)
+
+    def _key(self, key: object) -> Key:
+        if isinstance(key, str):
+            return key
+        if isinstance(key, int) and not isinstance(key, bool) and abs(key) < _EXACT_INTEGER:
+            return key
+        if isinstance(key, list) and key[:1] == ["i"]:
+            return self._parse_big(key)
+        raise self.bad(key)
+
+    def _row(self, node: list[object], _depth: int) -> object:
+        (row,) = self._arguments(node, 1)
+        if not _is_natural(row) or row >= self.rows:  # type: ignore[operator]  # _is_natural says that it is an int
+            raise StructureError(f"{self.where}: the tree names row {row} of {self.rows}")
+        index = int(str(row))
+        self.seen[index] = 1
+        return self.build.tensor(index, node[0] == "N")
+
+    def _scalar(self, node: list[object], _depth: int) -> object:
+        dtype, data = self._arguments(node, 2)
+        if not isinstance(dtype, str) or dtype not in registry.DTYPE_BYTES:
+            raise self.bad(node)
+        return self.build.tagged("n", (dtype, self._hex(data, registry.DTYPE_BYTES[dtype])))
+
+    def _name(self, node: list[object], _depth: int) -> object:
+        (name,) = self._arguments(node, 1)
+        if not isinstance(name, str) or (node[0] == "y" and name not in registry.DTYPE_BYTES):
+            raise self.bad(node)
+        return self.build.tagged(str(node[0]), name)
+
+
+def join_name(path: Sequence[Key]) -> str:
+    """Return the dotted name of a leaf."""
+    return ".".join(map(str, path))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2  # noqa: PLR2004 - a pair has two members
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _EXACT_INTEGER
+
+
+def _float_hex(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+# Python refuses to convert integers of more than 4300 digits at once (a guard against quadratic time), so they go in
+# pieces.
+_DIGITS = 4000
+
+
+def _decimal(value: int) -> str:
+    sign, value = ("-", -value) if value < 0 else ("", value)
+    pieces = []
+    while value >= 10**_DIGITS:
+        value, low = divmod(value, 10**_DIGITS)
+        pieces.append(f"{low:0{_DIGITS}d}")
+    return sign + str(value) + "".join(reversed(pieces))
+
+
+def _parse_decimal(text: str) -> int:
+    digits = text.removeprefix("-")
+    value = 0
+    first = len(digits) % _DIGITS
+    for start, end in [(0, first), *((i, i + _DIGITS) for i in range(first, len(digits), _DIGITS))]:
+        value = value * 10 ** (end - start) + int(digits[start:end] or "0")
+    return -value if text.startswith("-") else value

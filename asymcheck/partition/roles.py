@@ -1,0 +1,24 @@
+"""What part a tensor plays in training, told from its name."""
+
+from __future__ import annotations
+
+_BY_LAST_PART = {
+    "exp_avg": "first_moment",
+    "momentum_buffer": "first_moment",
+    "exp_avg_sq": "second_moment",
+    "max_exp_avg_sq": "second_moment",
+    "square_avg": "second_moment",
+    "grad": "gradient",
+}
+_FIRST_PARTS = {"model": "weights", "module": "weights", "ema": "weights", "rng": "rng"}
+
+
+def role_of(name: str) -> str:
+    """Return the role of a tensor: by the last part of its dotted name, else by the first, else ``other``."""
+    parts = name.split(".")
+    last = _BY_LAST_PART.get(parts[-1])
+    if last is not None:
+        return last
+    if parts[-1] in ("weight", "bias"):
+        return "weights"
+    return _FIRST_PARTS.get(parts[0], "other")

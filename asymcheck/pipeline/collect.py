@@ -1,0 +1,202 @@
+"""Collection: frees the packs that no manifest and no pin names (SPEC.md §8.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError, StorageError
+from asymcheck.events import emit
+from asymcheck.format import layout, registry
+from asymcheck.format.catalog import manifest_key
+from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.tiers.nvme.owners import is_dead
+from asymcheck.types import Digest, PackId
+
+_ATTEMPTS = 8
+# Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
+_BATCH = 64
+
+
+@dataclasses.dataclass
+class Collected:
+    """What a collection did, or with ``dry_run`` would do."""
+
+    freed_packs: int = 0
+    """Packs taken out of use."""
+    freed_bytes: int = 0
+    """Bytes of their files."""
+    pooled_packs: int = 0
+    """Those of them kept to be overwritten; the rest was unlinked."""
+    removed_temporaries: int = 0
+    """Unfinished packs of dead writers that were removed."""
+    busy_packs: int = 0
+    """Packs that could be freed but are locked by a reader or a writer."""
+    kept_packs: int = 0
+    """Packs that a manifest or a pin needs."""
+
+
+def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Collected:
+    """Free every pack that nothing names.
+
+    Raises:
+        InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was freed.
+    """
+    result = Collected()
+    if not dry_run:
+        result.removed_temporaries = tier.remove_stale_temporaries()
+    for _ in range(_ATTEMPTS):
+        plan = _Plan(tier, catalog)
+        result.kept_packs = plan.kept
+        if dry_run:
+            plan.count(result)
+            return result
+        if plan.carry_out(result):
+            _remove_empty(tier, catalog)
+            return result
+    raise StorageError(
+        f"store {tier.root}: checkpoints were committed {_ATTEMPTS} times during one collection; run gc again"
+    )
+
+
+class _Plan:
+    """What one attempt saw: §8.3 steps 1 to 3."""
+
+    def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
+        self.tier, self.catalog = tier, catalog
+        self.kept = 0
+        # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
+        # all it did.
+        with catalog.read() as transaction:
+            self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_dead(owner)}
+        self.manifests: set[bytes] = set()
+        live = self._live()
+        self.candidates = self._candidates(live)
+        with catalog.read() as transaction:
+            unseen = transaction.manifests() - self.manifests
+        self.stale = {key for key in unseen if not (tier.root / layout.MANIFESTS / key.decode()).exists()}
+
+    def _live(self) -> set[Digest]:
+        live: set[Digest] = set()
+        for run in self.tier.manifests.runs():
+            for listing in self.tier.manifests.checkpoints(run):
+                for name in listing.manifests:
+                    try:
+                        manifest = self.tier.manifests.read(run, listing.ref, name)
+                    except MissingPartitionError:
+                        # Deleted since it was listed.
+                        continue
+                    except FormatError as error:
+                        raise InconsistentCheckpointError(
+                            f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
+                            "delete that checkpoint first"
+                        ) from error
+                    live.update(manifest.partitions())
+                    self.manifests.add(manifest_key(run, listing.ref, name))
+        return live
+
+    def _candidates(self, live: set[Digest]) -> dict[PackId, list[Digest]]:
+        """Return the packs of which no digest is live, by their own indexes, with their digests."""
+        found = {}
+        for pack_id in self.tier.pack_ids():
+            try:
+                pack = self.tier.open_pack(pack_id)
+            except MissingPartitionError:
+                continue
+            except (StorageError, FormatError):
+                # Held by a writer that has just sealed it; or its index is damaged, and nobody can tell what it held.
+                self.kept += 1
+                continue
+            digests = pack.digests()
+            pack.close()
+            if live.isdisjoint(digests):
+                found[pack_id] = digests
+            else:
+                self.kept += 1
+        return found
+
+    def count(self, result: Collected) -> None:
+        """Say what would be freed."""
+        with self.catalog.read() as transaction:
+            pinned = _pinned(transaction, self.dead_pins)
+        for pack_id in self.candidates:
+            if pack_id in pinned:
+                result.kept_packs += 1
+            else:
+                result.freed_packs += 1
+                result.freed_bytes += _path(self.tier, pack_id).stat().st_size
+        result.removed_temporaries = len(self.tier.stale_temporaries())
+
+    def carry_out(self, result: Collected) -> bool:
+        """Free the candidates batch by batch; return False when a checkpoint was committed meanwhile."""
+        candidates = list(self.candidates)
+        for start in range(0, max(len(candidates), 1), _BATCH):
+            batch = candidates[start : start + _BATCH]
+            with contextlib.ExitStack() as stack:
+                locked = [
+                    pack_id for pack_id in batch if stack.enter_context(self.tier.locked(_path(self.tier, pack_id)))
+                ]
+                freed = self._mark_freed(locked)
+                if freed is None:
+                    return False
+                result.busy_packs += len(batch) - len(locked)
+                result.kept_packs += len(locked) - len(freed)
+                self._retire(freed, result)
+        return True
+
+    def _mark_freed(self, locked: Sequence[PackId]) -> list[PackId] | None:
+        """§8.3 step 4, one transaction; None when the catalog names a manifest that this attempt has not seen."""
+        with self.catalog.write() as transaction:
+            if transaction.manifests() - self.manifests - self.stale:
+                return None
+            for key in self.stale:
+                transaction.delete_manifest(key)
+            for key in self.dead_pins:
+                transaction.delete_pin(key)
+            pinned = _pinned(transaction, set())
+            freed = [pack_id for pack_id in locked if pack_id not in pinned]
+            for pack_id in freed:
+                for name in self.candidates[pack_id]:
+                    transaction.forget_location(name, pack_id)
+                transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
+        emit("gc.marked_freed", f"{len(freed)} packs")
+        return freed
+
+    def _retire(self, freed: Sequence[PackId], result: Collected) -> None:
+        """§8.3 step 5."""
+        for pack_id in freed:
+            path = _path(self.tier, pack_id)
+            result.freed_packs += 1
+            result.freed_bytes += path.stat().st_size
+            result.pooled_packs += self.tier.pool.put(path)
+            emit("gc.retired", path.name)
+        if freed:
+            self.tier.pool.sync()
+            self.tier.files.sync_directory(self.tier.packs)
+        present = set(self.tier.pack_ids())
+        with self.catalog.write() as transaction:
+            # Also those that an earlier collection marked and retired before it was killed.
+            for pack_id in transaction.freed_packs():
+                if pack_id not in present:
+                    transaction.delete_pack(pack_id)
+        emit("gc.forgotten", f"{len(freed)} packs")
+
+
+def _path(tier: NvmeTier, pack_id: PackId) -> Path:
+    return tier.packs / layout.pack_name(pack_id)
+
+
+def _pinned(transaction: Transaction, dead_pins: set[bytes]) -> set[PackId]:
+    return {pack_id for key, (_, packs) in transaction.pins().items() if key not in dead_pins for pack_id in packs}
+
+
+def _remove_empty(tier: NvmeTier, catalog: Catalog) -> None:
+    """Remove folders that a save left which was killed before its commit."""
+    empty = [(run, ref) for run in tier.manifests.runs() for ref in tier.manifests.empty(run)]
+    with catalog.read() as transaction:
+        saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
+    for run, ref in empty:
+        if ref.save_id not in saving:
+            tier.manifests.remove_empty(run, ref)

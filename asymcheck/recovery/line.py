@@ -1,0 +1,91 @@
+"""The line of training: which checkpoints lead to the present, and which were abandoned (SPEC.md §10.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from asymcheck.config import WRITER
+from asymcheck.errors import FormatError, HeadRecordError
+from asymcheck.format.record import HeadRecord
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import CheckpointRef
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The line of one run."""
+
+    generation: int
+    """The present generation."""
+    limits: dict[int, CheckpointRef | None]
+    """For each generation on the line, the last checkpoint that belongs to it; None for the present one.
+
+    Which has no end.
+    """
+
+    def __contains__(self, ref: CheckpointRef) -> bool:
+        """Tell whether a checkpoint lies on the line."""
+        if ref.generation not in self.limits:
+            return False
+        limit = self.limits[ref.generation]
+        return limit is None or ref <= limit
+
+
+def read_line(tier: NvmeTier, run: str) -> Line:
+    """Follow the head records of a run.
+
+    Raises:
+        HeadRecordError: one that is needed is missing or damaged.
+    """
+    heads = tier.manifests.heads(run)
+    present = max(heads, default=1)
+    limits: dict[int, CheckpointRef | None] = {}
+    generation, limit = present, None
+    while True:
+        limits[generation] = limit
+        head = _read_head(tier, run, generation)
+        if head is None or head.parent is None:
+            return Line(present, limits)
+        generation, limit = head.parent.generation, head.parent
+
+
+def _read_head(tier: NvmeTier, run: str, generation: int) -> HeadRecord | None:
+    remedy = "name the step to restore (step=…)"
+    try:
+        found = tier.manifests.read_head(run, generation)
+    except FormatError as error:
+        raise HeadRecordError(f"which checkpoint of run {run} is newest cannot be known: {error}; {remedy}") from error
+    if found is None:
+        if generation > 1:
+            raise HeadRecordError(
+                f"which checkpoint of run {run} is newest cannot be known: generation {generation} has no head record; "
+                f"{remedy}"
+            )
+        return None
+    return found[0]
+
+
+def check_generations(listings: list[CheckpointFiles], line: Line) -> None:
+    """Refuse checkpoints of a generation later than any head record: a head record has been lost.
+
+    Raises:
+        HeadRecordError
+    """
+    for listing in listings:
+        if listing.ref.generation > line.generation:
+            raise HeadRecordError(
+                f"run {listing.run} has a checkpoint of generation {listing.ref.generation}, but the newest head "
+                f"record is of generation {line.generation}: a head record was lost; name the step to restore (step=…)"
+            )
+
+
+def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> int:
+    """Open a new generation that continues from ``parent``, durably, and return its number."""
+    while True:
+        heads = tier.manifests.heads(run)
+        listed = [listing.ref.generation for listing in tier.manifests.checkpoints(run)]
+        generation = max([0, *heads, *listed, *([parent.generation] if parent else [])]) + 1
+        head = HeadRecord(run, generation, parent, time.time_ns(), WRITER)
+        if tier.manifests.publish_head(head):
+            return generation

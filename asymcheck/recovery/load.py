@@ -1,0 +1,125 @@
+"""Load: resolve, fetch, assemble; a damaged candidate gives way to the next one, and the reasons are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from asymcheck.errors import (
+    DamagedPartitionError,
+    FormatError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    PartialRestoreError,
+)
+from asymcheck.format.manifest import Manifest
+from asymcheck.recovery.assemble import Assembly
+from asymcheck.recovery.fetch import fetch
+from asymcheck.recovery.fill import Filler
+from asymcheck.recovery.resolve import Resolved, candidates, resolve_each
+from asymcheck.recovery.shape import read_shape, rows_in, select, with_tensors
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import CheckpointRef, Digest
+
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A restored state, and where it comes from."""
+
+    state: object
+    """The state."""
+    run: str
+    """The run."""
+    ref: CheckpointRef
+    """The checkpoint that was read."""
+    manifest: Manifest
+    """Its manifest."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that were passed over, with the reasons."""
+
+
+def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object, device: torch.device) -> Loaded:
+    """Read a checkpoint, every byte verified.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InconsistentCheckpointError: none of the candidates can be restored; lists the reasons.
+        StateMismatchError: ``into`` does not fit; nothing was overwritten.
+        PartialRestoreError: filling in place failed half-way.
+        HeadRecordError: which checkpoint is newest cannot be known.
+    """
+    listings = candidates(tier, run, step)
+    skipped: list[str] = []
+    attempts = resolve_each(tier, listings, skipped)
+    for resolved in attempts:
+        with resolved.sources:
+            try:
+                state = _load_one(tier, resolved, tensors, into, device)
+            except (DamagedPartitionError, FormatError) as error:
+                skipped.append(f"{resolved.ref}: {error}")
+                continue
+            except PartialRestoreError as error:
+                raise _with_next_step(error, attempts) from error
+        return Loaded(state, run, resolved.ref, resolved.manifests[0], tuple(skipped))
+    raise InconsistentCheckpointError(f"no checkpoint of run {run!r} in store {tier.root} can be restored:", skipped)
+
+
+def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, device: torch.device) -> object:
+    if len(resolved.manifests) != 1:
+        raise InvalidInputError(
+            f"{resolved.ref} was saved by {len(resolved.manifests)} ranks; this version restores those of one rank"
+        )
+    manifest = resolved.manifests[0]
+    shape = select(read_shape(manifest), tensors)
+    filler = None if into is None else Filler(into, shape, manifest)
+    rows = rows_in(shape) if filler is None else list(filler.rows)
+    assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, device)
+    try:
+        fetch(resolved.sources, assembly.wanted, assembly.put, tier.config.slots)
+    except DamagedPartitionError as error:
+        needed_by = _needed_by(manifest, resolved, assembly, str(error))
+        message = f"{error}; needed by {needed_by}, {resolved.ref}; run asymcheck verify"
+        overwritten = assembly.overwritten()
+        if overwritten:
+            raise PartialRestoreError(message, overwritten, None) from error
+        raise DamagedPartitionError(message) from error
+    assembly.put_inline()
+    return with_tensors(shape, assembly.tensors()) if filler is None else filler.finish(assembly.tensors())
+
+
+def _needed_by(manifest: Manifest, resolved: Resolved, assembly: Assembly, message: str) -> str:
+    """Name the tensors that need the frame which the message is about."""
+    for name in assembly.wanted:
+        copy = resolved.sources.copy(name)
+        if f"frame {copy.sequence} of pack {copy.pack.header.pack_id.hex()}" in message:
+            return "tensor " + ", ".join(tensors_with(manifest, name)[:3])
+    return "it"
+
+
+def tensors_with(manifest: Manifest, name: Digest) -> list[str]:
+    """Return the names of tensors that have bytes in a partition."""
+    return [
+        row.name for row in manifest.rows(range(len(manifest))) if any(extent.digest == name for extent in row.extents)
+    ]
+
+
+def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
+    """Say what was overwritten and which older checkpoint could be restored instead."""
+    following = next(attempts, None)
+    if following is not None:
+        following.sources.close()
+    names = error.overwritten
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    advice = (
+        f"restore {following.ref} instead (step={following.ref.step})"
+        if following is not None
+        else "no older checkpoint is consistent"
+    )
+    step = None if following is None else following.ref.step
+    return PartialRestoreError(
+        f"{error}. {len(names)} tensors were overwritten already: {shown}; {advice}", names, step
+    )

@@ -1,0 +1,119 @@
+"""Where partitions lie: digests looked up in the indexes of packs, which stay open (and locked) while they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from asymcheck.errors import AsymcheckError, MissingPartitionError
+from asymcheck.tiers.nvme import NvmeTier, PackFile
+from asymcheck.types import Digest, PackId
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One place where a partition lies."""
+
+    pack: PackFile
+    """The open pack."""
+    sequence: int
+    """Number of the frame in it."""
+
+
+class Sources:
+    """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
+
+    def __init__(self, tier: NvmeTier, wanted: Mapping[Digest, int], hints: Iterable[PackId]) -> None:
+        """Find all of ``wanted`` (digests with their plain lengths), in the packs of ``hints`` first.
+
+        Raises:
+            MissingPartitionError: some lie nowhere; the message says which packs could not be read, and why.
+        """
+        self._tier = tier
+        self._wanted = wanted
+        self._packs: dict[PackId, PackFile] = {}
+        self._problems: dict[PackId, str] = {}
+        self._copies: dict[Digest, Copy] = {}
+        try:
+            self._search(hints)
+            if len(self._copies) < len(wanted):
+                self._search(tier.pack_ids())
+            self._check_complete()
+        except BaseException:
+            self.close()
+            raise
+
+    def _search(self, pack_ids: Iterable[PackId]) -> None:
+        for pack_id in pack_ids:
+            if len(self._copies) == len(self._wanted):
+                return
+            pack = self._open(pack_id)
+            if pack is not None and not self._take(pack):
+                del self._packs[pack_id]
+                pack.close()
+
+    def _open(self, pack_id: PackId) -> PackFile | None:
+        if pack_id in self._packs or pack_id in self._problems:
+            return None
+        try:
+            self._packs[pack_id] = self._tier.open_pack(pack_id)
+        except AsymcheckError as error:
+            self._problems[pack_id] = str(error)
+            return None
+        return self._packs[pack_id]
+
+    def _take(self, pack: PackFile) -> bool:
+        """Note what the pack has of what is still wanted; return whether that is anything."""
+        found = False
+        for sequence, (digest, length) in enumerate(
+            zip(pack.digests(), pack.entries["plain_length"].tolist(), strict=True)
+        ):
+            if digest not in self._copies and self._wanted.get(digest) == length:
+                self._copies[digest] = Copy(pack, sequence)
+                found = True
+        return found
+
+    def _check_complete(self) -> None:
+        missing = [digest for digest in self._wanted if digest not in self._copies]
+        if missing:
+            problems = "".join(f"; {problem}" for problem in self._problems.values())
+            raise MissingPartitionError(
+                f"{len(missing)} of {len(self._wanted)} partitions lie in no readable pack, the first is "
+                f"{missing[0].hex()}{problems}"
+            )
+
+    def copy(self, digest: Digest) -> Copy:
+        """Return the first copy of a partition."""
+        return self._copies[digest]
+
+    def other_copies(self, digest: Digest, damaged: Copy) -> list[Copy]:
+        """Search every pack for further copies of a partition of which one is damaged."""
+        found = []
+        for pack_id in self._tier.pack_ids():
+            pack = self._packs.get(pack_id) or self._open(pack_id)
+            if pack is not None and pack is not damaged.pack:
+                found += [Copy(pack, sequence) for sequence, name in enumerate(pack.digests()) if name == digest]
+        return found
+
+    def in_reading_order(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Return digests in the order in which their frames lie, pack by pack."""
+        return sorted(
+            digests, key=lambda digest: (self._copies[digest].pack.header.pack_id, self._copies[digest].sequence)
+        )
+
+    def close(self) -> None:
+        """Close all packs."""
+        for pack in self._packs.values():
+            pack.close()
+        self._packs.clear()
+
+    def __enter__(self) -> Sources:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all packs."""
+        self.close()

@@ -1,0 +1,129 @@
+"""Resolve: find the newest consistent checkpoint, and say why any newer one was passed over (SPEC.md §10)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    InconsistentCheckpointError,
+    MissingPartitionError,
+    RecoveryError,
+    StorageError,
+)
+from asymcheck.format.manifest import Manifest
+from asymcheck.recovery.line import check_generations, read_line
+from asymcheck.recovery.locate import Sources
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import CheckpointRef, Digest, PackId
+
+
+@dataclasses.dataclass
+class Resolved:
+    """A consistent checkpoint, with the packs that hold its partitions open."""
+
+    run: str
+    """The run."""
+    ref: CheckpointRef
+    """Which checkpoint."""
+    manifests: list[Manifest]
+    """One for each rank."""
+    sources: Sources
+    """Where its partitions lie; the caller closes it."""
+
+
+def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFiles]:
+    """Return the checkpoints that may be restored, the one to try first in front.
+
+    Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
+    first; when it lies on no line, those of
+    the newest generation that has it.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        HeadRecordError: which one is newest cannot be known.
+    """
+    listings = tier.manifests.checkpoints(run)
+    newest_first = sorted(listings, key=lambda listing: listing.ref, reverse=True)
+    if step is None:
+        line = read_line(tier, run)
+        check_generations(listings, line)
+        found = [listing for listing in newest_first if listing.ref in line]
+    else:
+        found = [listing for listing in newest_first if listing.ref.step == step]
+        if len({listing.ref.generation for listing in found}) > 1:
+            # Only now does the line matter; a lost head record must not stop the restore of a step that is there once.
+            line = read_line(tier, run)
+            found = [listing for listing in found if listing.ref in line] or [
+                listing for listing in found if listing.ref.generation == found[0].ref.generation
+            ]
+    if not found:
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointNotFoundError(
+            f"store {tier.root} has {what} of run {run!r}{_what_is_there(tier, run, listings)}"
+        )
+    return found
+
+
+def _what_is_there(tier: NvmeTier, run: str, listings: list[CheckpointFiles]) -> str:
+    if listings:
+        steps = sorted({listing.ref.step for listing in listings})
+        return f"; it has steps {', '.join(map(str, steps[-8:]))}"
+    others = [other for other in tier.manifests.runs() if other != run]
+    return f"; it has runs {', '.join(others)}" if others else ""
+
+
+def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:
+    """Yield the consistent ones among ``listings`` in order; append to ``skipped`` why others were passed over.
+
+    The consumer closes the ``sources`` of each.
+    """
+    for listing in listings:
+        try:
+            yield resolve_one(tier, listing)
+        except (FormatError, RecoveryError, StorageError) as error:
+            skipped.append(f"{listing.ref}: {error}")
+
+
+def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+    """Check that one checkpoint is consistent and open the packs that it needs.
+
+    Raises:
+        InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: it is not, and why.
+    """
+    manifests = read_manifests(tier, listing)
+    wanted: dict[Digest, int] = {}
+    hints: dict[PackId, None] = {}
+    for manifest in manifests:
+        wanted.update(manifest.partitions())
+        hints.update(dict.fromkeys(manifest.header.packs))
+    try:
+        sources = Sources(tier, wanted, hints)
+    except MissingPartitionError as error:
+        again = tier.manifests.listing(listing.run, listing.ref)
+        if not again.manifests:
+            raise MissingPartitionError(f"it was deleted while it was being read ({error})") from error
+        raise
+    return Resolved(listing.run, listing.ref, manifests, sources)
+
+
+def read_manifests(tier: NvmeTier, listing: CheckpointFiles) -> list[Manifest]:
+    """Read the manifests of all ranks.
+
+    Raises:
+        InconsistentCheckpointError: ranks are missing, or there are two of one.
+        FormatError: one is damaged.
+    """
+    if not listing.is_complete:
+        if not listing.world_size:
+            raise InconsistentCheckpointError("its manifests disagree on the world size")
+        missing = listing.missing_ranks
+        what = (
+            f"manifests of ranks {', '.join(map(str, missing[:8]))} are missing"
+            if missing
+            else "one rank has two manifests"
+        )
+        raise InconsistentCheckpointError(f"{what} (world size {listing.world_size})")
+    return [tier.manifests.read(listing.run, listing.ref, name) for name in listing.manifests]

@@ -1,0 +1,157 @@
+"""The shape of a stored state: its containers and plain values, with placeholders where tensors go."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.tree import Key, decode, join_name
+from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
+
+_METADATA = "_metadata"
+"""Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
+
+
+def _metadata(mapping: object) -> object:
+    return getattr(mapping, _METADATA, None)
+
+
+def _set_metadata(mapping: OrderedDict[Key, object], metadata: object) -> None:
+    setattr(mapping, _METADATA, metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRef:
+    """A placeholder for the tensor of a row."""
+
+    row: int
+    """Row of the manifest."""
+    as_array: bool
+    """Whether it was a numpy array."""
+
+
+class _ShapeBuilder:
+    """Builds containers of the original types, with a :class:`RowRef` for each tensor."""
+
+    def plain(self, value: object) -> object:
+        return value
+
+    def sequence(self, kind: str, items: list[object]) -> object:
+        return items if kind == "l" else tuple(items)
+
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> object:
+        if kind == "d":
+            return dict(pairs)
+        ordered = OrderedDict(pairs)
+        if kind == "m":
+            _set_metadata(ordered, metadata)
+        return ordered
+
+    def tensor(self, row: int, as_array: bool) -> object:  # noqa: FBT001 - as in the protocol
+        return RowRef(row, as_array)
+
+    def tagged(self, kind: str, value: object) -> object:
+        if kind == "z":
+            return torch.Size(value)  # type: ignore[arg-type]  # the decoder passes a tuple of int
+        if kind == "y":
+            return TORCH_DTYPES[str(value)]
+        if kind == "v":
+            return torch.device(str(value))
+        dtype, data = value  # type: ignore[misc]  # the decoder passes a pair
+        return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])[0]  # type: ignore[has-type]  # as above
+
+
+def read_shape(manifest: Manifest) -> object:
+    """Return the state of a manifest with placeholders for its tensors.
+
+    Raises:
+        FormatError: the tree breaks a rule of the format.
+    """
+    header = manifest.header
+    where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
+    return decode(header.tree, len(manifest), _ShapeBuilder(), where)
+
+
+def rows_in(shape: object) -> list[int]:
+    """Return the rows that a (part of a) shape names, each once, in order."""
+    rows: dict[int, None] = {}
+
+    def note(ref: RowRef) -> object:
+        rows[ref.row] = None
+        return ref
+
+    replace_rows(shape, note)
+    return list(rows)
+
+
+def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
+    """Return a copy of a shape with every placeholder replaced."""
+    if isinstance(shape, RowRef):
+        return make(shape)
+    if isinstance(shape, OrderedDict):
+        ordered = OrderedDict((key, replace_rows(value, make)) for key, value in shape.items())
+        if _metadata(shape) is not None:
+            _set_metadata(ordered, replace_rows(_metadata(shape), make))
+        return ordered
+    if isinstance(shape, dict):
+        return {key: replace_rows(value, make) for key, value in shape.items()}
+    if type(shape) in (list, tuple):
+        return type(shape)(replace_rows(value, make) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
+    return shape
+
+
+def with_tensors(shape: object, tensors: Mapping[int, torch.Tensor]) -> object:
+    """Return the state: a shape with its tensors put in; tied tensors are one object."""
+    arrays: dict[int, object] = {}
+
+    def make(ref: RowRef) -> object:
+        if not ref.as_array:
+            return tensors[ref.row]
+        return arrays.setdefault(ref.row, tensors[ref.row].cpu().numpy())
+
+    return replace_rows(shape, make)
+
+
+class _Absent:
+    """Marks what a selection leaves out."""
+
+
+_ABSENT = _Absent()
+
+
+def select(shape: object, pattern: str) -> object:
+    """Keep only leaves whose dotted name matches a glob; containers that end up empty are dropped.
+
+    Gaps in sequences become None.
+    """
+    if pattern == "*":
+        return shape
+    kept = _select(shape, pattern, ())
+    return {} if kept is _ABSENT else kept
+
+
+def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
+    if isinstance(shape, dict):
+        kept = {
+            key: value for key, item in shape.items() if (value := _select(item, pattern, (*path, key))) is not _ABSENT
+        }
+        if not kept:
+            return _ABSENT
+        if not isinstance(shape, OrderedDict):
+            return kept
+        ordered = OrderedDict(kept)
+        if _metadata(shape) is not None:
+            _set_metadata(ordered, _metadata(shape))
+        return ordered
+    if type(shape) in (list, tuple):
+        items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
+        if all(item is _ABSENT for item in items):
+            return _ABSENT
+        return type(shape)(None if item is _ABSENT else item for item in items)  # type: ignore[call-arg]  # as above
+    return shape if fnmatch.fnmatchcase(join_name(path), pattern) else _ABSENT

@@ -1,0 +1,1 @@
+"""Tiers: places where frames, packs and manifests lie. They know nothing of models or of one another."""

@@ -1,0 +1,20 @@
+"""The NVMe tier: packs written by direct I/O, manifests as files, and the catalog in LMDB."""
+
+from asymcheck.tiers.nvme.catalog import Catalog, Transaction
+from asymcheck.tiers.nvme.files import Files
+from asymcheck.tiers.nvme.manifests import CheckpointFiles, ManifestFiles
+from asymcheck.tiers.nvme.packs import PackFile, PackWriter
+from asymcheck.tiers.nvme.slots import Slot
+from asymcheck.tiers.nvme.tier import NvmeTier
+
+__all__ = [
+    "Catalog",
+    "CheckpointFiles",
+    "Files",
+    "ManifestFiles",
+    "NvmeTier",
+    "PackFile",
+    "PackWriter",
+    "Slot",
+    "Transaction",
+]

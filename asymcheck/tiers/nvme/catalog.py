@@ -1,0 +1,337 @@
+"""The catalog: an LMDB environment that says where partitions lie (SPEC.md §7.5). An index, never the truth.
+
+LMDB maps its file without checksums, so damage can read back as other values or kill the process. Hence: every value
+has a checksum; reads
+for a restore do not come here at all; after an unclean end the file is walked in a child process first; and whatever
+is wrong with it, it is set aside
+and rebuilt from the packs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from asymcheck.config import StoreConfig
+from asymcheck.errors import CatalogError, LockTimeoutError, OutOfSpaceError
+from asymcheck.events import emit
+from asymcheck.format import catalog as codec
+from asymcheck.format import registry
+from asymcheck.tiers.nvme import owners
+from asymcheck.tiers.nvme.files import DESCRIPTORS, unlock, wait_lock
+from asymcheck.types import Digest, Location, Owner, PackId
+
+_DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
+_CHECK_TIMEOUT_S = 600
+# Runs in a child: a damaged map may kill the process that walks it. It imports nothing of this package, which would
+# load torch.
+_CHECK = """
+import lmdb, sys, xxhash
+env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=8, map_size=int(sys.argv[2]))
+with env.begin() as txn:
+    for name in (b"meta", b"partitions", b"packs", b"manifests", b"pins"):
+        db = env.open_db(name, txn=txn, create=False)
+        for key, value in txn.cursor(db):
+            if bytes(value[-8:]) != xxhash.xxh3_128_digest(bytes(key) + bytes(value[:-8]))[8:]:
+                sys.exit(3)
+"""
+
+
+class Transaction:
+    """One transaction on the catalog; all methods are for the thread that began it."""
+
+    def __init__(self, transaction: lmdb.Transaction, databases: dict[str, Any]) -> None:
+        """Wrap an LMDB transaction; use :meth:`Catalog.read` or :meth:`Catalog.write`."""
+        self._txn = transaction
+        self._db = databases
+
+    def _get(self, key: bytes, database: str) -> bytes | None:
+        value = self._txn.get(key, db=self._db[database])
+        return None if value is None else bytes(value)
+
+    def location(self, digest: Digest) -> Location | None:
+        """Return where a partition lies; None when it is unknown or the entry is damaged."""
+        value = self._get(digest, "partitions")
+        return None if value is None else codec.decode_location(digest, value)
+
+    def put_location(self, digest: Digest, location: Location) -> None:
+        """Enter a partition, replacing what was known of it."""
+        self._txn.put(digest, codec.encode_location(digest, location), db=self._db["partitions"])
+
+    def forget_location(self, digest: Digest, pack_id: PackId) -> None:
+        """Remove a partition's entry if it points into ``pack_id``."""
+        location = self.location(digest)
+        if location is None or location.pack_id == pack_id:
+            self._txn.delete(digest, db=self._db["partitions"])
+
+    def pack_state(self, pack_id: PackId) -> int | None:
+        """Return a pack's state number; None when it is unknown or the entry is damaged."""
+        value = self._get(pack_id, "packs")
+        return None if value is None else codec.decode_pack_state(pack_id, value)
+
+    def put_pack(self, pack_id: PackId, state: int, frame_count: int, pack_length: int) -> None:
+        """Enter a pack."""
+        self._txn.put(pack_id, codec.encode_pack_entry(pack_id, state, frame_count, pack_length), db=self._db["packs"])
+
+    def delete_pack(self, pack_id: PackId) -> None:
+        """Remove a pack's entry."""
+        self._txn.delete(pack_id, db=self._db["packs"])
+
+    def freed_packs(self) -> list[PackId]:
+        """Return the packs that are marked freed."""
+        cursor = self._txn.cursor(db=self._db["packs"])
+        return [
+            PackId(bytes(key))
+            for key, value in cursor
+            if codec.decode_pack_state(bytes(key), bytes(value)) == registry.PACK_FREED
+        ]
+
+    def put_manifest(self, key: bytes, size: int) -> None:
+        """Enter a committed manifest."""
+        self._txn.put(key, codec.encode_manifest_entry(key, size), db=self._db["manifests"])
+
+    def delete_manifest(self, key: bytes) -> None:
+        """Remove a manifest's entry."""
+        self._txn.delete(key, db=self._db["manifests"])
+
+    def manifests(self) -> set[bytes]:
+        """Return the keys of all manifests entered."""
+        return {bytes(key) for key in self._txn.cursor(db=self._db["manifests"]).iternext(keys=True, values=False)}
+
+    def put_pin(self, key: bytes, owner: Owner, packs: Iterable[PackId]) -> None:
+        """Protect packs from collection until :meth:`delete_pin`, or until the owner is dead."""
+        self._txn.put(key, codec.encode_pin(key, owner, list(packs)), db=self._db["pins"])
+
+    def delete_pin(self, key: bytes) -> None:
+        """Give up a pin."""
+        self._txn.delete(key, db=self._db["pins"])
+
+    def pins(self) -> dict[bytes, tuple[Owner, list[PackId]]]:
+        """Return all pins.
+
+        Raises:
+            CatalogError: a pin is damaged, so that what it protects is unknown.
+        """
+        found = {}
+        for key, value in self._txn.cursor(db=self._db["pins"]):
+            pin = codec.decode_pin(bytes(key), bytes(value))
+            if pin is None:
+                raise CatalogError(
+                    "a pin in the catalog is damaged; stop all processes and delete the folder 'catalog', "
+                    "which is rebuilt then"
+                )
+            found[bytes(key)] = pin
+        return found
+
+    def locations(self) -> Iterator[tuple[Digest, Location | None]]:
+        """Yield every partition's entry; None for a damaged one."""
+        for key, value in self._txn.cursor(db=self._db["partitions"]):
+            yield Digest(bytes(key)), codec.decode_location(bytes(key), bytes(value))
+
+    def put_store_id(self, store_id: bytes) -> None:
+        """Mark the catalog as complete and belonging to a store."""
+        self._txn.put(b"store_id", codec.seal(b"store_id", store_id), db=self._db["meta"])
+
+    def store_id(self) -> bytes | None:
+        """Return the id of the store this catalog belongs to; None before it is complete."""
+        value = self._get(b"store_id", "meta")
+        return None if value is None else codec.unseal(b"store_id", value)
+
+
+Populate = Callable[[Transaction], None]
+
+
+class Catalog:
+    """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
+
+    def __init__(self, path: Path, store_id: bytes, config: StoreConfig, populate: Populate) -> None:
+        """Open the environment in ``path``; ``populate`` fills it from the packs when it is new.
+
+        Damaged or of another store.
+        """
+        self.path = path
+        self._config = config
+        self._thread_lock = threading.Lock()
+        self._owner = owners.this_process()
+        (path / "open").mkdir(parents=True, exist_ok=True)
+        self._lock_descriptor = DESCRIPTORS.add(
+            os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        )
+        try:
+            with self._writer_lock():
+                self._set_aside_if_damaged()
+                self._marker.touch()
+                self._open(store_id, populate)
+        except BaseException:
+            DESCRIPTORS.close(self._lock_descriptor)
+            raise
+
+    @property
+    def _marker(self) -> Path:
+        owner = self._owner
+        return (
+            self.path
+            / "open"
+            / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{owner.pid_namespace.replace('/', '_')}"
+        )
+
+    def _open(self, store_id: bytes, populate: Populate) -> None:
+        with _lmdb_errors(self.path):
+            self._env = lmdb.open(
+                str(self.path),
+                map_size=self._config.catalog_map_bytes,
+                max_readers=self._config.catalog_readers,
+                max_dbs=len(_DATABASES) + 3,
+            )
+            self._db: dict[str, Any] = {name: self._env.open_db(name.encode()) for name in _DATABASES}
+            self._env.reader_check()
+            with self._env.begin(write=True) as txn:
+                transaction = Transaction(txn, self._db)
+                if transaction.store_id() != store_id:
+                    for database in self._db.values():
+                        txn.drop(database, delete=False)
+                    populate(transaction)
+                    transaction.put_store_id(store_id)
+                    emit("catalog.rebuilt", str(self.path))
+
+    def _set_aside_if_damaged(self) -> None:
+        dead, alive = self._markers()
+        if dead and (self.path / "data.mdb").exists() and not self._is_intact():
+            if alive:
+                raise CatalogError(
+                    f"the catalog {self.path} is damaged and in use by "
+                    f"{', '.join(map(owners.describe, alive.values()))}; "
+                    "stop them: the next start rebuilds it"
+                )
+            aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}.tmp")
+            aside.mkdir()
+            for name in ("data.mdb", "lock.mdb"):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).rename(aside / name)
+        for marker in dead:
+            marker.unlink(missing_ok=True)
+
+    def _markers(self) -> tuple[list[Path], dict[Path, Owner]]:
+        dead: list[Path] = []
+        alive: dict[Path, Owner] = {}
+        for marker in (self.path / "open").iterdir():
+            pid, ticks, rest = [*marker.name.split("-", 2), "", ""][:3]
+            boot_id, _, namespace = rest.rpartition("-")
+            if not (pid.isdecimal() and ticks.isdecimal()):
+                continue
+            owner = Owner(int(pid), int(ticks), boot_id, namespace)
+            if owners.is_dead(owner):
+                dead.append(marker)
+            else:
+                alive[marker] = owner
+        return dead, alive
+
+    def _is_intact(self) -> bool:
+        command = [sys.executable, "-c", _CHECK, str(self.path), str(self._config.catalog_map_bytes)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=_CHECK_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """Begin a read transaction; keep it short, it holds old pages alive."""
+        with _lmdb_errors(self.path), self._env.begin() as txn:
+            yield Transaction(txn, self._db)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """Begin a write transaction that is durable when the block ends, and void when it raises.
+
+        Raises:
+            LockTimeoutError: another process holds the writer lock; the message names it.
+        """
+        with self._writer_lock(), _lmdb_errors(self.path), self._env.begin(write=True) as txn:
+            yield Transaction(txn, self._db)
+
+    @contextlib.contextmanager
+    def _writer_lock(self) -> Iterator[None]:
+        # LMDB's own lock waits for ever and names nobody; this one has a deadline and says who holds it.
+        timeout = self._config.lock_timeout_s
+        if not self._thread_lock.acquire(timeout=timeout):
+            raise LockTimeoutError(
+                f"the catalog {self.path} was locked by another thread of this process for {timeout:g} s"
+            )
+        try:
+            if not wait_lock(self._lock_descriptor, timeout, exclusive=True):
+                raise LockTimeoutError(
+                    f"the catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop it, or wait"
+                )
+            os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    unlock(self._lock_descriptor)
+        finally:
+            self._thread_lock.release()
+
+    def _holder(self) -> str:
+        text = os.pread(self._lock_descriptor, 20, 0).decode(errors="replace").strip()
+        if not text.isdecimal():
+            return "an unknown process"
+        return owners.describe(Owner(int(text), 0, "", ""))
+
+    def close(self) -> None:
+        """Close the environment and take back the mark that this process uses it."""
+        self._env.close()
+        self._marker.unlink(missing_ok=True)
+        DESCRIPTORS.close(self._lock_descriptor)
+
+
+_open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}
+_open_lock = threading.Lock()
+
+
+def open_catalog(path: Path, store_id: bytes, config: StoreConfig, populate: Populate) -> Catalog:
+    """Return this process's catalog for ``path``, opening it if it is not open yet.
+
+    Give it back with :func:`release_catalog`.
+    """
+    key = (os.getpid(), os.path.realpath(path))
+    with _open_lock:
+        catalog, users = _open_catalogs.get(key, (None, 0))
+        if catalog is None:
+            catalog = Catalog(path, store_id, config, populate)
+        _open_catalogs[key] = (catalog, users + 1)
+        return catalog
+
+
+def release_catalog(catalog: Catalog) -> None:
+    """Give a catalog back; the last user closes it."""
+    key = (os.getpid(), os.path.realpath(catalog.path))
+    with _open_lock:
+        _, users = _open_catalogs[key]
+        if users > 1:
+            _open_catalogs[key] = (catalog, users - 1)
+        else:
+            del _open_catalogs[key]
+            catalog.close()
+
+
+@contextlib.contextmanager
+def _lmdb_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        if "No space left" in str(error) or isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
+            raise OutOfSpaceError(f"catalog {path}: {error}; free space, or delete checkpoints and run gc") from error
+        raise CatalogError(
+            f"catalog {path}: {error}; stop all processes that use it and delete this folder, it is rebuilt"
+        ) from error

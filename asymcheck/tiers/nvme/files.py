@@ -1,0 +1,258 @@
+"""The only door from the NVMe tier to the operating system.
+
+Tests put another :class:`Files` here, to lose what was not synced or to make a call fail, so everything that changes
+the store on disk
+goes through it (LMDB, which has its own I/O, excepted).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError
+
+_POLL_S = 0.005
+
+
+class Files:
+    """File operations with the store's error types; one instance serves all threads."""
+
+    def open_new(self, path: Path) -> int:
+        """Create ``path``, which must not exist, for reading and writing; return a descriptor."""
+        with translated("create", path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def open_existing(self, path: Path) -> int:
+        """Open ``path`` for reading and writing; return a descriptor."""
+        with translated("open", path):
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def open_read(self, path: Path) -> int:
+        """Open ``path`` for reading; return a descriptor.
+
+        Raises:
+            FileNotFoundError: left as it is, because callers treat a vanished file as an answer.
+        """
+        with translated("open", path):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Write all of ``data`` at ``offset``."""
+        with translated("write", path):
+            done = 0
+            while done < len(data):
+                written = os.pwrite(descriptor, data[done:], offset + done)
+                if written == 0:
+                    raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset + done}")
+                done += written
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
+        with translated("read", path):
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+            return done
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Make the file's content durable. After a failure the file must be abandoned: a second sync may lie."""
+        with translated("sync", path):
+            os.fdatasync(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        with translated("sync directory", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def truncate(self, descriptor: int, length: int, path: Path) -> None:
+        """Cut or extend a file to ``length`` bytes."""
+        with translated("truncate", path):
+            os.ftruncate(descriptor, length)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, replacing what has that name."""
+        with translated("rename", source):
+            source.rename(target)
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Give a file a second name; return False when ``target`` exists already."""
+        with translated("link", target):
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                return False
+            return True
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is gone already is no error."""
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+    def make_directory(self, path: Path) -> bool:
+        """Create a directory; return False when it exists already. The caller syncs the parent."""
+        with translated("create directory", path):
+            try:
+                path.mkdir()
+            except FileExistsError:
+                return False
+            return True
+
+    def remove_directory(self, path: Path) -> bool:
+        """Remove an empty directory; return False when it is gone or not empty."""
+        with translated("remove directory", path):
+            try:
+                path.rmdir()
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    return False
+                raise
+            return True
+
+    def write_small(self, path: Path, data: bytes) -> None:
+        """Create ``path`` with ``data`` and make its content (not its name) durable."""
+        descriptor = self.open_new(path)
+        try:
+            self.pwrite(descriptor, memoryview(data), 0, path)
+            self.sync(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+    def read_small(self, path: Path, limit: int) -> bytes | None:
+        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+        try:
+            descriptor = self.open_read(path)
+        except FileNotFoundError:
+            return None
+        try:
+            with translated("read", path):
+                size = min(os.fstat(descriptor).st_size, limit + 1)
+            data = bytearray(size)
+            count = self.pread(descriptor, memoryview(data), 0, path)
+            return bytes(data[:count])
+        finally:
+            os.close(descriptor)
+
+    def list(self, path: Path) -> list[str]:
+        """Return the names in a directory, sorted; none when there is no such directory."""
+        with translated("list", path):
+            try:
+                return sorted(os.listdir(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+
+@contextlib.contextmanager
+def translated(action: str, path: Path) -> Iterator[None]:
+    """Turn an operating system error into one of the package's, naming what was done to which file.
+
+    FileNotFoundError passes: whether a missing file is an error depends on the caller.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        message = f"{action} {path}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpaceError(f"{message}; free space, or delete checkpoints and run gc") from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise ReadOnlyStoreError(
+                f"{message}; the store cannot be written here, open it with read_only=True"
+            ) from error
+        if error.errno == errno.EMFILE:
+            raise StorageError(f"{message}; raise the limit of open files (ulimit -n)") from error
+        raise StorageError(message) from error
+
+
+def set_direct(descriptor: int) -> bool:
+    """Switch a descriptor to O_DIRECT; return False where the file system has none."""
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def clear_direct(descriptor: int) -> None:
+    """Switch a descriptor back to buffered I/O."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def try_lock(descriptor: int, *, exclusive: bool) -> bool:
+    """Take an advisory lock without waiting; return False when another holds it."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_lock(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
+    """Take an advisory lock; return False when it could not be had in ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(descriptor, exclusive=exclusive):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Give an advisory lock back."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Tell whether ``path`` still names the file that is open as ``descriptor``."""
+    try:
+        here, there = os.fstat(descriptor), path.stat()
+    except FileNotFoundError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+class Descriptors:
+    """Open descriptors that hold locks; a forked child closes them.
+
+    Or a data loader worker would keep its dead parent's locks.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._open: set[int] = set()
+
+    def add(self, descriptor: int) -> int:
+        """Remember a descriptor and return it."""
+        self._open.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor that was added; closing it twice is no error."""
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+    def close_in_child(self) -> None:
+        """Close all of them, in a forked child."""
+        for descriptor in tuple(self._open):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._open.clear()
+
+
+DESCRIPTORS = Descriptors()
+os.register_at_fork(after_in_child=DESCRIPTORS.close_in_child)

@@ -1,0 +1,53 @@
+"""Processes as owners of pins and locks: who holds something, and is it still alive (SPEC.md §7.5)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asymcheck.types import Owner
+
+_PROC = Path("/proc")
+
+
+def this_process() -> Owner:
+    """Return the calling process as an owner."""
+    pid = os.getpid()
+    return Owner(pid, _start_ticks(pid) or 0, _boot_id(), _pid_namespace())
+
+
+def is_dead(owner: Owner) -> bool:
+    """Tell whether an owner is certainly dead; one in another PID namespace of this boot counts as alive."""
+    if owner.boot_id != _boot_id():
+        return True
+    if owner.pid_namespace != _pid_namespace():
+        return False
+    return _start_ticks(owner.pid) != owner.start_ticks
+
+
+def describe(owner: Owner) -> str:
+    """Name an owner in a message."""
+    try:
+        command = (
+            (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        )
+    except OSError:
+        command = ""
+    return f"process {owner.pid}" + (f" ({command[:80]})" if command else "")
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    # A zombie has ended: its locks are gone, and it will write nothing more.
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _boot_id() -> str:
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

@@ -1,0 +1,189 @@
+"""The NVMe tier: a store directory on a local drive (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from asymcheck.config import WRITER, StoreConfig
+from asymcheck.errors import (
+    ClosedStoreError,
+    ForkedStoreError,
+    InvalidInputError,
+    ReadOnlyStoreError,
+    StoreNotFoundError,
+)
+from asymcheck.format import layout
+from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.versions import missing_writer_features
+from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
+from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.tiers.nvme.manifests import ManifestFiles
+from asymcheck.tiers.nvme.mounts import refuse_network
+from asymcheck.tiers.nvme.packs import PackFile, PackWriter, Pool, open_pack
+from asymcheck.types import PackId
+
+_FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
+
+
+class NvmeTier:
+    """One opened store directory. Threads may share it; a forked child must open its own."""
+
+    def __init__(self, root: Path, config: StoreConfig, *, read_only: bool = False, files: Files | None = None) -> None:
+        """Open the store at ``root``; create it when it is missing or an empty directory, unless ``read_only``.
+
+        Raises:
+            StoreNotFoundError: nothing is there and ``read_only``; or a directory that is not a store.
+            UnsupportedFileSystemError: a writable store on a network file system.
+            FormatError: the descriptor is damaged or of another version.
+            ReadOnlyStoreError: the store has a writer feature that this program lacks.
+        """
+        self.root = root
+        self.config = config
+        self.files = files or Files()
+        self.read_only = read_only
+        self._pid = os.getpid()
+        self._closed = False
+        self._catalog: Catalog | None = None
+        if not read_only:
+            refuse_network(root)
+            self._create_if_missing()
+        self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
+        missing = missing_writer_features(self.descriptor.writer_features)
+        if missing and not read_only:
+            raise ReadOnlyStoreError(
+                f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
+            )
+        self.manifests = ManifestFiles(self.files, root)
+        self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
+
+    @property
+    def packs(self) -> Path:
+        """The folder of complete packs."""
+        return self.root / layout.PACKS
+
+    def _read_descriptor(self) -> tuple[Descriptor, int]:
+        path = self.root / layout.DESCRIPTOR_NAME
+        data = self.files.read_small(path, RECORD_BYTES)
+        if data is None:
+            what = "is not an asymcheck store (it has no asymcheck.store)" if self.root.exists() else "does not exist"
+            raise StoreNotFoundError(f"{self.root} {what}")
+        return decode_descriptor(data, f"store descriptor {path}")
+
+    def _create_if_missing(self) -> None:
+        if (self.root / layout.DESCRIPTOR_NAME).exists():
+            return
+        leftovers = set(self.files.list(self.root)) - layout.TOP_LEVEL
+        if any(not name.endswith(layout.TEMPORARY) for name in leftovers):
+            raise StoreNotFoundError(
+                f"{self.root} has other files in it and is not a store; name an empty or a new directory"
+            )
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInputError(f"cannot create store {self.root}: {error.strerror}") from error
+        for name in _FOLDERS:
+            self.files.make_directory(self.root / name)
+        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER)
+        temporary = self.root / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
+        try:
+            self.files.write_small(temporary, encode_descriptor(descriptor))
+            # link, not rename: of two processes that create one store, the second takes what the first wrote.
+            self.files.link(temporary, self.root / layout.DESCRIPTOR_NAME)
+        finally:
+            self.files.unlink(temporary)
+        self.files.sync_directory(self.root)
+        for path in missing:
+            self.files.sync_directory(path.parent)
+
+    def check_usable(self) -> None:
+        """Refuse use after close, or in a forked child.
+
+        Raises:
+            ClosedStoreError, ForkedStoreError
+        """
+        if os.getpid() != self._pid:
+            raise ForkedStoreError(
+                f"store {self.root} was opened by process {self._pid}; open it again in this forked process"
+            )
+        if self._closed:
+            raise ClosedStoreError(f"store {self.root} is closed")
+
+    def check_writable(self) -> None:
+        """Refuse writes to a store that was opened read-only.
+
+        Raises:
+            ReadOnlyStoreError
+        """
+        self.check_usable()
+        if self.read_only:
+            raise ReadOnlyStoreError(f"store {self.root} was opened with read_only=True")
+
+    def open_catalog(self, populate: Populate) -> Catalog:
+        """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged."""
+        self.check_writable()
+        if self._catalog is None:
+            with translated("open catalog of store", self.root):
+                self._catalog = open_catalog(
+                    self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate
+                )
+        return self._catalog
+
+    def start_pack(self, needed_bytes: int) -> PackWriter:
+        """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""
+        return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all complete packs."""
+        ids = map(layout.parse_pack_name, self.files.list(self.packs))
+        return [pack_id for pack_id in ids if pack_id is not None]
+
+    def open_pack(self, pack_id: PackId) -> PackFile:
+        """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.packs.open_pack`."""
+        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s)
+
+    def stale_temporaries(self) -> list[Path]:
+        """Return files of unfinished packs whose writer is gone."""
+        return [path for path in self._temporaries() if self._is_unlocked(path)]
+
+    def remove_stale_temporaries(self) -> int:
+        """Remove files of unfinished packs whose writer is gone; return how many."""
+        removed = 0
+        for path in self._temporaries():
+            with self.locked(path) as held:
+                if held:
+                    self.files.unlink(path)
+                    removed += 1
+        return removed
+
+    def _temporaries(self) -> list[Path]:
+        return [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
+
+    def _is_unlocked(self, path: Path) -> bool:
+        with self.locked(path, exclusive=False) as held:
+            return held
+
+    @contextlib.contextmanager
+    def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
+        """Try to lock a file for the ``with`` block; yields whether it was had."""
+        try:
+            descriptor = DESCRIPTORS.add(self.files.open_read(path))
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            yield try_lock(descriptor, exclusive=exclusive) and is_same_file(descriptor, path)
+        finally:
+            DESCRIPTORS.close(descriptor)
+
+    def close(self) -> None:
+        """Close the catalog; closing twice is no error."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            if self._catalog is not None:
+                release_catalog(self._catalog)
+                self._catalog = None

@@ -1,0 +1,80 @@
+"""Value types that all layers share: names of things and where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NewType, Protocol, runtime_checkable
+
+Digest = NewType("Digest", bytes)
+"""16 bytes: the xxh3-128 of a partition's plain bytes (SPEC.md §5)."""
+
+PackId = NewType("PackId", bytes)
+"""16 random bytes: one life of a pack file."""
+
+SaveId = NewType("SaveId", bytes)
+"""16 bytes, sorting by time: one attempt to save one step."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that takes part in a state through its own ``state_dict``."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what is to be stored."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> object:
+        """Take back what :meth:`state_dict` returned."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class CheckpointRef:
+    """What identifies one checkpoint of a run; sorts by age within a line (SPEC.md §10.1)."""
+
+    generation: int
+    """The line of training, from 1."""
+    step: int
+    """The training step."""
+    save_id: SaveId
+    """The attempt that saved it."""
+
+    def __str__(self) -> str:
+        """Name it as errors and the command line do."""
+        return f"step {self.step} (generation {self.generation}, save {self.save_id.hex()[:12]})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where one frame lies and how it is encoded."""
+
+    pack_id: PackId
+    """The pack."""
+    offset: int
+    """Bytes from the start of the pack file to the frame."""
+    stored_length: int
+    """Bytes of payload."""
+    plain_length: int
+    """Bytes of the partition before encoding."""
+    kind: int = 0
+    """Frame kind number."""
+    codec: int = 0
+    """Codec number."""
+    digest_algorithm: int = 1
+    """Digest number."""
+    base_digest: bytes = bytes(16)
+    """Digest of the base partition; zero when there is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """A process, identified so that a later process with the same pid is not taken for it."""
+
+    pid: int
+    """Process id in its own PID namespace."""
+    start_ticks: int
+    """Start time of the process in clock ticks since boot."""
+    boot_id: str
+    """The kernel's random boot id."""
+    pid_namespace: str
+    """Name of the PID namespace."""

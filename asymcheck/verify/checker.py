@@ -1,0 +1,240 @@
+"""The checks. Each names the invariant of SPEC.md §9 that it checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from asymcheck.errors import AsymcheckError, DigestMismatchError, FormatError
+from asymcheck.format import layout
+from asymcheck.format.digest import digest as digest_of
+from asymcheck.format.frame import check_frame
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.registry import CODEC_IDENTITY
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier, PackFile, Slot
+from asymcheck.types import Digest, PackId
+from asymcheck.verify.findings import Finding, Severity
+
+_TENSORS_SHOWN = 3
+
+Progress = Callable[[int, int], None]
+"""Called with bytes checked so far and bytes to check in all."""
+
+
+@dataclasses.dataclass
+class _Need:
+    """Who needs a partition."""
+
+    length: int
+    checkpoints: set[str]
+    tensors: list[str]
+
+
+class _Checker:
+    def __init__(self, tier: NvmeTier, run: str | None, step: int | None, progress: Progress | None) -> None:
+        self.tier = tier
+        self.run = run
+        self.step = step
+        self.progress = progress
+        self.findings: list[Finding] = []
+        self.needs: dict[Digest, _Need] = {}
+        self.intact: set[Digest] = set()
+        self.damaged: dict[Digest, list[tuple[str, str]]] = {}
+
+    def check(self) -> list[Finding]:
+        self._descriptor()
+        for run in self.tier.manifests.runs():
+            if self.run in (None, run):
+                self._heads(run)
+                self._manifests(run)
+        self._packs()
+        self._partitions()
+        if self.step is None:
+            self._leftovers()
+            self._foreign()
+        return self.findings
+
+    def _add(
+        self, kind: str, severity: Severity, invariant: str, where: str, message: str, checkpoints: Iterable[str] = ()
+    ) -> None:
+        self.findings.append(Finding(kind, severity, invariant, where, message, tuple(checkpoints)))
+
+    def _descriptor(self) -> None:
+        """I7 was checked when the store was opened; I9: both copies are intact."""
+        if self.tier.damaged_descriptor_copies:
+            self._add(
+                "damaged-copy",
+                Severity.WARNING,
+                "I9",
+                layout.DESCRIPTOR_NAME,
+                "one of two copies of the store descriptor is damaged",
+            )
+
+    def _heads(self, run: str) -> None:
+        """I6 and I9."""
+        numbers = self.tier.manifests.heads(run)
+        highest = max([1, *numbers, *(listing.ref.generation for listing in self.tier.manifests.checkpoints(run))])
+        for generation in range(1, highest + 1):
+            where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
+            try:
+                found = self.tier.manifests.read_head(run, generation)
+            except FormatError as error:
+                self._add("damaged-head", Severity.ERROR, "I6", where, str(error))
+                continue
+            if found is None and generation > 1:
+                self._add("missing-head", Severity.ERROR, "I6", where, f"generation {generation} has no head record")
+            elif found is not None and found[1]:
+                self._add(
+                    "damaged-copy", Severity.WARNING, "I9", where, "one of two copies of the head record is damaged"
+                )
+
+    def _manifests(self, run: str) -> None:
+        """I3 and I4; notes which partitions are needed."""
+        for listing in self.tier.manifests.checkpoints(run):
+            if self.step not in (None, listing.ref.step):
+                continue
+            name = f"{run} {listing.ref}"
+            where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
+            if not listing.is_complete:
+                self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
+            for manifest_name in listing.manifests:
+                try:
+                    manifest = self.tier.manifests.read(run, listing.ref, manifest_name)
+                except AsymcheckError as error:
+                    self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
+                else:
+                    self._note(manifest, name)
+
+    def _note(self, manifest: Manifest, checkpoint: str) -> None:
+        names = manifest.names()
+        starts = manifest.extent_starts.tolist()
+        for row, tensor in enumerate(names):
+            for extent in manifest.extents(row) if starts[row + 1] > starts[row] else ():
+                need = self.needs.setdefault(extent.digest, _Need(extent.partition_length, set(), []))
+                need.checkpoints.add(checkpoint)
+                if len(need.tensors) < _TENSORS_SHOWN and tensor not in need.tensors:
+                    need.tensors.append(tensor)
+
+    def _packs(self) -> None:
+        """I1, and the content of every frame: of all packs, or of those that the chosen step needs."""
+        packs: list[tuple[PackFile, list[int]]] = []
+        try:
+            for pack_id in self.tier.pack_ids():
+                opened = self._open(pack_id)
+                if opened is not None:
+                    wanted = [i for i, name in enumerate(opened.digests()) if self.step is None or name in self.needs]
+                    if wanted:
+                        packs.append((opened, wanted))
+                    else:
+                        opened.close()
+            self._read(packs)
+        finally:
+            for pack, _ in packs:
+                pack.close()
+
+    def _open(self, pack_id: PackId) -> PackFile | None:
+        where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
+        try:
+            return self.tier.open_pack(pack_id)
+        except FormatError as error:
+            self._add("damaged-pack", Severity.WARNING, "I1", where, str(error))
+        except AsymcheckError as error:
+            # Gone since it was listed, or held by a writer that has just sealed it.
+            self._add("busy-pack", Severity.HINT, "I1", where, str(error))
+        return None
+
+    def _read(self, packs: list[tuple[PackFile, list[int]]]) -> None:
+        total = sum(int(pack.entries["stored_length"][wanted].sum()) for pack, wanted in packs)
+        largest = max((int(pack.entries["stored_length"].max()) for pack, _ in packs), default=0)
+        slot = Slot(largest)
+        done = 0
+        for pack, wanted in packs:
+            names = pack.digests()
+            for sequence in wanted:
+                where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
+                try:
+                    _check_content(pack, sequence, names[sequence], slot, where)
+                except AsymcheckError as error:
+                    self.damaged.setdefault(names[sequence], []).append(
+                        (f"{layout.PACKS}/{pack.path.name} {where}", str(error))
+                    )
+                else:
+                    self.intact.add(names[sequence])
+                done += int(pack.entries["stored_length"][sequence])
+                if self.progress is not None:
+                    self.progress(done, total)
+
+    def _partitions(self) -> None:
+        """I2: every partition that a manifest names lies somewhere intact."""
+        for name, places in self.damaged.items():
+            need = self.needs.get(name)
+            lost = need if name not in self.intact else None
+            self.findings += [
+                Finding(
+                    "damaged-frame",
+                    Severity.ERROR if lost else Severity.WARNING,
+                    "I2",
+                    where,
+                    message if lost else f"{message}; no checkpoint depends on this copy",
+                    tuple(sorted(lost.checkpoints)) if lost else (),
+                    tuple(need.tensors) if need else (),
+                )
+                for where, message in places
+            ]
+        self.findings += [
+            Finding(
+                "missing-partition",
+                Severity.ERROR,
+                "I2",
+                name.hex(),
+                f"partition {name.hex()} lies in no readable pack",
+                tuple(sorted(need.checkpoints)),
+                tuple(need.tensors),
+            )
+            for name, need in self.needs.items()
+            if name not in self.intact and name not in self.damaged
+        ]
+
+    def _leftovers(self) -> None:
+        """I10: files of unfinished packs whose writer is gone."""
+        for path in self.tier.stale_temporaries():
+            where = f"{layout.PACKS}/{path.name}"
+            self._add("stale-temporary", Severity.HINT, "I10", where, "a save was killed here; gc removes the file")
+
+    def _foreign(self) -> None:
+        """I10: files that are not the store's."""
+        tier = self.tier
+        foreign = [
+            name
+            for name in tier.files.list(tier.root)
+            if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)
+        ]
+        for name in tier.files.list(tier.packs):
+            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name):
+                foreign.append(f"{layout.PACKS}/{name}")
+        for name in foreign:
+            self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
+
+
+def _check_content(pack: PackFile, sequence: int, name: Digest, slot: Slot, where: str) -> None:
+    frame = pack.read_frame(sequence, slot)
+    descriptor, payload = check_frame(frame, pack.header.pack_id, sequence, where)
+    if descriptor.codec == CODEC_IDENTITY and (descriptor.digest != name or digest_of(payload) != name):
+        raise DigestMismatchError(f"digest mismatch in {where}")
+
+
+def _incomplete(listing: CheckpointFiles) -> str:
+    if not listing.world_size:
+        return "manifests disagree on the world size"
+    return f"{len(listing.manifests)} of {listing.world_size} manifests are there: the save is unfinished"
+
+
+def verify(
+    tier: NvmeTier, run: str | None = None, step: int | None = None, progress: Progress | None = None
+) -> list[Finding]:
+    """Read and check a store, or what one step needs; change nothing.
+
+    Returns:
+        Findings, none when all is well. What a concurrent save is writing is not reported as damage.
+    """
+    return _Checker(tier, run, step, progress).check()

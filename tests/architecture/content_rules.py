@@ -1,0 +1,221 @@
+"""Rules about what a module contains: size, names, docstrings, raises, suppressions, and no pickle."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from tests.architecture.rules import Rule, Violation
+from tests.architecture.source_tree import PACKAGE, Module, SourceTree
+
+MAX_LINES = 400
+
+EMPTY_NAMES = frozenset({"utils", "util", "helpers", "helper", "misc", "common", "manager"})
+
+PICKLE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
+PICKLING_CALLS = frozenset(
+    {f"{home}.{verb}" for home in ("torch", "torch.serialization", "torch.jit") for verb in ("load", "save")}
+)
+
+BUILTIN_EXCEPTIONS = frozenset(
+    name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+)
+
+NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
+TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules_stay_small(tree: SourceTree) -> Iterator[Violation]:
+    """A shipped module of more than `MAX_LINES` lines."""
+    for module in tree.package:
+        if module.line_count > MAX_LINES:
+            yield Violation(module.path, MAX_LINES, f"{module.line_count} lines; at most {MAX_LINES}")
+
+
+def names_say_something(tree: SourceTree) -> Iterator[Violation]:
+    """A module or folder named for nothing in particular."""
+    for module in tree.package:
+        words = {word for part in PurePosixPath(module.path).with_suffix("").parts for word in part.split("_")}
+        for word in sorted(words & EMPTY_NAMES):
+            yield Violation(module.path, 1, f"the name contains {word!r}")
+
+
+def public_things_are_documented(tree: SourceTree) -> Iterator[Violation]:
+    """A module, or a public class, function or method, without a docstring."""
+    for module in tree.package:
+        if not ast.get_docstring(module.tree):
+            yield Violation(module.path, 1, "the module has no docstring")
+        yield from _undocumented(module, module.tree)
+
+
+def _undocumented(module: Module, body: ast.Module | ast.ClassDef) -> Iterator[Violation]:
+    for node in _definitions(body.body):
+        # A leading underscore covers magic methods too: the language documents those.
+        if node.name.startswith("_") or _documented_elsewhere(node):
+            continue
+        if not ast.get_docstring(node):
+            yield Violation(module.path, node.lineno, f"{node.name} has no docstring")
+        if isinstance(node, ast.ClassDef):
+            yield from _undocumented(module, node)
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
+    """The definitions of a module or class, also those inside `if` and `try`, but not those inside functions."""
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _definitions(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _definitions(handler.body)
+
+
+def _documented_elsewhere(node: Function | ast.ClassDef) -> bool:
+    """An overload or a property's setter: the docstring is at the implementation or the getter."""
+    words = {ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in node.decorator_list}
+    return bool(words & {"overload", "setter", "deleter"})
+
+
+def errors_are_our_own(tree: SourceTree) -> Iterator[Violation]:
+    """A raise of a builtin or foreign exception."""
+    for module in tree.package:
+        for node, inside in _raises(module.tree, None):
+            raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if raised is not None and not _may_raise(module, raised, inside):
+                yield Violation(module.path, node.lineno, f"raises {ast.unparse(raised)}")
+
+
+def _raises(node: ast.AST, inside: Function | None) -> Iterator[tuple[ast.Raise, Function | None]]:
+    """Every raise, with the function it stands in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Raise):
+            yield child, inside
+        yield from _raises(child, child if isinstance(child, Function) else inside)
+
+
+def _may_raise(module: Module, raised: ast.expr, inside: Function | None) -> bool:
+    in_cli = PurePosixPath(module.path).match(f"{PACKAGE}/cli/*") or module.name == f"{PACKAGE}.__main__"
+    written = ast.unparse(raised)
+    origin = next((found for found in module.imports if found.bound_as == written.split(".", 1)[0]), None)
+    if origin is None and written in BUILTIN_EXCEPTIONS:
+        return {
+            "NotImplementedError": inside is not None and _is_abstract(inside),
+            "AttributeError": inside is not None and inside.name == "__getattr__",
+            "StopIteration": inside is not None and inside.name == "__next__",
+            "SystemExit": in_cli,
+        }.get(written, False)
+    # A local name re-raises what was caught, an attribute of self builds one of ours; a foreign one stays where it is.
+    return origin is None or origin.top == PACKAGE or (in_cli and origin.top == "click")
+
+
+def _is_abstract(function: Function) -> bool:
+    return any(ast.unparse(decorator).endswith("abstractmethod") for decorator in function.decorator_list)
+
+
+def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
+    """An exception class defined outside `asymcheck.errors`."""
+    for module in tree.package:
+        if module.name == f"{PACKAGE}.errors":
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).rsplit(".", 1)[-1] for base in node.bases]
+                if any(base in BUILTIN_EXCEPTIONS or base.endswith(("Error", "Exception")) for base in bases):
+                    yield Violation(module.path, node.lineno, f"{node.name} is an error class outside {PACKAGE}.errors")
+
+
+def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
+    """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False."""
+    for module in tree.package:
+        for found in module.imports:
+            if found.top in PICKLE_MODULES or found.full_name in PICKLING_CALLS:
+                yield Violation(module.path, found.line, f"imports {found.full_name}")
+        bound = {found.bound_as: _meant_by(found.bound_as, found.full_name) for found in module.imports}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute):
+                first, *rest = ast.unparse(node).split(".")
+                if ".".join([bound.get(first, first), *rest]) in PICKLING_CALLS:
+                    yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+                yield Violation(module.path, node.value.lineno, "allows pickle")
+
+
+def _meant_by(bound_as: str | None, full_name: str) -> str:
+    """`import torch.nn` binds `torch`; `import torch.serialization as s` binds the module itself."""
+    return bound_as if bound_as == full_name.split(".", 1)[0] else full_name
+
+
+def no_star_imports(tree: SourceTree) -> Iterator[Violation]:
+    """`from x import *`."""
+    for module in tree.modules:
+        for found in module.imports:
+            if found.name == "*":
+                yield Violation(module.path, found.line, f"from {found.target} import *")
+
+
+def suppressions_give_a_reason(tree: SourceTree) -> Iterator[Violation]:
+    """A linter or type checker silenced without a code and a reason."""
+    for module in tree.modules:
+        for line, comment in module.comments:
+            text = comment.lower().replace(" ", "")
+            wrong = (
+                ("noqa" in text and not NOQA_FORM.search(comment) and "`# noqa: X123 - reason`")
+                or (
+                    "type:ignore" in text and not TYPE_IGNORE_FORM.match(comment) and "`# type: ignore[code]  # reason`"
+                )
+                or ("mypy:ignore-errors" in text and "a suppression at the line it is for")
+            )
+            if wrong:
+                yield Violation(module.path, line, f"{comment!r} should read {wrong}")
+
+
+CONTENT_RULES = (
+    Rule(
+        "modules_stay_small",
+        "The class that is both API and engine is where code bases of this kind go wrong. At 400 lines a module has a "
+        "second subject; find it and give it a file.",
+        modules_stay_small,
+    ),
+    Rule(
+        "names_say_something",
+        "A name that promises nothing attracts everything. Name the module for what is in it.",
+        names_say_something,
+    ),
+    Rule(
+        "public_things_are_documented",
+        "The docstring is the contract: what it takes, what it gives, what is durable when it returns.",
+        public_things_are_documented,
+    ),
+    Rule(
+        "errors_are_our_own",
+        "A caller handles a failure by its class and kind. A ValueError can come from anywhere, so nobody can handle "
+        "it; raise one of asymcheck.errors. Free are NotImplementedError in an abstract method, StopIteration in "
+        "__next__, AttributeError in __getattr__, and in the CLI SystemExit and click's own.",
+        errors_are_our_own,
+    ),
+    Rule(
+        "errors_have_one_home",
+        "The tree of errors is part of the API and is read as a whole, with its stable kinds: asymcheck/errors.py.",
+        errors_have_one_home,
+    ),
+    Rule(
+        "nothing_is_unpickled",
+        "Loading a checkpoint must not run code that lies in it. Not even a little, not even for plain values.",
+        nothing_is_unpickled,
+    ),
+    Rule(
+        "no_star_imports",
+        "With a star nobody, reader or rule, sees what is imported.",
+        no_star_imports,
+    ),
+    Rule(
+        "suppressions_give_a_reason",
+        "A silenced check is a decision. Without its code it silences the next defect too; without its reason nobody "
+        "dares to remove it.",
+        suppressions_give_a_reason,
+    ),
+)

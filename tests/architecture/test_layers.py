@@ -1,0 +1,40 @@
+"""The repository keeps its own rules. What each rule means, and why, is said in the rule and printed when it fails."""
+
+import pytest
+
+from tests.architecture.content_rules import CONTENT_RULES
+from tests.architecture.rules import FLOOR_OF, IMPORT_RULES, Rule, room_of
+from tests.architecture.source_tree import SourceTree
+
+RULES = (*IMPORT_RULES, *CONTENT_RULES)
+
+FEWEST_MODULES = 15
+"""Rules over an empty folder hold. Fewer modules than this means that the package was not found."""
+
+
+@pytest.fixture(scope="module")
+def tree() -> SourceTree:
+    """The repository's source, and enough of it for the rules to mean something."""
+    tree = SourceTree.from_disk()
+    if len(tree.package) < FEWEST_MODULES:
+        pytest.fail(f"{len(tree.package)} modules in asymcheck/, expected at least {FEWEST_MODULES}: nothing is proved")
+    return tree
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_tree_keeps_the_rule(tree: SourceTree, rule: Rule) -> None:
+    """No place in the tree breaks the rule."""
+    violations = sorted(rule.check(tree), key=lambda violation: (violation.path, violation.line))
+    assert not violations, "\n".join([rule.reason, *map(str, violations)])
+
+
+def test_the_layers_name_real_rooms(tree: SourceTree) -> None:
+    """At least the floors that a save and a load need are there, so that the arrows between them are really checked."""
+    rooms = {room_of(module.name) for module in tree.package}
+    needed = {f"asymcheck.{room}" for room in ("cli", "store", "pipeline", "recovery", "tiers", "format", "errors")}
+    assert needed <= rooms & FLOOR_OF.keys()
+
+
+def test_the_reference_reader_is_there(tree: SourceTree) -> None:
+    """Its independence is only worth something if there is a reader."""
+    assert "format_spec/reference_reader.py" in {module.path for module in tree.below("format_spec")}

@@ -1,0 +1,87 @@
+"""The public surface is a list that is read before it is changed."""
+
+import importlib
+import re
+from types import ModuleType
+
+import pytest
+
+from tests.architecture.source_tree import REPOSITORY, SourceTree
+
+EXPECTED = [
+    "Checkpoint",
+    "Checkpointer",
+    "Finding",
+    "RngState",
+    "Stateful",
+    "Store",
+    "__version__",
+    "errors",
+    "events",
+]
+"""What `import asymcheck` offers. A name added here is a promise; one taken away breaks somebody's training loop."""
+
+
+def _sub_packages() -> list[str]:
+    return [module.name for module in SourceTree.from_disk().package if module.is_package and "." in module.name]
+
+
+def _public_attributes(module: ModuleType) -> set[str]:
+    """What a user sees without underscores, less the modules that an import statement leaves behind."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+
+
+def _is_ours(package: ModuleType, name: str) -> bool:
+    """A constant, or something defined in the package; a `Path` or `Any` that the code needs is not for export."""
+    home = getattr(getattr(package, name), "__module__", "asymcheck")
+    return str(home).split(".", 1)[0] == "asymcheck"
+
+
+def test_the_public_names_are_the_expected_ones() -> None:
+    """`__all__` is exactly the list above, sorted."""
+    package = importlib.import_module("asymcheck")
+    assert sorted(EXPECTED) == EXPECTED
+    assert list(package.__all__) == EXPECTED
+
+
+def test_every_public_name_exists() -> None:
+    """Nothing is promised that an import does not give."""
+    package = importlib.import_module("asymcheck")
+    assert [name for name in EXPECTED if not hasattr(package, name)] == []
+
+
+def test_nothing_else_is_public() -> None:
+    """A public attribute outside `__all__` is used by somebody sooner or later: give it an underscore or a promise."""
+    package = importlib.import_module("asymcheck")
+    modules_and_dunders = {
+        name for name in EXPECTED if name.startswith("__") or isinstance(getattr(package, name), ModuleType)
+    }
+    assert _public_attributes(package) == set(EXPECTED) - modules_and_dunders
+
+
+def test_sub_packages_are_there() -> None:
+    """The next test would hold for a package without rooms."""
+    assert len(_sub_packages()) >= 5
+
+
+@pytest.mark.parametrize("name", _sub_packages())
+def test_a_sub_package_exports_what_it_says(name: str) -> None:
+    """Where an `__init__` defines `__all__`, it names each public name once and no other."""
+    package = importlib.import_module(name)
+    declared = getattr(package, "__all__", None)
+    if declared is None:
+        return
+    assert len(set(declared)) == len(declared)
+    modules = {entry for entry in declared if isinstance(getattr(package, entry), ModuleType)}
+    assert set(declared) - modules == {entry for entry in _public_attributes(package) if _is_ours(package, entry)}
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    """`asymcheck.__version__` and pyproject.toml cannot drift apart."""
+    declared = re.search(r'^version = "([^"]+)"$', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert declared is not None
+    assert importlib.import_module("asymcheck").__version__ == declared.group(1)

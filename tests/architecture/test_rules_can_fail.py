@@ -1,0 +1,292 @@
+"""Every rule catches what it is for, and lets pass what it must: a rule that cannot fail is a defect."""
+
+import pytest
+
+from tests.architecture.rules import Rule
+from tests.architecture.source_tree import SourceTree
+from tests.architecture.test_layers import RULES
+
+RULE = {rule.name: rule for rule in RULES}
+
+Sources = dict[str, str]
+
+
+def _lines(count: int) -> str:
+    return "#\n" * count
+
+
+BROKEN: dict[str, list[Sources]] = {
+    "every_module_has_a_layer": [
+        {"asymcheck/attic.py": ""},
+        {"asymcheck/attic/box.py": ""},
+    ],
+    "arrows_point_down": [
+        {"asymcheck/format/frame.py": "from asymcheck.tiers.nvme import pack"},
+        {"asymcheck/store.py": "import asymcheck.checkpointer"},
+        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.flush import flush"},
+        {"asymcheck/recovery/resolve.py": "if TYPE_CHECKING:\n    from asymcheck.store import Store"},
+        {"asymcheck/codecs/zstd.py": "from ..store import Store"},
+        {"asymcheck/codecs/__init__.py": "from ..store import Store"},
+        {"asymcheck/errors.py": "import_module('asymcheck.cli.verify')"},
+        {"asymcheck/errors.py": "importlib.import_module('asymcheck.cli')"},
+        {"asymcheck/errors.py": "__import__('asymcheck.store')"},
+        {"asymcheck/format/a.py": "from asymcheck import store", "asymcheck/store.py": ""},
+    ],
+    "siblings_do_not_meet": [
+        {"asymcheck/pipeline/commit.py": "from asymcheck.verify.findings import Finding"},
+        {"asymcheck/verify/deep.py": "from asymcheck.recovery import resolve"},
+        {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
+        {"asymcheck/codecs/delta.py": "import asymcheck.partition.plan"},
+    ],
+    "ground_floor": [
+        {"asymcheck/errors.py": "import numpy"},
+        {"asymcheck/events.py": "from asymcheck.errors import Failure"},
+        {"asymcheck/types.py": "from asymcheck.config import Config"},
+        {"asymcheck/config.py": "from asymcheck.format.digest import Digest"},
+    ],
+    "nobody_enters_by_the_public_face": [
+        {"asymcheck/cli/inspect.py": "from asymcheck import Store"},
+        {"asymcheck/cli/inspect.py": "from asymcheck import errors", "asymcheck/errors.py": ""},
+        {"asymcheck/store.py": "import asymcheck"},
+        {"asymcheck/store.py": "from . import errors"},
+    ],
+    "format_is_pure": [
+        *({"asymcheck/format/frame.py": f"import {module}"} for module in ("torch", "os", "io", "time", "threading")),
+        *({"asymcheck/format/frame.py": f"import {module}"} for module in ("mmap", "pathlib", "socket", "subprocess")),
+        {"asymcheck/format/frame.py": "from os.path import join"},
+        {"asymcheck/format/frame.py": "def f():\n    import time"},
+    ],
+    "tiers_and_policies_know_no_torch": [
+        {"asymcheck/tiers/nvme/packs.py": "import torch"},
+        {"asymcheck/policies/interval.py": "from torch import nn"},
+        {"asymcheck/tiers/dram_ring_owner.py": "import torch.cuda"},
+    ],
+    "one_importer_each": [
+        {"asymcheck/store.py": "import lmdb"},
+        {"asymcheck/tiers/nvme/packs.py": "import lmdb"},
+        {"asymcheck/format/frame.py": "from xxhash import xxh3_128"},
+        {"asymcheck/recovery/resolve.py": "import pyarrow.ipc as ipc"},
+        {"asymcheck/codecs/planes.py": "def f():\n    import zstandard"},
+        {"asymcheck/checkpointer.py": "import click"},
+    ],
+    "shipped_code_stands_alone": [
+        {"asymcheck/store.py": "from tools.demo import main"},
+        {"asymcheck/verify/deep.py": "import format_spec.reference_reader"},
+    ],
+    "the_reference_reader_is_independent": [
+        {"format_spec/reference_reader.py": "import asymcheck"},
+        {"format_spec/v1/reader.py": "from asymcheck.format.frame import decode"},
+    ],
+    "no_cycles": [
+        {"asymcheck/tiers/a.py": "import asymcheck.tiers.b", "asymcheck/tiers/b.py": "import asymcheck.tiers.a"},
+        {
+            "asymcheck/codecs/a.py": "from asymcheck.codecs import b",
+            "asymcheck/codecs/b.py": "def f():\n    from asymcheck.codecs.c import C",
+            "asymcheck/codecs/c.py": "if TYPE_CHECKING:\n    from asymcheck.codecs.a import A",
+        },
+        {
+            "asymcheck/tiers/__init__.py": "from asymcheck.tiers.base import Tier",
+            "asymcheck/tiers/base.py": "from asymcheck.tiers import Place",
+        },
+        {
+            # The ring is not reachable only from itself: what leads into it must not hide it.
+            "asymcheck/cli/a.py": "import asymcheck.store",
+            "asymcheck/store.py": "import asymcheck.verify",
+            "asymcheck/verify.py": "import asymcheck.store",
+        },
+    ],
+    "modules_stay_small": [
+        {"asymcheck/store.py": _lines(401)},
+    ],
+    "names_say_something": [
+        {"asymcheck/utils.py": ""},
+        {"asymcheck/tiers/nvme/file_helpers.py": ""},
+        {"asymcheck/common/__init__.py": ""},
+        {"asymcheck/pipeline/flush_manager.py": ""},
+        {"asymcheck/misc.py": ""},
+    ],
+    "public_things_are_documented": [
+        {"asymcheck/store.py": "x = 1"},
+        {"asymcheck/store.py": '"""Doc."""\nclass Store: pass'},
+        {"asymcheck/store.py": '"""Doc."""\ndef save(): pass'},
+        {"asymcheck/store.py": '"""Doc."""\nasync def save(): pass'},
+        {"asymcheck/store.py": '"""Doc."""\nclass Store:\n    """Doc."""\n    def save(self): pass'},
+        {"asymcheck/store.py": '"""Doc."""\ntry:\n    import x\nexcept ImportError:\n    def save(): pass'},
+    ],
+    "errors_are_our_own": [
+        {"asymcheck/store.py": "raise ValueError('no')"},
+        {"asymcheck/store.py": "raise RuntimeError"},
+        {"asymcheck/store.py": "raise KeyError('x') from error"},
+        {"asymcheck/store.py": "raise Exception"},
+        {"asymcheck/store.py": "def f():\n    raise AssertionError"},
+        {"asymcheck/tiers/base.py": "class A:\n    def read(self):\n        raise OSError(5, 'no')"},
+        {"asymcheck/tiers/base.py": "class A:\n    def read(self):\n        raise NotImplementedError"},
+        {"asymcheck/types.py": "def __dir__():\n    raise AttributeError('x')"},
+        {"asymcheck/types.py": "def each():\n    raise StopIteration"},
+        {"asymcheck/store.py": "raise SystemExit(1)"},
+        {"asymcheck/store.py": "import builtins\nraise builtins.ValueError('no')"},
+        {"asymcheck/store.py": "import lmdb\nraise lmdb.MapFullError()"},
+        {"asymcheck/store.py": "from zipfile import BadZipFile\nraise BadZipFile()"},
+        {"asymcheck/store.py": "import click\nraise click.Abort"},
+    ],
+    "errors_have_one_home": [
+        {"asymcheck/store.py": "class Busy(Exception): pass"},
+        {"asymcheck/tiers/base.py": "class Gone(OSError): pass"},
+        {"asymcheck/tiers/base.py": "class Gone(errors.StoreError): pass"},
+        {"asymcheck/pipeline/flush.py": "def f():\n    class _Stop(BaseException): pass"},
+    ],
+    "nothing_is_unpickled": [
+        *({"asymcheck/store.py": f"import {module}"} for module in ("pickle", "marshal", "shelve", "dill")),
+        {"asymcheck/store.py": "def f():\n    from pickle import loads"},
+        {"asymcheck/store.py": "__import__('pickle')"},
+        {"asymcheck/store.py": "import torch\ntorch.load('x')"},
+        {"asymcheck/store.py": "import torch.nn\nwrite = torch.save"},
+        {"asymcheck/store.py": "import torch as t\nt.save(1, 'x')"},
+        {"asymcheck/store.py": "from torch import load"},
+        {"asymcheck/store.py": "from torch import serialization as s\ns.load('x')"},
+        {"asymcheck/store.py": "import torch.serialization as s\ns.save(1, 'x')"},
+        {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=True)"},
+        {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=trusted)"},
+    ],
+    "no_star_imports": [
+        {"asymcheck/store.py": "from os import *"},
+        {"tools/demo.py": "from asymcheck.types import *"},
+    ],
+    "suppressions_give_a_reason": [
+        {"asymcheck/store.py": "x = 1  # noqa"},
+        {"asymcheck/store.py": "x = 1  # noqa: E501"},
+        {"asymcheck/store.py": "x = 1  # noqa: E501 -"},
+        {"asymcheck/store.py": "x = 1  # NOQA - because"},
+        {"asymcheck/store.py": "# ruff: noqa\n"},
+        {"tests/test_x.py": "x = 1  # type: ignore"},
+        {"tools/demo.py": "x = 1  # type: ignore[attr-defined]"},
+        {"tools/demo.py": "x = 1  # type: ignore  # because"},
+        {"tools/demo.py": "x = 1  # type: ignore[attr-defined]  # noqa: E501 - long"},
+        {"benchmarks/stall.py": "# mypy: ignore-errors\n"},
+    ],
+}
+
+SOUND: dict[str, list[Sources]] = {
+    "every_module_has_a_layer": [{"asymcheck/__init__.py": "", "asymcheck/tiers/nvme/packs.py": "", "tools/x.py": ""}],
+    "arrows_point_down": [
+        {"asymcheck/__init__.py": "from asymcheck.checkpointer import Checkpointer"},
+        {"asymcheck/cli/main.py": "import torch\nfrom asymcheck.store import Store\nfrom asymcheck.cli.x import x"},
+    ],
+    "siblings_do_not_meet": [
+        {"asymcheck/cli/convert.py": "from asymcheck.interop import safetensors"},
+        {"asymcheck/tiers/nvme/packs.py": "from asymcheck.tiers.base import Tier"},
+    ],
+    "ground_floor": [{"asymcheck/events.py": "import time\nfrom asymcheck.types import Step\nimport asymcheck.types"}],
+    "nobody_enters_by_the_public_face": [
+        {"asymcheck/cli/main.py": "from asymcheck.store import Store\nimport asymcheck.errors as errors"},
+        {"asymcheck/tiers/__init__.py": "from . import nvme"},
+        {"tests/test_store.py": "from asymcheck import Store", "tools/demo.py": "import asymcheck"},
+    ],
+    "format_is_pure": [{"asymcheck/format/frame.py": "import struct", "asymcheck/tiers/base.py": "import os"}],
+    "tiers_and_policies_know_no_torch": [
+        {"asymcheck/tiers/gpu_staging.py": "import torch", "asymcheck/tiers/dram_ring/pinned.py": "import torch"},
+        {"asymcheck/partition/flatten.py": "import torch"},
+    ],
+    "one_importer_each": [
+        {
+            "asymcheck/tiers/nvme/catalog.py": "import lmdb",
+            "asymcheck/format/digest.py": "import xxhash",
+            "asymcheck/format/manifest.py": "import pyarrow as pa",
+            "asymcheck/tiers/hdfs/client.py": "from pyarrow import fs",
+            "asymcheck/codecs/zstd.py": "import zstandard",
+            "asymcheck/cli/verify.py": "import click",
+            "tests/test_catalog.py": "import lmdb",
+        }
+    ],
+    "shipped_code_stands_alone": [{"tools/demo.py": "from benchmarks.stall import run"}],
+    "the_reference_reader_is_independent": [{"format_spec/reference_reader.py": "import struct, xxhash"}],
+    "no_cycles": [
+        {
+            "asymcheck/tiers/__init__.py": "from asymcheck.tiers.nvme import Nvme",
+            "asymcheck/tiers/base.py": "",
+            "asymcheck/tiers/nvme.py": "from asymcheck.tiers.base import Tier",
+            "asymcheck/store.py": "import asymcheck.tiers, asymcheck.tiers.base",
+        }
+    ],
+    "modules_stay_small": [{"asymcheck/store.py": _lines(400), "tests/test_store.py": _lines(900)}],
+    "names_say_something": [{"asymcheck/tiers/nvme/packs.py": "", "asymcheck/commonality.py": ""}],
+    "public_things_are_documented": [
+        {"asymcheck/a.py": '"""Doc."""\ndef _f(): pass\nclass _C:\n    def m(self): pass'},
+        {"asymcheck/a.py": '"""Doc."""\nclass C:\n    """Doc."""\n    def __len__(self): return 0'},
+        {"asymcheck/a.py": '"""Doc."""\n@overload\ndef f(): ...\n@typing.overload\ndef f(): ...'},
+        {"asymcheck/a.py": '"""Doc."""\nclass C:\n    """Doc."""\n    @x.setter\n    def x(self, v): pass'},
+        {"asymcheck/a.py": '"""Doc."""\ndef f():\n    """Doc."""\n    def inner(): pass'},
+    ],
+    "errors_are_our_own": [
+        {"asymcheck/store.py": "from asymcheck.errors import Corrupt\nraise Corrupt('x') from error"},
+        {"asymcheck/store.py": "from asymcheck import errors\nraise errors.Corrupt('x')"},
+        {"asymcheck/store.py": "try:\n    f()\nexcept OSError as error:\n    raise"},
+        {"asymcheck/store.py": "raise error\n"},
+        {"asymcheck/store.py": "class A:\n    def f(self):\n        raise self._busy()"},
+        {"asymcheck/tiers/base.py": "class A:\n    @abstractmethod\n    def f():\n        raise NotImplementedError"},
+        {"asymcheck/types.py": "def __getattr__(name):\n    raise AttributeError(name)"},
+        {"asymcheck/types.py": "class A:\n    def __next__(self):\n        raise StopIteration"},
+        {
+            "asymcheck/cli/main.py": "import click\nraise click.UsageError('x')",
+            "asymcheck/cli/x.py": "raise SystemExit(3)",
+        },
+        {"asymcheck/__main__.py": "raise SystemExit(main())", "tools/demo.py": "raise ValueError"},
+    ],
+    "errors_have_one_home": [
+        {"asymcheck/errors.py": "class StoreError(Exception): pass\nclass Gone(StoreError): pass"},
+        {"asymcheck/store.py": "class Store(Mapping): pass", "tools/x.py": "class X(Exception): pass"},
+    ],
+    "nothing_is_unpickled": [
+        {"asymcheck/store.py": "import torch\nself.load('x')\nstore.save(torch.zeros(1))"},
+        {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=False)"},
+        {"benchmarks/rivals.py": "import torch, pickle\ntorch.save(1, 'x')"},
+    ],
+    "no_star_imports": [{"asymcheck/store.py": "from os import path"}],
+    "suppressions_give_a_reason": [
+        {"asymcheck/store.py": "x = 1  # noqa: E501 - the vector is one line"},
+        {"asymcheck/store.py": "x = 1  # noqa: E501, PLR2004 - the vector is one line"},
+        {"asymcheck/store.py": "x = 1  # type: ignore[attr-defined]  # lmdb 1.4 has no stub for it"},
+        {"asymcheck/store.py": "x = 1  # type: ignore[arg-type, misc]  # both, for one reason"},
+        {"asymcheck/store.py": "x = '# noqa'  # a string is no comment"},
+    ],
+}
+
+
+def _cases(table: dict[str, list[Sources]]) -> list[object]:
+    return [
+        pytest.param(name, sources, id=f"{name}-{number}")
+        for name, examples in table.items()
+        for number, sources in enumerate(examples)
+    ]
+
+
+def test_every_rule_has_examples_of_both_kinds() -> None:
+    """A rule added without a violation to catch, and something to let pass, is not tested."""
+    assert set(BROKEN) == set(SOUND) == set(RULE)
+
+
+def test_rule_names_are_unique() -> None:
+    """Two rules of one name would share their examples, and one would go untested."""
+    assert len(RULE) == len(RULES)
+
+
+@pytest.mark.parametrize(("name", "sources"), _cases(BROKEN))
+def test_the_rule_catches_a_violation(name: str, sources: Sources) -> None:
+    """The rule finds the violation, and points into one of the files given."""
+    violations = list(RULE[name].check(SourceTree.from_sources(sources)))
+    assert violations
+    assert {violation.path for violation in violations} <= set(sources)
+    assert all(violation.line >= 1 and violation.what for violation in violations)
+
+
+@pytest.mark.parametrize(("name", "sources"), _cases(SOUND))
+def test_the_rule_lets_sound_code_pass(name: str, sources: Sources) -> None:
+    """The rule has no objection to code that keeps it."""
+    assert not [str(violation) for violation in RULE[name].check(SourceTree.from_sources(sources))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_reason_is_a_sentence(rule: Rule) -> None:
+    """A failure explains itself: the reason says more than the rule's name."""
+    assert len(rule.reason.split()) >= 10
+    assert rule.reason.endswith(".")

@@ -1,0 +1,24 @@
+"""What every test shares: one compute thread, hypothesis profiles, and a place for a store."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Two test workers share two cores. With torch's default of a thread per core each kernel waits for the other worker's.
+torch.set_num_threads(1)
+
+# `ci` is the default: the same examples in every run, so that a red test is a change of the code and not of the dice.
+# `--hypothesis-profile=explore` searches for new ones. No deadline: a slow disk is not a wrong answer.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "explore", max_examples=2_000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    """A path for a store that does not exist yet, in a directory of the test's own."""
+    return tmp_path / "store"

@@ -3,10 +3,12 @@
 from asymcheck import errors, events
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.config import StoreConfig, __version__
+from asymcheck.errors import SkippedCheckpointWarning, StepOrderWarning
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.collect import Collected
-from asymcheck.store import Checkpoint, Restored, SkippedCheckpointWarning, StepOrderWarning, Store
-from asymcheck.types import Stateful
+from asymcheck.recovery.inventory import StoredPartition, StoredTensor
+from asymcheck.store import Store
+from asymcheck.types import Checkpoint, Restored, Stateful, Usage
 from asymcheck.verify import Finding, Severity
 
 __all__ = [
@@ -22,6 +24,9 @@ __all__ = [
     "StepOrderWarning",
     "Store",
     "StoreConfig",
+    "StoredPartition",
+    "StoredTensor",
+    "Usage",
     "__version__",
     "errors",
     "events",

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
-from asymcheck.store import DEFAULT_RUN, Checkpoint, SkippedCheckpointWarning, Store
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, SkippedCheckpointWarning
+from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.types import Checkpoint
 
 
 class Checkpointer:

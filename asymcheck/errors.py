@@ -34,6 +34,8 @@
         ├── ClosedStoreError
         └── ForkedStoreError
 
+Warnings: :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`.
+
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
 
@@ -244,3 +246,11 @@ class ForkedStoreError(StorageError):
     """The store object was inherited by a forked process; open the store again there."""
 
     kind = "forked"
+
+
+class SkippedCheckpointWarning(UserWarning):
+    """A newer checkpoint was passed over because it cannot be restored."""
+
+
+class StepOrderWarning(UserWarning):
+    """A step was saved that is older than what the run has; it will not be the newest checkpoint."""

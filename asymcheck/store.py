@@ -5,7 +5,6 @@ It wires the ways down and up to a tier and holds no engine of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,75 +14,29 @@ from types import TracebackType
 import torch
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, InvalidInputError
+from asymcheck.errors import (
+    AsymcheckError,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+    StepOrderWarning,
+)
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import SaveRequest, save
+from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.line import begin_generation, read_line
 from asymcheck.recovery.load import load
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.recovery.resolve import candidates, read_manifests
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, Transaction
-from asymcheck.types import CheckpointRef
+from asymcheck.types import Checkpoint, CheckpointRef, Restored, Usage
 from asymcheck.verify import Finding, verify
 from asymcheck.verify.checker import Progress
 
 DEFAULT_RUN = "default"
-
-
-class SkippedCheckpointWarning(UserWarning):
-    """A newer checkpoint was passed over because it cannot be restored."""
-
-
-class StepOrderWarning(UserWarning):
-    """A step was saved that is not newer than what the run has; it will not be the newest checkpoint."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint of a store."""
-
-    run: str
-    """The run."""
-    step: int
-    """The training step."""
-    generation: int
-    """The line of training, raised by every restore for further training."""
-    save_id: str
-    """The attempt that saved it: 32 hexadecimal digits, sorting by time."""
-    world_size: int
-    """How many ranks it has."""
-    complete: bool
-    """Whether the manifests of all ranks are there."""
-    on_line: bool
-    """Whether it leads to the present; False for an abandoned branch of training."""
-    created_ns: int
-    """When the save began, nanoseconds since 1970-01-01 UTC."""
-    state_bytes: int = 0
-    """Bytes of all tensors; 0 when the manifest was not read."""
-    written_bytes: int = 0
-    """Bytes that its save had to write; known to the one who saved."""
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Named numbers given at the save."""
-
-    @property
-    def ref(self) -> CheckpointRef:
-        """The identity of the checkpoint within its run."""
-        return CheckpointRef(self.generation, self.step, bytes.fromhex(self.save_id))  # type: ignore[arg-type]  # SaveId is bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """A restored state, with where it comes from."""
-
-    state: object
-    """The state."""
-    checkpoint: Checkpoint
-    """The checkpoint that was read."""
-    skipped: tuple[str, ...]
-    """Newer checkpoints that were passed over, with the reasons."""
 
 
 class Store:
@@ -286,6 +239,19 @@ class Store:
             state_bytes=state_bytes,
             metrics=metrics,
         )
+
+    def tensors(
+        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+    ) -> tuple[Checkpoint, list[StoredTensor]]:
+        """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
+        self._tier.check_usable()
+        ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
+        return self._describe(self._tier.manifests.listing(run, ref)), tensors
+
+    def usage(self) -> Usage:
+        """Return the bytes that the store takes on disk."""
+        self._tier.check_usable()
+        return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
 
     def verify(
         self, step: int | None = None, *, run: str | None = None, progress: Progress | None = None

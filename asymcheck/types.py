@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NewType, Protocol, runtime_checkable
 
 Digest = NewType("Digest", bytes)
@@ -78,3 +79,64 @@ class Owner:
     """The kernel's random boot id."""
     pid_namespace: str
     """Name of the PID namespace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of a store."""
+
+    run: str
+    """The run."""
+    step: int
+    """The training step."""
+    generation: int
+    """The line of training, raised by every restore for further training."""
+    save_id: str
+    """The attempt that saved it: 32 hexadecimal digits, sorting by time."""
+    world_size: int
+    """How many ranks it has."""
+    complete: bool
+    """Whether the manifests of all ranks are there."""
+    on_line: bool
+    """Whether it leads to the present; False for an abandoned branch of training."""
+    created_ns: int
+    """When the save began, nanoseconds since 1970-01-01 UTC."""
+    state_bytes: int = 0
+    """Bytes of all tensors; 0 when the manifest was not read."""
+    written_bytes: int = 0
+    """Bytes that its save had to write; known to the one who saved."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Named numbers given at the save."""
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """The identity of the checkpoint within its run."""
+        return CheckpointRef(self.generation, self.step, SaveId(bytes.fromhex(self.save_id)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a store takes on disk."""
+
+    store_id: str
+    """The store's id, 32 hexadecimal digits."""
+    packs: int
+    """Number of packs in use."""
+    pack_bytes: int
+    """Bytes of their files."""
+    pooled_packs: int
+    """Number of freed packs kept to be overwritten."""
+    pooled_bytes: int
+    """Bytes of their files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restored state, with where it comes from."""
+
+    state: object
+    """The state."""
+    checkpoint: Checkpoint
+    """The checkpoint that was read."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that were passed over, with the reasons."""

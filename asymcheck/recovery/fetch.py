@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from asymcheck.codecs import decode
+from asymcheck.codecs.decode import decode
 from asymcheck.errors import DamagedPartitionError, DigestMismatchError, FormatError, StorageError
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import check_frame

@@ -24,7 +24,14 @@ class Copy:
 class Sources:
     """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
-    def __init__(self, tier: NvmeTier, wanted: Mapping[Digest, int], hints: Iterable[PackId]) -> None:
+    def __init__(
+        self,
+        tier: NvmeTier,
+        wanted: Mapping[Digest, int],
+        hints: Iterable[PackId],
+        *,
+        must_be_complete: bool = True,
+    ) -> None:
         """Find all of ``wanted`` (digests with their plain lengths), in the packs of ``hints`` first.
 
         Raises:
@@ -39,7 +46,8 @@ class Sources:
             self._search(hints)
             if len(self._copies) < len(wanted):
                 self._search(tier.pack_ids())
-            self._check_complete()
+            if must_be_complete:
+                self._check_complete()
         except BaseException:
             self.close()
             raise
@@ -86,6 +94,10 @@ class Sources:
     def copy(self, digest: Digest) -> Copy:
         """Return the first copy of a partition."""
         return self._copies[digest]
+
+    def find(self, digest: Digest) -> Copy | None:
+        """Return the first copy of a partition, or None when it lies in no readable pack."""
+        return self._copies.get(digest)
 
     def other_copies(self, digest: Digest, damaged: Copy) -> list[Copy]:
         """Search every pack for further copies of a partition of which one is damaged."""

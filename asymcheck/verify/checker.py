@@ -209,9 +209,11 @@ class _Checker:
             for name in tier.files.list(tier.root)
             if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)
         ]
-        for name in tier.files.list(tier.packs):
-            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name):
-                foreign.append(f"{layout.PACKS}/{name}")
+        foreign += [
+            f"{layout.PACKS}/{name}"
+            for name in tier.files.list(tier.packs)
+            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name)
+        ]
         for name in foreign:
             self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
 

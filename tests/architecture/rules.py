@@ -71,6 +71,7 @@ ONLY_IMPORTER = {
     "pyarrow": ("asymcheck/format/manifest*.py", "asymcheck/tiers/hdfs*"),
     "zstandard": ("asymcheck/codecs/zstd.py",),
     "click": ("asymcheck/cli/*",),
+    "rich": ("asymcheck/cli/*",),
 }
 
 UNSHIPPED = frozenset({"tools", "tests", "benchmarks", "format_spec"})

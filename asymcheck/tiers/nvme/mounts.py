@@ -7,37 +7,13 @@ from pathlib import Path
 
 from asymcheck.errors import UnsupportedFileSystemError
 
-NETWORK = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "fuse.beegfs",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.juicefs",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "gfs2",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "ocfs2",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "virtiofs",
-        "wekafs",
-    ]
-)
+# fmt: off
+NETWORK = frozenset({
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse.beegfs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs",
+    "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "gfs2", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2",
+    "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+})
+# fmt: on
 """Types in /proc/self/mountinfo whose locks or maps are not local."""
 
 

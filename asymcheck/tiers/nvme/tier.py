@@ -142,6 +142,16 @@ class NvmeTier:
         ids = map(layout.parse_pack_name, self.files.list(self.packs))
         return [pack_id for pack_id in ids if pack_id is not None]
 
+    def usage(self) -> tuple[int, int, int, int]:
+        """Return the number and bytes of packs in use, then of packs in the pool."""
+        sizes = []
+        for pack_id in self.pack_ids():
+            # A pack may be recycled between the listing and the look at it.
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((self.packs / layout.pack_name(pack_id)).stat().st_size)
+        pooled = self.pool.sizes().values()
+        return len(sizes), sum(sizes), len(pooled), sum(pooled)
+
     def open_pack(self, pack_id: PackId) -> PackFile:
         """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.packs.open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s)

@@ -1,0 +1,144 @@
+"""``asymcheck inspect``: what is in a store."""
+
+from __future__ import annotations
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.recovery.inventory import StoredTensor
+from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.types import Checkpoint
+
+_HEX_SHOWN = 8
+_METRICS_SHOWN = 3
+
+
+@click.command(epilog=exits.HELP)
+@click.argument("store", type=click.Path())
+@click.option("--run", default=None, help="Only this run; for tensors, the run to look into [default: 'default'].")
+@click.option("--step", type=int, default=None, help="List the tensors of this step's checkpoint.")
+@click.option(
+    "--tensors", "pattern", default=None, help="List tensors whose name matches this glob, for instance 'model.*'."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def inspect(store: str, run: str | None, step: int | None, pattern: str | None, as_json: bool) -> None:  # noqa: FBT001 - click's way
+    """Show the checkpoints of STORE, or the tensors of one of them.
+
+    Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
+    of the newest checkpoint.
+    Reads manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
+    """
+    with Store.open(store, read_only=True) as opened:
+        if step is None and pattern is None:
+            _show_checkpoints(opened, run, as_json=as_json)
+        else:
+            checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
+            _show_tensors(checkpoint, tensors, as_json=as_json)
+
+
+def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> None:
+    checkpoints, usage = store.checkpoints(run), store.usage()
+    if as_json:
+        output.print_json({"store": str(store.path), "usage": usage, "checkpoints": checkpoints})
+        return
+    pooled = f", {output.size(usage.pooled_bytes)} in {usage.pooled_packs} freed packs" if usage.pooled_packs else ""
+    used = f"{output.size(usage.pack_bytes)} in {usage.packs} packs{pooled}"
+    click.echo(f"store {store.path}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
+    if not checkpoints:
+        click.echo("no checkpoints yet")
+        return
+    newest = _newest(checkpoints)
+    output.print_table(
+        [
+            ("run", "left"),
+            ("step", "right"),
+            ("generation", "right"),
+            ("saved (UTC)", "left"),
+            ("state", "right"),
+            ("is", "left"),
+            ("metrics", "left"),
+        ],
+        [
+            [
+                item.run,
+                str(item.step),
+                str(item.generation),
+                output.moment(item.created_ns),
+                output.size(item.state_bytes),
+                _standing(item, newest),
+                _metrics(item),
+            ]
+            for item in checkpoints
+        ],
+    )
+
+
+def _newest(checkpoints: list[Checkpoint]) -> dict[str, str]:
+    """Return the save id of each run's newest complete checkpoint on its line."""
+    return {item.run: item.save_id for item in checkpoints if item.complete and item.on_line}
+
+
+def _standing(item: Checkpoint, newest: dict[str, str]) -> str:
+    if not item.complete:
+        return "incomplete or damaged"
+    if not item.on_line:
+        return "abandoned"
+    return "newest" if newest.get(item.run) == item.save_id else ""
+
+
+def _metrics(item: Checkpoint) -> str:
+    shown = list(item.metrics.items())[:_METRICS_SHOWN]
+    more = " …" if len(item.metrics) > _METRICS_SHOWN else ""
+    return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
+
+
+def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json({"checkpoint": checkpoint, "tensors": tensors})
+        return
+    total = output.size(sum(tensor.nbytes for tensor in tensors))
+    click.echo(
+        f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}: {len(tensors)} tensors, {total}"
+    )
+    output.print_table(
+        [
+            ("tensor", "left"),
+            ("dtype", "left"),
+            ("shape", "left"),
+            ("bytes", "right"),
+            ("role", "left"),
+            ("partitions", "right"),
+            ("lies in", "left"),
+        ],
+        [
+            [
+                " = ".join((tensor.name, *tensor.aliases)),
+                tensor.dtype,
+                "×".join(map(str, tensor.shape)) or "scalar",
+                output.size(tensor.nbytes),
+                tensor.role,
+                str(len(tensor.partitions)),
+                _place(tensor),
+            ]
+            for tensor in tensors
+        ],
+    )
+
+
+def _place(tensor: StoredTensor) -> str:
+    if tensor.inline:
+        return "manifest"
+    packs: dict[str, list[int]] = {}
+    missing = 0
+    for partition in tensor.partitions:
+        if partition.pack is None or partition.frame is None:
+            missing += 1
+        else:
+            packs.setdefault(partition.pack[:_HEX_SHOWN], []).append(partition.frame)
+    places = [f"pack {pack} frame {_frames(frames)}" for pack, frames in packs.items()]
+    return ", ".join([*places, *([f"{missing} MISSING"] if missing else [])])
+
+
+def _frames(frames: list[int]) -> str:
+    low, high = min(frames), max(frames)
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,90 @@
+"""What all commands print with: tables, sizes, times, JSON, and a progress bar that is quiet in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+# In a pipe nothing is cut or wrapped: the reader there is a program, or a file.
+_PIPE_WIDTH = 10_000
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_STEP = 1024
+
+
+def console() -> Console:
+    """Return a console on standard output, made anew so that tests may redirect it."""
+    return Console(
+        width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=not sys.stdout.isatty()
+    )
+
+
+def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under headings; each column is a heading and ``left`` or ``right``."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading, side in columns:
+        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side == "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console().print(table)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document; dataclasses become objects, numbers that JSON lacks become null."""
+    click.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
+
+
+def _jsonable(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
+        return None
+    return value
+
+
+def size(count: int) -> str:
+    """Return bytes for people, for instance ``1.5 GiB``."""
+    number = float(count)
+    for unit in _UNITS[:-1]:
+        if abs(number) < _STEP:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= _STEP
+    return f"{number:.1f} {_UNITS[-1]}"
+
+
+def moment(nanoseconds: int) -> str:
+    """Return a time for people, in UTC."""
+    when = dt.datetime.fromtimestamp(nanoseconds / 1e9, tz=dt.timezone.utc)
+    return when.strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes, speed and time left on a terminal; yields a function of bytes done and bytes in all."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -140,5 +140,16 @@ def _place(tensor: StoredTensor) -> str:
 
 
 def _frames(frames: list[int]) -> str:
-    low, high = min(frames), max(frames)
-    return str(low) if low == high else f"{low}-{high}"
+    """Return frame numbers as ranges, for instance ``1-3, 7``."""
+    ordered = sorted(frames)
+    starts = [
+        number
+        for number, before in zip(ordered, [None, *ordered], strict=False)
+        if before is None or number != before + 1
+    ]
+    ends = [
+        number
+        for number, after in zip(ordered, [*ordered[1:], None], strict=True)
+        if after is None or after != number + 1
+    ]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))

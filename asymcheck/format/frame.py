@@ -180,12 +180,12 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
     """
     header = decode_header(data, where)
     stored = header.descriptor.stored_length
-    if len(data) != frame_length(stored):
-        raise StructureError(f"{where}: frame of {frame_length(stored)} bytes in a place for {len(data)}")
     if header.place_id != pack_id or header.sequence != sequence:
         raise StructureError(
             f"{where}: the frame was written as frame {header.sequence} of pack {header.place_id.hex()}"
         )
+    if len(data) != frame_length(stored):
+        raise StructureError(f"{where}: frame of {frame_length(stored)} bytes in a place for {len(data)}")
     start = payload_offset(stored)
     payload = data[start : start + stored]
     if header.descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != header.descriptor.stored_sum:

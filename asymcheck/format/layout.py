@@ -21,6 +21,8 @@ TEMPORARY = ".tmp"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _PACK = re.compile(r"([0-9a-f]{32})\.pack\Z")
 _PACK_TEMPORARY = re.compile(r"([0-9a-f]{32})\.tmp\Z")
+_RECORD_TEMPORARY = re.compile(r"[0-9a-f]{16}\.tmp\Z")
+_CATALOG_SET_ASIDE = re.compile(r"catalog\.damaged-[0-9]+\.tmp\Z", re.ASCII)
 _HEAD = re.compile(r"([0-9]{8})\.head\Z", re.ASCII)
 _CHECKPOINT = re.compile(r"([0-9]{8})-([0-9]{12})-([0-9a-f]{32})\Z", re.ASCII)
 _MANIFEST = re.compile(r"([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})\.manifest\Z", re.ASCII)
@@ -80,6 +82,21 @@ def parse_pack_name(name: str) -> PackId | None:
 def is_pack_temporary(name: str) -> bool:
     """Tell whether a name is that of a pack being written."""
     return _PACK_TEMPORARY.match(name) is not None
+
+
+def is_record_temporary(name: str) -> bool:
+    """Tell whether a name is that of a record file being written."""
+    return _RECORD_TEMPORARY.match(name) is not None
+
+
+def catalog_set_aside_name(time_ns: int) -> str:
+    """Return the directory name of a damaged catalog that gave way to a new one."""
+    return f"{CATALOG}.damaged-{time_ns}{TEMPORARY}"
+
+
+def is_catalog_set_aside(name: str) -> bool:
+    """Tell whether a directory name is that of a damaged catalog."""
+    return _CATALOG_SET_ASIDE.match(name) is not None
 
 
 def head_name(generation: int) -> str:

@@ -253,7 +253,7 @@ class _Decoder:
 
 def join_name(path: Sequence[Key]) -> str:
     """Return the dotted name of a leaf."""
-    return ".".join(map(str, path))
+    return ".".join(_decimal(key) if isinstance(key, int) else key for key in path)
 
 
 def _is_pair(value: object) -> bool:

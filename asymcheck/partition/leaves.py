@@ -77,6 +77,11 @@ def make_leaf(source: Source, path: str, group: str) -> Leaf:
         UnsupportedValueError: it has no bytes that could be stored; names ``path``.
     """
     if isinstance(source, np.ndarray):
+        if type(source) not in (np.ndarray, np.memmap):
+            raise UnsupportedValueError(
+                path,
+                f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray() and store the rest",
+            )
         dtype = numpy_name(source.dtype)
         if dtype is None:
             raise UnsupportedValueError(
@@ -91,7 +96,7 @@ def make_leaf(source: Source, path: str, group: str) -> Leaf:
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise UnsupportedValueError(
             path,
             f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()",
@@ -109,13 +114,13 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def identity_key(source: Source) -> tuple[object, ...] | None:
-    """Return what two leaves share exactly when they are the same view of the same memory.
+    """Return what two sources of leaves share exactly when they are the same view of the same memory.
 
     None when nothing can be shared.
     """
     if isinstance(source, np.ndarray):
         return ("numpy", id(source))
-    if source.numel() == 0 or type(source) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if source.numel() == 0:
         return None
     flags = (source.is_conj(), source.is_neg())
     return (str(source.device), source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, flags)

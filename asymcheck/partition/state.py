@@ -53,14 +53,23 @@ class _Walker:
             )
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return self._tensor(value, path)
-        if isinstance(value, Stateful) and not isinstance(value, Mapping):
-            return self.node(value.state_dict(), path)
+        if isinstance(value, Stateful) and not isinstance(value, (Mapping, type)):
+            return self._stateful(value, path)
         if type(value) in (dict, OrderedDict):
             return self._mapping(value, path)  # type: ignore[arg-type]  # the type was just compared
         if type(value) in (list, tuple):
             items = [self.node(item, (*path, index)) for index, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
             return ["l" if type(value) is list else "t", items]
         return self._plain(value, path)
+
+    def _stateful(self, value: Stateful, path: tuple[Key, ...]) -> Node:
+        state: object = value.state_dict()
+        if type(state) not in (dict, OrderedDict):
+            raise UnsupportedValueError(
+                join_name(path),
+                f"state_dict() of {type(value).__qualname__} returned {type(state).__qualname__}, no dict",
+            )
+        return self._mapping(state, path)  # type: ignore[arg-type]  # the type was just compared
 
     def _mapping(self, value: Mapping[object, object], path: tuple[Key, ...]) -> Node:
         pairs = [[self._key(key, path), self.node(item, (*path, key))] for key, item in value.items()]  # type: ignore[arg-type]  # _key checks
@@ -80,12 +89,13 @@ class _Walker:
     def _tensor(self, value: torch.Tensor | np.ndarray, path: tuple[Key, ...]) -> Node:
         name = join_name(path)
         tag = "N" if isinstance(value, np.ndarray) else "T"
+        # First of all, because what cannot be stored need not have a place in memory to compare.
+        leaf = make_leaf(value, name, join_name(path[:1]))
         key = identity_key(value)
         row = None if key is None else self._rows.get(key)
         if row is not None:
             self.leaves[row].aliases.append(name)
             return [tag, row]
-        leaf = make_leaf(value, name, str(path[0]) if path else "")
         self.leaves.append(leaf)
         if key is not None:
             self._rows[key] = len(self.leaves) - 1

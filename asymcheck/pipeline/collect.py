@@ -85,10 +85,10 @@ class _Plan:
                 for name in listing.manifests:
                     try:
                         manifest = self.tier.manifests.read(run, listing.ref, name)
-                    except MissingPartitionError:
-                        # Deleted since it was listed.
-                        continue
-                    except FormatError as error:
+                    except (FormatError, MissingPartitionError, StorageError) as error:
+                        if name not in self.tier.manifests.listing(run, listing.ref).manifests:
+                            # Deleted since it was listed.
+                            continue
                         raise InconsistentCheckpointError(
                             f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
                             "delete that checkpoint first"

@@ -98,14 +98,14 @@ class Flusher:
         failures: list[BaseException] = []
 
         def work() -> None:
-            slot = Slot(capacity)
             try:
-                while not failures:
-                    try:
-                        number = todo.get_nowait()
-                    except queue.Empty:
-                        return
-                    digests[number] = self._store(partitions[number], slot)
+                with self._tier.slots.slot(capacity) as slot:
+                    while not failures:
+                        try:
+                            number = todo.get_nowait()
+                        except queue.Empty:
+                            return
+                        digests[number] = self._store(partitions[number], slot)
             except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
                 failures.append(error)
 

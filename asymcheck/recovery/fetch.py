@@ -12,15 +12,15 @@ from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import check_frame
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.locate import Copy, Sources
-from asymcheck.tiers.nvme import Slot
+from asymcheck.tiers.nvme import Slot, SlotPool
 from asymcheck.types import Digest
 
 Place = Callable[[Digest, memoryview], None]
 """Takes the checked plain bytes of a partition; called on worker threads; must not keep the view."""
 
 
-def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: int) -> None:
-    """Read partitions and hand each to ``place``, in no particular order.
+def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: SlotPool, threads: int) -> None:
+    """Read partitions by several threads and hand each to ``place``, in no particular order.
 
     Raises:
         DamagedPartitionError: no copy of a partition is intact; the message names pack and frame.
@@ -34,22 +34,22 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: int)
     searching = threading.Lock()
 
     def work() -> None:
-        slot = Slot(largest)
         try:
-            while not failures:
-                try:
-                    name = todo.get_nowait()
-                except queue.Empty:
-                    return
-                place(name, _read_any(sources, name, slot, searching))
+            with slots.slot(largest) as slot:
+                while not failures:
+                    try:
+                        name = todo.get_nowait()
+                    except queue.Empty:
+                        return
+                    place(name, _read_any(sources, name, slot, searching))
         except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
             failures.append(error)
 
-    threads = [threading.Thread(target=work, name=f"asymcheck-fetch-{i}") for i in range(min(slots, len(digests)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers = [threading.Thread(target=work, name=f"asymcheck-fetch-{i}") for i in range(min(threads, len(digests)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     if failures:
         raise failures[0]
 

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from asymcheck.config import WRITER
-from asymcheck.errors import FormatError, HeadRecordError
+from asymcheck.errors import FormatError, HeadRecordError, StorageError
 from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef
@@ -54,7 +54,7 @@ def _read_head(tier: NvmeTier, run: str, generation: int) -> HeadRecord | None:
     remedy = "name the step to restore (step=…)"
     try:
         found = tier.manifests.read_head(run, generation)
-    except FormatError as error:
+    except (FormatError, StorageError) as error:
         raise HeadRecordError(f"which checkpoint of run {run} is newest cannot be known: {error}; {remedy}") from error
     if found is None:
         if generation > 1:

@@ -79,7 +79,7 @@ def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, de
     rows = rows_in(shape) if filler is None else list(filler.rows)
     assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, device)
     try:
-        fetch(resolved.sources, assembly.wanted, assembly.put, tier.config.slots)
+        fetch(resolved.sources, assembly.wanted, assembly.put, tier.slots, tier.config.slots)
     except DamagedPartitionError as error:
         needed_by = _needed_by(manifest, resolved, assembly, str(error))
         message = f"{error}; needed by {needed_by}, {resolved.ref}; run asymcheck verify"

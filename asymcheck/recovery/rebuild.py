@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asymcheck.errors import FormatError, MissingPartitionError
+import contextlib
+
+from asymcheck.errors import AsymcheckError
 from asymcheck.format import registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.tiers.nvme import NvmeTier, PackFile, Transaction
@@ -12,12 +14,12 @@ from asymcheck.types import Digest, Location
 def rebuild(tier: NvmeTier, transaction: Transaction) -> None:
     """Enter every complete pack with its partitions, and every manifest, into an empty catalog.
 
-    A pack whose index is damaged is left out: what it holds is written again by the next save that needs it.
+    A pack that cannot be read is left out: what it holds is written again by the next save that needs it.
     """
     for pack_id in tier.pack_ids():
         try:
             pack = tier.open_pack(pack_id)
-        except (FormatError, MissingPartitionError):
+        except AsymcheckError:
             continue
         with_locations(pack, transaction)
         pack.close()
@@ -25,7 +27,8 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> None:
         for listing in tier.manifests.checkpoints(run):
             for name in listing.manifests:
                 path = tier.manifests.directory(run, listing.ref) / str(name)
-                transaction.put_manifest(manifest_key(run, listing.ref, name), path.stat().st_size)
+                with contextlib.suppress(OSError):  # deleted since it was listed, or a link that leads nowhere
+                    transaction.put_manifest(manifest_key(run, listing.ref, name), path.stat().st_size)
 
 
 def with_locations(pack: PackFile, transaction: Transaction) -> None:

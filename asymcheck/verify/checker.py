@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from asymcheck.errors import AsymcheckError, DigestMismatchError, FormatError
+from asymcheck.errors import AsymcheckError, DigestMismatchError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import check_frame
@@ -78,7 +78,7 @@ class _Checker:
             where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
             try:
                 found = self.tier.manifests.read_head(run, generation)
-            except FormatError as error:
+            except AsymcheckError as error:
                 self._add("damaged-head", Severity.ERROR, "I6", where, str(error))
                 continue
             if found is None and generation > 1:
@@ -136,11 +136,11 @@ class _Checker:
         where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
         try:
             return self.tier.open_pack(pack_id)
-        except FormatError as error:
-            self._add("damaged-pack", Severity.WARNING, "I1", where, str(error))
-        except AsymcheckError as error:
+        except (LockTimeoutError, MissingPartitionError) as error:
             # Gone since it was listed, or held by a writer that has just sealed it.
             self._add("busy-pack", Severity.HINT, "I1", where, str(error))
+        except AsymcheckError as error:
+            self._add("damaged-pack", Severity.WARNING, "I1", where, str(error))
         return None
 
     def _read(self, packs: list[tuple[PackFile, list[int]]]) -> None:
@@ -198,7 +198,7 @@ class _Checker:
     def _leftovers(self) -> None:
         """I10: files of unfinished packs whose writer is gone."""
         for path in self.tier.stale_temporaries():
-            where = f"{layout.PACKS}/{path.name}"
+            where = str(path.relative_to(self.tier.root))
             self._add("stale-temporary", Severity.HINT, "I10", where, "a save was killed here; gc removes the file")
 
     def _foreign(self) -> None:

@@ -4,7 +4,7 @@ from asymcheck.tiers.nvme.catalog import Catalog, Transaction
 from asymcheck.tiers.nvme.files import Files
 from asymcheck.tiers.nvme.manifests import CheckpointFiles, ManifestFiles
 from asymcheck.tiers.nvme.packs import PackFile, PackWriter
-from asymcheck.tiers.nvme.slots import Slot
+from asymcheck.tiers.nvme.slots import Slot, SlotPool
 from asymcheck.tiers.nvme.tier import NvmeTier
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "PackFile",
     "PackWriter",
     "Slot",
+    "SlotPool",
     "Transaction",
 ]

@@ -25,7 +25,7 @@ from asymcheck.config import StoreConfig
 from asymcheck.errors import CatalogError, LockTimeoutError, OutOfSpaceError
 from asymcheck.events import emit
 from asymcheck.format import catalog as codec
-from asymcheck.format import registry
+from asymcheck.format import layout, registry
 from asymcheck.tiers.nvme import owners
 from asymcheck.tiers.nvme.files import DESCRIPTORS, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
@@ -212,7 +212,7 @@ class Catalog:
                     f"{', '.join(map(owners.describe, alive.values()))}; "
                     "stop them: the next start rebuilds it"
                 )
-            aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}.tmp")
+            aside = self.path.with_name(layout.catalog_set_aside_name(time.time_ns()))
             aside.mkdir()
             for name in ("data.mdb", "lock.mdb"):
                 with contextlib.suppress(FileNotFoundError):

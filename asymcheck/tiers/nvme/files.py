@@ -29,9 +29,9 @@ class Files:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def open_existing(self, path: Path) -> int:
-        """Open ``path`` for reading and writing; return a descriptor."""
+        """Open ``path``, which must not be a link, for reading and writing; return a descriptor."""
         with translated("open", path):
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def open_read(self, path: Path) -> int:
         """Open ``path`` for reading; return a descriptor.
@@ -129,6 +129,24 @@ class Files:
             self.sync(descriptor, path)
         finally:
             os.close(descriptor)
+
+    @contextlib.contextmanager
+    def temporary(self, path: Path, data: bytes) -> Iterator[None]:
+        """Give a file with durable ``data`` the name ``path`` for the ``with`` block.
+
+        It is locked, so that collection, which removes what a crash left, leaves it alone.
+        """
+        descriptor = DESCRIPTORS.add(self.open_new(path))
+        try:
+            try_lock(descriptor, exclusive=True)
+            self.pwrite(descriptor, memoryview(data), 0, path)
+            self.sync(descriptor, path)
+            yield
+        finally:
+            try:
+                self.unlink(path)
+            finally:
+                DESCRIPTORS.close(descriptor)
 
     def read_small(self, path: Path, limit: int) -> bytes | None:
         """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""

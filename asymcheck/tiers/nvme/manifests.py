@@ -158,6 +158,11 @@ class ManifestFiles:
         numbers = map(layout.parse_head_name, self._files.list(self._heads / run))
         return sorted(number for number in numbers if number is not None)
 
+    def temporary_heads(self) -> list[Path]:
+        """Return the files of head records that are being written, or were when a process was killed."""
+        runs = [self._heads / run for run in self._files.list(self._heads) if layout.is_run(run)]
+        return [run / name for run in runs for name in self._files.list(run) if layout.is_record_temporary(name)]
+
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record and how many of its copies are damaged; None when there is none.
 
@@ -179,11 +184,12 @@ class ManifestFiles:
         self._make_run(self._heads, head.run)
         directory = self._heads / head.run
         temporary = directory / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
-        try:
-            self._files.write_small(temporary, encode_head(head))
-            published = self._files.link(temporary, directory / layout.head_name(head.generation))
-        finally:
-            self._files.unlink(temporary)
+        with self._files.temporary(temporary, encode_head(head)):
+            try:
+                published = self._files.link(temporary, directory / layout.head_name(head.generation))
+            except FileNotFoundError:
+                # Collection saw the file before it was locked, and removed it.
+                return False
         self._files.sync_directory(directory)
         emit("head.published", f"{head.run} generation {head.generation}")
         return published

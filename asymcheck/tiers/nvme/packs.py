@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -250,15 +251,17 @@ class Pool:
         self._capacity_bytes = capacity_bytes
 
     def sizes(self) -> dict[Path, int]:
-        """Return the freed packs with their sizes in bytes."""
+        """Return the freed packs with their sizes in bytes; folders and links are none."""
         found: dict[Path, int] = {}
         for name in self._files.list(self._directory):
             if layout.parse_pack_name(name) is not None:
                 path = self._directory / name
                 try:
-                    found[path] = path.stat().st_size
+                    status = path.lstat()
                 except FileNotFoundError:
                     continue
+                if stat.S_ISREG(status.st_mode):
+                    found[path] = status.st_size
         return found
 
     def candidates(self, needed_bytes: int) -> list[Path]:
@@ -284,12 +287,19 @@ class Pool:
         return PackWriter(self._files, packs, pack_id, descriptor, recycled=False)
 
     def _claim(self, path: Path) -> int | None:
-        """Open and lock a freed pack; None when another writer was faster or a reader still looks at it."""
+        """Open and lock a freed pack; None when another writer was faster or a reader still looks at it.
+
+        None also for what is no file of the pool alone: a folder, a link, a file that has a second name elsewhere.
+        """
         try:
             descriptor = DESCRIPTORS.add(self._files.open_existing(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, StorageError):
             return None
-        if try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path):
+        if (
+            try_lock(descriptor, exclusive=True)
+            and is_same_file(descriptor, path)
+            and os.fstat(descriptor).st_nlink == 1
+        ):
             return descriptor
         DESCRIPTORS.close(descriptor)
         return None
@@ -297,10 +307,12 @@ class Pool:
     def put(self, path: Path) -> bool:
         """Move a freed pack, locked by the caller, into the pool.
 
-        Return False when it was unlinked for want of room.
+        Return False when it was unlinked: for want of room, or because a second name, a hard-linked copy of the store
+        for instance, leads to the same bytes.
         """
-        size = path.stat().st_size
-        if size + sum(self.sizes().values()) > self._capacity_bytes:
+        status = path.lstat()
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        if not is_ours or status.st_size + sum(self.sizes().values()) > self._capacity_bytes:
             self._files.unlink(path)
             return False
         self._files.rename(path, self._directory / path.name)

@@ -24,6 +24,7 @@ from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, transla
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.packs import PackFile, PackWriter, Pool, open_pack
+from asymcheck.tiers.nvme.slots import SlotPool
 from asymcheck.types import PackId
 
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
@@ -58,6 +59,7 @@ class NvmeTier:
                 f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
             )
         self.manifests = ManifestFiles(self.files, root)
+        self.slots = SlotPool(config.slots, config.partition_bytes)
         self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
 
     @property
@@ -90,12 +92,10 @@ class NvmeTier:
             self.files.make_directory(self.root / name)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER)
         temporary = self.root / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
-        try:
-            self.files.write_small(temporary, encode_descriptor(descriptor))
-            # link, not rename: of two processes that create one store, the second takes what the first wrote.
+        # link, not rename: of two processes that create one store, the second takes what the first wrote. The first may
+        # even have removed the second's file by then, in a collection.
+        with self.files.temporary(temporary, encode_descriptor(descriptor)), contextlib.suppress(FileNotFoundError):
             self.files.link(temporary, self.root / layout.DESCRIPTOR_NAME)
-        finally:
-            self.files.unlink(temporary)
         self.files.sync_directory(self.root)
         for path in missing:
             self.files.sync_directory(path.parent)
@@ -157,21 +157,27 @@ class NvmeTier:
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s)
 
     def stale_temporaries(self) -> list[Path]:
-        """Return files of unfinished packs whose writer is gone."""
+        """Return files of unfinished packs and records whose writer is gone."""
         return [path for path in self._temporaries() if self._is_unlocked(path)]
 
     def remove_stale_temporaries(self) -> int:
-        """Remove files of unfinished packs whose writer is gone; return how many."""
+        """Remove files of unfinished packs and records whose writer is gone, and damaged catalogs; return how many."""
         removed = 0
         for path in self._temporaries():
             with self.locked(path) as held:
                 if held:
                     self.files.unlink(path)
                     removed += 1
+        for name in filter(layout.is_catalog_set_aside, self.files.list(self.root)):
+            for part in self.files.list(self.root / name):
+                self.files.unlink(self.root / name / part)
+            removed += self.files.remove_directory(self.root / name)
         return removed
 
     def _temporaries(self) -> list[Path]:
-        return [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
+        packs = [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
+        records = [self.root / name for name in self.files.list(self.root) if layout.is_record_temporary(name)]
+        return [*packs, *records, *self.manifests.temporary_heads()]
 
     def _is_unlocked(self, path: Path) -> bool:
         with self.locked(path, exclusive=False) as held:

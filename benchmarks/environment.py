@@ -1,0 +1,36 @@
+"""The machine and the software that a figure belongs to."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import asymcheck
+from asymcheck.tiers.nvme.mounts import file_system_type
+
+
+def describe(folder: Path) -> dict[str, str]:
+    """Return what a reader needs to judge a figure measured in ``folder``."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": dt.datetime.now(tz=dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "asymcheck": f"{asymcheck.__version__} ({commit.stdout.strip() or 'no commit'})",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "processor": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "kernel": platform.release(),
+        "file system": file_system_type(folder),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

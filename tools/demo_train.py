@@ -1,0 +1,126 @@
+"""One training process of the demo: a GPT-2 on real text, with or without checkpoints.
+
+The parent (``tools.demo``) starts it, may kill it with SIGKILL in the middle of a save, and starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+import asymcheck
+from asymcheck.events import Event, observe
+from asymcheck.partition.state import flatten
+
+CONTEXT = 128
+BATCH = 8
+TEXT_BYTES = 4_000_000
+
+
+def read_text() -> torch.Tensor:
+    """Return the sources of Python's standard library as bytes, which serve as tokens."""
+    data = bytearray()
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        data += path.read_bytes()
+        if len(data) > TEXT_BYTES:
+            break
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def draw_batch(text: torch.Tensor) -> torch.Tensor:
+    """Draw a batch by torch's global generator, whose state is part of the checkpoint."""
+    starts = torch.randint(len(text) - CONTEXT, (BATCH,))
+    return torch.stack([text[start : start + CONTEXT] for start in starts.tolist()]).long()
+
+
+def state_digest(state: dict[str, object]) -> str:
+    """Return one digest over every byte and every plain value of a state."""
+    flat = flatten(state)
+    hasher = xxhash.xxh3_128(json.dumps(flat.tree).encode())
+    for leaf in flat.leaves:
+        data = bytearray(leaf.nbytes)
+        if data:
+            leaf.copy_bytes(0, memoryview(data))
+        hasher.update(bytes(data))
+    return str(hasher.hexdigest())
+
+
+class PauseInSave:
+    """Stops a chosen save half-way, tells the parent, and waits there to be killed."""
+
+    def __init__(self, name: str, wanted: int) -> None:
+        """Pause at the event called ``name`` of the save of step ``wanted``."""
+        self.name, self.wanted, self.step = name, wanted, -1
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the save under way."""
+        if event.name == self.name and self.step == self.wanted:
+            print(f"paused {event.name}", flush=True)
+            time.sleep(600)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train, log every loss, and print the digest of the final state."""
+    # All generators that RngState saves, or the final states of two processes would differ in those that nobody used.
+    random.seed(arguments.seed)
+    np.random.seed(arguments.seed)  # noqa: NPY002 - the global generator is part of the state
+    torch.manual_seed(arguments.seed)
+    torch.use_deterministic_algorithms(mode=True)
+    text = read_text()
+    config = GPT2Config(
+        vocab_size=256, n_positions=CONTEXT, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    logging.set_verbosity_error()
+    model = GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": asymcheck.RngState()}
+    pause = PauseInSave(arguments.pause_event, arguments.pause_step)
+    checkpointer, first = None, 0
+    if arguments.store:
+        checkpointer = asymcheck.Checkpointer(asymcheck.Store.open(arguments.store), state, every=arguments.every)
+        restored = checkpointer.restore()
+        first = restored.step + 1 if restored else 0
+        print(f"restored {restored.step if restored else 'nothing'}", flush=True)
+    print(f"model {sum(parameter.numel() for parameter in model.parameters())} {len(text)}", flush=True)
+    with Path(arguments.log).open("a") as log, observe(pause):
+        for step in range(first, arguments.steps):
+            tokens = draw_batch(text)
+            loss = model(tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            log.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
+            log.flush()
+            pause.step = step
+            if checkpointer is not None and checkpointer.step(step, metrics={"loss": loss.item()}) is not None:
+                print(f"saved {step}", flush=True)
+    print(f"digest {state_digest(state)}", flush=True)
+
+
+def main() -> None:
+    """Parse the arguments and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", required=True, help="file for the losses, one JSON object a line")
+    parser.add_argument("--store", help="store to save to and resume from; none: train without checkpoints")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--pause-event", default="", help="stop at this event …")
+    parser.add_argument("--pause-step", type=int, default=-1, help="… of the save of this step, to be killed there")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

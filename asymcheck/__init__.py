@@ -3,7 +3,7 @@
 from asymcheck import errors, events
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.config import StoreConfig, __version__
-from asymcheck.errors import SkippedCheckpointWarning, StepOrderWarning
+from asymcheck.errors import AbandonedCheckpointsWarning, SkippedCheckpointWarning, StepOrderWarning
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.collect import Collected
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor
@@ -12,6 +12,7 @@ from asymcheck.types import Checkpoint, Restored, Stateful, Usage
 from asymcheck.verify import Finding, Severity
 
 __all__ = [
+    "AbandonedCheckpointsWarning",
     "Checkpoint",
     "Checkpointer",
     "Collected",

@@ -6,7 +6,12 @@ import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, SkippedCheckpointWarning
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+)
 from asymcheck.store import DEFAULT_RUN, Store
 from asymcheck.types import Checkpoint
 
@@ -27,12 +32,12 @@ class Checkpointer:
     Saves are synchronous: when :meth:`step` returns, the checkpoint is durable. Not thread-safe.
     """
 
-    def __init__(self, store: Store, state: Mapping[str, object], *, every: int = 1, run: str = DEFAULT_RUN) -> None:
+    def __init__(self, store: Store, state: dict[str, object], *, every: int = 1, run: str = DEFAULT_RUN) -> None:
         """Watch ``state``, whose objects and tensors stay the caller's; save to ``store`` under the name ``run``."""
         if every < 1:
             raise InvalidInputError(f"every={every}: give the number of steps between two checkpoints, 1 or more")
         self._store = store
-        self._state = dict(state)
+        self._state = state
         self._every = every
         self._run = run
         self._generation: int | None = None
@@ -58,6 +63,7 @@ class Checkpointer:
         except CheckpointNotFoundError:
             if step is not None:
                 raise
+            self._warn_of_abandoned("none of them is restored")
             return None
         for reason in restored.skipped:
             warnings.warn(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
@@ -84,7 +90,14 @@ class Checkpointer:
 
     def _first_generation(self) -> int:
         """Training begins without a restore: on a run that has checkpoints already, that is a new line from nothing."""
+        self._warn_of_abandoned("they are abandoned by this save; call restore() first to go on from the newest")
         return self._store.begin_generation(None, run=self._run)
+
+    def _warn_of_abandoned(self, what: str) -> None:
+        steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]
+        if steps:
+            message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
+            warnings.warn(message, AbandonedCheckpointsWarning, stacklevel=4)
 
     @property
     def last_step(self) -> int | None:

@@ -34,7 +34,7 @@
         ├── ClosedStoreError
         └── ForkedStoreError
 
-Warnings: :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`.
+Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -164,11 +164,21 @@ class MissingPartitionError(RecoveryError):
 
     kind = "missing-partition"
 
+    def __init__(self, message: str, digest: bytes | None = None) -> None:
+        """Keep the digest of the (first) missing partition, where the error is about one."""
+        super().__init__(message)
+        self.digest = digest
+
 
 class DamagedPartitionError(RecoveryError):
     """Every copy of a partition is damaged."""
 
     kind = "damaged-partition"
+
+    def __init__(self, message: str, digest: bytes | None = None) -> None:
+        """Keep the digest of the partition."""
+        super().__init__(message)
+        self.digest = digest
 
 
 class InconsistentCheckpointError(RecoveryError):
@@ -246,6 +256,10 @@ class ForkedStoreError(StorageError):
     """The store object was inherited by a forked process; open the store again there."""
 
     kind = "forked"
+
+
+class AbandonedCheckpointsWarning(UserWarning):
+    """Training starts from nothing on a run that has checkpoints."""
 
 
 class SkippedCheckpointWarning(UserWarning):

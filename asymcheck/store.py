@@ -17,6 +17,7 @@ from asymcheck.config import StoreConfig
 from asymcheck.errors import (
     AsymcheckError,
     CheckpointNotFoundError,
+    HeadRecordError,
     InvalidInputError,
     SkippedCheckpointWarning,
     StepOrderWarning,
@@ -27,7 +28,7 @@ from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import SaveRequest, save
 from asymcheck.recovery.inventory import StoredTensor, inventory
-from asymcheck.recovery.line import begin_generation, read_line
+from asymcheck.recovery.line import Line, begin_generation, read_line
 from asymcheck.recovery.load import load
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.recovery.resolve import candidates, read_manifests
@@ -124,8 +125,7 @@ class Store:
         )
 
     def _newest_before(self, run: str, generation: int, step: int) -> CheckpointRef | None:
-        refs = [listing.ref for listing in self._tier.manifests.checkpoints(run)]
-        newest = max((ref for ref in refs if ref.generation == generation), default=None)
+        newest = self._tier.manifests.newest(run, generation)
         if newest is None:
             head = self._tier.manifests.read_head(run, generation)
             return head[0].parent if head is not None else None
@@ -193,18 +193,19 @@ class Store:
             save_id=loaded.ref.save_id.hex(),
             world_size=header.world_size,
             complete=True,
-            on_line=step is None or self._is_on_line(run, loaded.ref),
+            on_line=step is None or loaded.ref in self._line(run),
             created_ns=int.from_bytes(loaded.ref.save_id[:8], "big"),
             state_bytes=loaded.manifest.total_bytes,
             metrics=header.metrics,
         )
         return Restored(loaded.state, checkpoint, loaded.skipped)
 
-    def _is_on_line(self, run: str, ref: CheckpointRef) -> bool:
+    def _line(self, run: str) -> Line:
+        """Return the line of a run; an empty one when a head record is lost, for then nobody knows."""
         try:
-            return ref in read_line(self._tier, run)
-        except AsymcheckError:
-            return False
+            return read_line(self._tier, run)
+        except HeadRecordError:
+            return Line(0, {})
 
     def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """Return the checkpoints of a run, or of all runs, oldest first, by their names.
@@ -214,10 +215,11 @@ class Store:
         self._tier.check_usable()
         found = []
         for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
-            found += [self._describe(listing) for listing in self._tier.manifests.checkpoints(name)]
+            line = self._line(name)
+            found += [self._describe(listing, line) for listing in self._tier.manifests.checkpoints(name)]
         return found
 
-    def _describe(self, listing: CheckpointFiles) -> Checkpoint:
+    def _describe(self, listing: CheckpointFiles, line: Line) -> Checkpoint:
         state_bytes = 0
         metrics: dict[str, float] = {}
         try:
@@ -234,7 +236,7 @@ class Store:
             save_id=listing.ref.save_id.hex(),
             world_size=listing.world_size,
             complete=complete,
-            on_line=self._is_on_line(listing.run, listing.ref),
+            on_line=listing.ref in line,
             created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
             state_bytes=state_bytes,
             metrics=metrics,
@@ -246,7 +248,7 @@ class Store:
         """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
         self._tier.check_usable()
         ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
-        return self._describe(self._tier.manifests.listing(run, ref)), tensors
+        return self._describe(self._tier.manifests.listing(run, ref), self._line(run)), tensors
 
     def usage(self) -> Usage:
         """Return the bytes that the store takes on disk."""
@@ -282,7 +284,8 @@ class Store:
         listings = [listing for listing in listings if generation in (None, listing.ref.generation)]
         if not listings:
             raise CheckpointNotFoundError(f"store {self.path} has no checkpoint of step {step} of run {run!r}")
-        described = [self._describe(listing) for listing in listings]
+        line = self._line(run)
+        described = [self._describe(listing, line) for listing in listings]
         for listing in listings:
             self._tier.manifests.remove(run, listing.ref)
             with catalog.write() as transaction:

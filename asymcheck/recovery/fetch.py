@@ -63,15 +63,20 @@ def _read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.L
     try:
         return read_checked(first, name, slot)
     except (FormatError, StorageError) as error:
-        problems = [str(error)]
+        problems = [_problem(first, error)]
     with searching:
         others = sources.other_copies(name, first)
     for copy in others:
         try:
             return read_checked(copy, name, Slot(max(slot.payload_bytes, _stored_length(copy), BLOCK_BYTES)))
         except (FormatError, StorageError) as error:
-            problems.append(str(error))
-    raise DamagedPartitionError("; ".join(problems))
+            problems.append(_problem(copy, error))
+    raise DamagedPartitionError("; ".join(problems), name)
+
+
+def _problem(copy: Copy, error: Exception) -> str:
+    """Say what is wrong with a copy; an error of the device does not know which frame it hit."""
+    return f"{copy}: {error}" if isinstance(error, StorageError) else str(error)
 
 
 def read_checked(copy: Copy, name: Digest, slot: Slot) -> memoryview:
@@ -81,7 +86,7 @@ def read_checked(copy: Copy, name: Digest, slot: Slot) -> memoryview:
         FormatError: of the kind that fits.
         StorageError: the device refused.
     """
-    where = f"frame {copy.sequence} of pack {copy.pack.header.pack_id.hex()}"
+    where = str(copy)
     frame = copy.pack.read_frame(copy.sequence, slot)
     descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.sequence, where)
     plain = decode(descriptor, payload)

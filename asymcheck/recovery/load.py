@@ -18,10 +18,10 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.assemble import Assembly
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
-from asymcheck.recovery.resolve import Resolved, candidates, resolve_each
+from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
 from asymcheck.recovery.shape import read_shape, rows_in, select, with_tensors
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.types import CheckpointRef, Digest
+from asymcheck.types import CheckpointRef
 
 _SHOWN = 8
 
@@ -65,7 +65,10 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
             except PartialRestoreError as error:
                 raise _with_next_step(error, attempts) from error
         return Loaded(state, run, resolved.ref, resolved.manifests[0], tuple(skipped))
-    raise InconsistentCheckpointError(f"no checkpoint of run {run!r} in store {tier.root} can be restored:", skipped)
+    raise InconsistentCheckpointError(
+        f"no checkpoint of run {run!r} in store {tier.root} can be restored; run asymcheck verify for all the damage:",
+        skipped,
+    )
 
 
 def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, device: torch.device) -> object:
@@ -81,30 +84,13 @@ def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, de
     try:
         fetch(resolved.sources, assembly.wanted, assembly.put, tier.slots, tier.config.slots)
     except DamagedPartitionError as error:
-        needed_by = _needed_by(manifest, resolved, assembly, str(error))
-        message = f"{error}; needed by {needed_by}, {resolved.ref}; run asymcheck verify"
+        message = f"{error}; {needed_by(resolved.manifests, resolved.ref, error.digest)}"
         overwritten = assembly.overwritten()
         if overwritten:
             raise PartialRestoreError(message, overwritten, None) from error
         raise DamagedPartitionError(message) from error
     assembly.put_inline()
     return with_tensors(shape, assembly.tensors()) if filler is None else filler.finish(assembly.tensors())
-
-
-def _needed_by(manifest: Manifest, resolved: Resolved, assembly: Assembly, message: str) -> str:
-    """Name the tensors that need the frame which the message is about."""
-    for name in assembly.wanted:
-        copy = resolved.sources.copy(name)
-        if f"frame {copy.sequence} of pack {copy.pack.header.pack_id.hex()}" in message:
-            return "tensor " + ", ".join(tensors_with(manifest, name)[:3])
-    return "it"
-
-
-def tensors_with(manifest: Manifest, name: Digest) -> list[str]:
-    """Return the names of tensors that have bytes in a partition."""
-    return [
-        row.name for row in manifest.rows(range(len(manifest))) if any(extent.digest == name for extent in row.extents)
-    ]
 
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:

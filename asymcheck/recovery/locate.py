@@ -20,6 +20,10 @@ class Copy:
     sequence: int
     """Number of the frame in it."""
 
+    def __str__(self) -> str:
+        """Name it as errors do."""
+        return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
+
 
 class Sources:
     """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
@@ -88,7 +92,8 @@ class Sources:
             problems = "".join(f"; {problem}" for problem in self._problems.values())
             raise MissingPartitionError(
                 f"{len(missing)} of {len(self._wanted)} partitions lie in no readable pack, the first is "
-                f"{missing[0].hex()}{problems}"
+                f"{missing[0].hex()}{problems}",
+                missing[0],
             )
 
     def copy(self, digest: Digest) -> Copy:
@@ -104,9 +109,9 @@ class Sources:
         found = []
         for pack_id in self._tier.pack_ids():
             pack = self._packs.get(pack_id) or self._open(pack_id)
-            if pack is not None and pack is not damaged.pack:
+            if pack is not None:
                 found += [Copy(pack, sequence) for sequence, name in enumerate(pack.digests()) if name == digest]
-        return found
+        return [copy for copy in found if copy.pack is not damaged.pack or copy.sequence != damaged.sequence]
 
     def in_reading_order(self, digests: Iterable[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""

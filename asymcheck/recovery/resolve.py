@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asymcheck.errors import (
     CheckpointNotFoundError,
@@ -18,6 +18,8 @@ from asymcheck.recovery.line import check_generations, read_line
 from asymcheck.recovery.locate import Sources
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef, Digest, PackId
+
+_SHOWN = 3
 
 
 @dataclasses.dataclass
@@ -105,8 +107,19 @@ def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
         again = tier.manifests.listing(listing.run, listing.ref)
         if not again.manifests:
             raise MissingPartitionError(f"it was deleted while it was being read ({error})") from error
-        raise
+        raise MissingPartitionError(f"{error}; {needed_by(manifests, listing.ref, error.digest)}") from error
     return Resolved(listing.run, listing.ref, manifests, sources)
+
+
+def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes | None) -> str:
+    """Say for an error which tensors need a partition, and what to do."""
+    names = [
+        row.name
+        for manifest in manifests
+        for row in manifest.rows(range(len(manifest)))
+        if any(extent.digest == digest for extent in row.extents)
+    ]
+    return f"needed by tensor {', '.join(names[:_SHOWN])}, {ref}; run asymcheck verify"
 
 
 def read_manifests(tier: NvmeTier, listing: CheckpointFiles) -> list[Manifest]:

@@ -9,6 +9,7 @@ import pytest
 from tests.architecture.source_tree import REPOSITORY, SourceTree
 
 EXPECTED = [
+    "AbandonedCheckpointsWarning",
     "Checkpoint",
     "Checkpointer",
     "Collected",

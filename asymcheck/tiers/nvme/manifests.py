@@ -75,6 +75,14 @@ class ManifestFiles:
                     found.append(listing)
         return sorted(found, key=lambda listing: listing.ref)
 
+    def newest(self, run: str, generation: int) -> CheckpointRef | None:
+        """Return the greatest (step, save id) of a generation that has a manifest; looks into one folder as a rule."""
+        refs = map(layout.parse_checkpoint_name, self._files.list(self._manifests / run))
+        for ref in sorted((ref for ref in refs if ref is not None and ref.generation == generation), reverse=True):
+            if self.listing(run, ref).manifests:
+                return ref
+        return None
+
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return what lies in the folder of one checkpoint."""
         names = [layout.parse_manifest_name(name) for name in self._files.list(self.directory(run, ref))]

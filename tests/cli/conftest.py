@@ -1,0 +1,60 @@
+"""Stores that the command line is pointed at, and a way to call it in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import asymcheck
+from asymcheck.cli.main import commands
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, object]:
+        """Its standard output as one JSON document."""
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
+
+
+@pytest.fixture
+def call() -> Callable[..., Outcome]:
+    """Call the command line with some words, as in a pipe."""
+
+    def call(*words: object) -> Outcome:
+        result = CliRunner().invoke(commands, [str(word) for word in words])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Outcome(result.exit_code, result.stdout, result.stderr)
+
+    return call
+
+
+@pytest.fixture
+def store(store_path: Path) -> Path:
+    """A store with a line of training, an abandoned branch and a second run."""
+    config = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
+    weight = torch.arange(10_000, dtype=torch.float32)
+    with asymcheck.Store.open(store_path, config=config) as opened:
+        for step in (10, 20, 30):
+            moment = torch.full((3000,), float(step))
+            state = {"model": {"weight": weight, "tied": weight}, "optimizer": {0: {"exp_avg": moment}}, "lr": 0.1}
+            opened.save(state, step=step, metrics={"loss": 1.0 / step, "bad": float("nan")})
+        generation = opened.begin_generation(opened.checkpoints()[1])
+        opened.save({"model": {"weight": weight + 1}}, step=25, generation=generation)
+        opened.save({"x": torch.ones(5)}, step=1, run="other")
+    return store_path

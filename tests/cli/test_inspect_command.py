@@ -1,0 +1,105 @@
+"""``asymcheck inspect`` shows what is in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import asymcheck
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+CHECKPOINT_KEYS = {
+    "run",
+    "step",
+    "generation",
+    "save_id",
+    "world_size",
+    "complete",
+    "on_line",
+    "created_ns",
+    "state_bytes",
+    "written_bytes",
+    "metrics",
+}
+TENSOR_KEYS = {"name", "aliases", "dtype", "role", "shape", "nbytes", "rank", "inline", "partitions"}
+PARTITION_KEYS = {"digest", "length", "partition_length", "pack", "frame"}
+
+
+def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -> None:
+    """One line a checkpoint; the abandoned step is named as such, and one checkpoint of each run is the newest."""
+    outcome = call("inspect", store)
+    assert outcome.status == 0
+    lines = [line.split() for line in outcome.out.splitlines() if line.strip().startswith(("default", "other"))]
+    assert [line[1] for line in lines] == ["10", "20", "30", "25", "1"]
+    assert [word for line in lines for word in line if word in ("newest", "abandoned")] == [
+        "abandoned",
+        "newest",
+        "newest",
+    ]
+
+
+def test_json_of_checkpoints_has_its_documented_keys(call: Call, store: Path) -> None:
+    """The document has exactly the promised keys, and numbers that JSON lacks are null."""
+    document = call("inspect", store, "--json").json
+    assert set(document) == {"store", "usage", "checkpoints"}
+    assert set(document["usage"]) == {"store_id", "packs", "pack_bytes", "pooled_packs", "pooled_bytes"}  # type: ignore[call-overload]  # JSON
+    checkpoints = document["checkpoints"]
+    assert isinstance(checkpoints, list)
+    assert all(set(item) == CHECKPOINT_KEYS for item in checkpoints)
+    assert checkpoints[0]["metrics"] == {"loss": 0.1, "bad": None}
+    assert [item["on_line"] for item in checkpoints] == [True, True, False, True, True]
+
+
+def test_tensors_of_a_step(call: Call, store: Path) -> None:
+    """With --step the tensors are listed with dtype, shape, bytes, partitions and where they lie."""
+    document = call("inspect", store, "--step", 20, "--json").json
+    assert set(document) == {"checkpoint", "tensors"}
+    tensors = {item["name"]: item for item in document["tensors"]}  # type: ignore[attr-defined]  # JSON
+    assert set(tensors) == {"model.weight", "optimizer.0.exp_avg"}
+    weight = tensors["model.weight"]
+    assert set(weight) == TENSOR_KEYS
+    assert weight["aliases"] == ["model.tied"]
+    assert weight["shape"] == [10_000]
+    assert weight["nbytes"] == 40_000
+    assert sum(partition["length"] for partition in weight["partitions"]) == 40_000
+    assert all(set(partition) == PARTITION_KEYS for partition in weight["partitions"])
+    table = call("inspect", store, "--step", 20).out
+    assert "model.weight = model.tied" in table
+    assert f"pack {weight['partitions'][0]['pack'][:8]} frame" in table
+
+
+def test_tensors_by_glob_of_the_newest(call: Call, store: Path) -> None:
+    """--tensors alone looks into the newest checkpoint of the run."""
+    document = call("inspect", store, "--tensors", "model.*", "--json").json
+    assert document["checkpoint"]["step"] == 25  # type: ignore[index]  # JSON
+    assert [item["name"] for item in document["tensors"]] == ["model.weight"]  # type: ignore[attr-defined]  # JSON
+
+
+def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
+    """When a pack is lost, inspect still lists the tensors and says which bytes are missing."""
+    for pack in (store / "packs").iterdir():
+        pack.unlink()
+    outcome = call("inspect", store, "--step", 20)
+    assert outcome.status == 0
+    assert "MISSING" in outcome.out
+
+
+def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:
+    """A store without checkpoints is no error."""
+    asymcheck.Store.open(store_path).close()
+    outcome = call("inspect", store_path)
+    assert (outcome.status, "no checkpoints yet" in outcome.out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "frames", [([1, 2, 3, 7], "1-3, 7"), ([4], "4"), ([9, 1], "1, 9")], ids=["mixed", "one", "two"]
+)
+def test_frame_numbers_are_shown_as_ranges(frames: tuple[list[int], str]) -> None:
+    """Runs of frame numbers are joined."""
+    from asymcheck.cli.inspect_command import _frames
+
+    assert _frames(frames[0]) == frames[1]

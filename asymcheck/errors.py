@@ -16,9 +16,10 @@
     │   ├── StructureError
     │   ├── TruncatedError
     │   ├── LimitError
-    │   ├── UnsupportedVersionError
-    │   ├── UnsupportedFeatureError
-    │   └── UnsupportedCodecError
+    │   └── UnsupportedFormatError         intact, but of a kind that this program does not know
+    │       ├── UnsupportedVersionError
+    │       ├── UnsupportedFeatureError
+    │       └── UnsupportedCodecError
     ├── RecoveryError                  no intact copy of something that is needed
     │   ├── MissingPartitionError
     │   ├── DamagedPartitionError
@@ -135,19 +136,25 @@ class LimitError(FormatError):
     kind = "limit-exceeded"
 
 
-class UnsupportedVersionError(FormatError):
+class UnsupportedFormatError(FormatError):
+    """Bytes are intact, but need a newer program; recovery stops here instead of passing them over."""
+
+    kind = "unsupported-format"
+
+
+class UnsupportedVersionError(UnsupportedFormatError):
     """A structure has a format version that this program cannot read."""
 
     kind = "unsupported-version"
 
 
-class UnsupportedFeatureError(FormatError):
+class UnsupportedFeatureError(UnsupportedFormatError):
     """The store needs a feature that this program does not know."""
 
     kind = "unsupported-feature"
 
 
-class UnsupportedCodecError(FormatError):
+class UnsupportedCodecError(UnsupportedFormatError):
     """A frame has a codec, kind or digest algorithm that this program does not know."""
 
     kind = "unsupported-codec"

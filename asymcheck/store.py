@@ -97,6 +97,7 @@ class Store:
 
         Raises:
             UnsupportedValueError: something in the state cannot be stored; nothing was written.
+            InvalidInputError: another argument cannot be used; nothing was written.
             StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
         """
         self._tier.check_writable()
@@ -104,6 +105,8 @@ class Store:
         numbers = _check_metrics(metrics or {})
         if type(step) is not int or not 0 <= step <= registry.STEP_MAX:
             raise InvalidInputError(f"step {step!r}: give an integer from 0 to {registry.STEP_MAX}")
+        if generation is not None:
+            self._check_generation(run, generation)
         flat = flatten(state)
         catalog = self._catalog()
         present = read_line(self._tier, run).generation if generation is None else generation
@@ -117,12 +120,19 @@ class Store:
             save_id=done.ref.save_id.hex(),
             world_size=1,
             complete=True,
-            on_line=True,
+            on_line=generation is None or done.ref in self._line(run),
             created_ns=int.from_bytes(done.ref.save_id[:8], "big"),
             state_bytes=done.state_bytes,
             written_bytes=done.written_bytes,
             metrics=numbers,
         )
+
+    def _check_generation(self, run: str, generation: int) -> None:
+        """Refuse a generation without a head record: a checkpoint of it would hide which one is newest."""
+        if type(generation) is not int or generation not in (1, *self._tier.manifests.heads(run)):
+            raise InvalidInputError(
+                f"generation {generation!r} of run {run!r} was never opened; see begin_generation()"
+            )
 
     def _newest_before(self, run: str, generation: int, step: int) -> CheckpointRef | None:
         newest = self._tier.manifests.newest(run, generation)
@@ -277,7 +287,6 @@ class Store:
             CheckpointNotFoundError: there is none.
         """
         self._tier.check_writable()
-        catalog = self._catalog()
         listings = [
             listing for listing in self._tier.manifests.checkpoints(layout.check_run(run)) if listing.ref.step == step
         ]
@@ -286,6 +295,7 @@ class Store:
             raise CheckpointNotFoundError(f"store {self.path} has no checkpoint of step {step} of run {run!r}")
         line = self._line(run)
         described = [self._describe(listing, line) for listing in listings]
+        catalog = self._catalog()
         for listing in listings:
             self._tier.manifests.remove(run, listing.ref)
             with catalog.write() as transaction:
@@ -351,6 +361,6 @@ def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             numbers[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInputError(f"metric {name!r} is {value!r}, which is not a number") from error
     return numbers

@@ -6,9 +6,10 @@ import json
 import struct
 from collections.abc import Sequence
 
+from asymcheck.errors import StructureError
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.record import canonical_json
+from asymcheck.format.record import canonical_json, parse_id
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 
 PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")
@@ -47,7 +48,9 @@ def decode_location(digest: bytes, value: bytes) -> Location | None:
     body = unseal(digest, value)
     if body is None or len(value) != PARTITION.size:
         return None
-    pack_id, offset, stored, plain, base, kind, codec, algorithm, _, _ = PARTITION.unpack(value)
+    pack_id, offset, stored, plain, base, kind, codec, algorithm, reserved, _ = PARTITION.unpack(value)
+    if any(reserved):
+        return None
     return Location(PackId(pack_id), offset, stored, plain, kind, codec, algorithm, base)
 
 
@@ -60,8 +63,8 @@ def decode_pack_state(pack_id: bytes, value: bytes) -> int | None:
     """Return the state number of a pack, or None for a damaged entry."""
     if len(value) != PACK.size or unseal(pack_id, value) is None:
         return None
-    state: int = PACK.unpack(value)[0]
-    return state
+    state, reserved, _, _, _ = PACK.unpack(value)
+    return None if any(reserved) else int(state)
 
 
 def manifest_key(run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
@@ -103,6 +106,6 @@ def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
             boot_id=str(fields["owner"]["boot_id"]),
             pid_namespace=str(fields["owner"]["pid_namespace"]),
         )
-        return owner, [PackId(bytes.fromhex(pack)) for pack in fields["packs"]]
-    except (ValueError, KeyError, TypeError):
+        return owner, [PackId(parse_id(pack, "pin")) for pack in fields["packs"]]
+    except (StructureError, ValueError, KeyError, TypeError):
         return None

@@ -50,17 +50,17 @@ def check_run(run: str) -> str:
     Raises:
         InvalidInputError
     """
-    if not _RUN.match(run):
+    if not is_run(run):
         raise InvalidInputError(
             f"run name {run!r}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit"
+            f"beginning with a letter or digit, and not ending in {TEMPORARY!r}"
         )
     return run
 
 
 def is_run(name: str) -> bool:
     """Tell whether a directory name can be a run."""
-    return _RUN.match(name) is not None
+    return _RUN.match(name) is not None and not name.endswith(TEMPORARY)
 
 
 def pack_name(pack_id: PackId) -> str:
@@ -107,7 +107,7 @@ def head_name(generation: int) -> str:
 def parse_head_name(name: str) -> int | None:
     """Return the generation in the name of a head record, or None for another name."""
     match = _HEAD.match(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) else None
 
 
 def checkpoint_name(ref: CheckpointRef) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from asymcheck.errors import ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import Buffer, digest
+from asymcheck.format.strict_json import parse_json
 from asymcheck.format.versions import check_reader_features, check_version
 from asymcheck.types import CheckpointRef, SaveId
 
@@ -79,16 +80,21 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
     texts = [text for text in map(_intact_text, blocks) if text is not None]
     if not texts:
         raise ChecksumError(f"{where}: both copies of the record are damaged")
-    try:
-        value = json.loads(texts[0])
-    except (ValueError, RecursionError) as error:
-        raise StructureError(f"{where}: record is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise StructureError(f"{where}: record is not a JSON object")
+    value = parse_json(texts[0], where)
+    if not isinstance(value, dict) or not _is_canonical(value, texts[0]):
+        raise StructureError(f"{where}: record is not a JSON object in canonical form")
     check_version(_integer(value, "format", where), where)
     if value.get("kind") != kind:
         raise StructureError(f"{where}: record is of kind {value.get('kind')!r}, not {kind!r}")
     return value, len(blocks) - len(texts)
+
+
+def _is_canonical(value: dict[str, object], text: bytes) -> bool:
+    try:
+        return canonical_json(value) == text
+    except (ValueError, RecursionError):
+        # A number beyond binary64, or nesting that can be read but not written.
+        return False
 
 
 def _intact_text(block: bytes) -> bytes | None:
@@ -125,7 +131,7 @@ def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     readers, writers = _strings(value, "reader_features", where), _strings(value, "writer_features", where)
     check_reader_features(readers, where)
     created = _integer(value, "created_ns", where)
-    store_id = bytes.fromhex(_hex32(value.get("store_id"), where))
+    store_id = parse_id(value.get("store_id"), where)
     return Descriptor(store_id, created, _string(value, "writer", where), readers, writers), damaged
 
 
@@ -152,7 +158,9 @@ def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
     """
     value, damaged = decode_record(data, "head", where)
     generation = _integer(value, "generation", where)
-    parent = parent_from_json(value.get("parent"), where)
+    if "parent" not in value:
+        raise StructureError(f"{where}: a head record without a parent says so with null")
+    parent = parent_from_json(value["parent"], where)
     if not 1 <= generation <= registry.GENERATION_MAX or (parent is not None and parent.generation >= generation):
         raise StructureError(f"{where}: generation {generation} cannot follow its parent")
     created = _integer(value, "created_ns", where)
@@ -181,7 +189,18 @@ def parent_from_json(value: object, where: str) -> CheckpointRef | None:
     generation, step = _integer(value, "generation", where), _integer(value, "step", where)
     if not (1 <= generation <= registry.GENERATION_MAX and 0 <= step <= registry.STEP_MAX):
         raise StructureError(f"{where}: parent generation {generation} or step {step} is outside its limits")
-    return CheckpointRef(generation, step, SaveId(bytes.fromhex(_hex32(value.get("save_id"), where))))
+    return CheckpointRef(generation, step, SaveId(parse_id(value.get("save_id"), where)))
+
+
+def parse_id(value: object, where: str) -> bytes:
+    """Return the 16 bytes that 32 lower-case hexadecimal digits stand for.
+
+    Raises:
+        StructureError
+    """
+    if not isinstance(value, str) or not _HEX32.match(value):
+        raise StructureError(f"{where}: not an id of 32 lower-case hexadecimal digits: {value!r}")
+    return bytes.fromhex(value)
 
 
 def _integer(value: Mapping[str, object], key: str, where: str) -> int:
@@ -203,9 +222,3 @@ def _strings(value: Mapping[str, object], key: str, where: str) -> tuple[str, ..
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise StructureError(f"{where}: {key} is not a list of strings")
     return tuple(items)
-
-
-def _hex32(value: object, where: str) -> str:
-    if not isinstance(value, str) or not _HEX32.match(value):
-        raise StructureError(f"{where}: not an id of 32 hexadecimal digits: {value!r}")
-    return value

@@ -18,6 +18,7 @@ Node = object
 Key = str | int
 
 _EXACT_INTEGER = 1 << 53
+_SIZE_END = 1 << 63
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -195,10 +196,16 @@ class _Decoder:
 
     def _bytes(self, node: list[object], _depth: int) -> object:
         (text,) = self._arguments(node, 1)
+        if not isinstance(text, str):
+            raise self.bad(node)
         try:
-            return self.build.plain(base64.b64decode(str(text), validate=True))
+            data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
             raise self.bad(node) from error
+        if base64.b64encode(data) != text.encode():
+            # Bits that belong to no byte: two texts would stand for the same bytes.
+            raise self.bad(node)
+        return self.build.plain(data)
 
     def _sequence(self, node: list[object], depth: int) -> object:
         (items,) = self._arguments(node, 1)
@@ -208,9 +215,12 @@ class _Decoder:
 
     def _shape(self, node: list[object], _depth: int) -> object:
         (items,) = self._arguments(node, 1)
-        if not isinstance(items, list) or not all(_is_natural(item) for item in items):
+        if not isinstance(items, list):
             raise self.bad(node)
-        return self.build.tagged("z", tuple(items))
+        shape = tuple(self._integer(item) for item in items)
+        if any(not -_SIZE_END <= item < _SIZE_END for item in shape):
+            raise self.bad(node)
+        return self.build.tagged("z", shape)
 
     def _mapping(self, node: list[object], depth: int) -> object:
         pairs, *metadata = self._arguments(node, 2 if node[0] == "m" else 1)
@@ -222,13 +232,14 @@ class _Decoder:
         return self.build.mapping(str(node[0]), built, self.value(metadata[0], depth + 1) if metadata else None)
 
     def _key(self, key: object) -> Key:
-        if isinstance(key, str):
-            return key
-        if isinstance(key, int) and not isinstance(key, bool) and abs(key) < _EXACT_INTEGER:
-            return key
-        if isinstance(key, list) and key[:1] == ["i"]:
-            return self._parse_big(key)
-        raise self.bad(key)
+        return key if isinstance(key, str) else self._integer(key)
+
+    def _integer(self, node: object) -> int:
+        if isinstance(node, int) and not isinstance(node, bool) and abs(node) < _EXACT_INTEGER:
+            return node
+        if isinstance(node, list) and node[:1] == ["i"]:
+            return self._parse_big(node)
+        raise self.bad(node)
 
     def _row(self, node: list[object], _depth: int) -> object:
         (row,) = self._arguments(node, 1)

@@ -103,7 +103,7 @@ class _Walker:
 
     def _plain(self, value: object, path: tuple[Key, ...]) -> Node:
         if isinstance(value, torch.Size):
-            return ["z", list(value)]
+            return ["z", [encode_integer(size) for size in value]]
         if isinstance(value, torch.dtype) and value in TORCH_NAMES:
             return ["y", TORCH_NAMES[value]]
         if isinstance(value, torch.device):

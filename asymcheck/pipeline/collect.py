@@ -111,7 +111,7 @@ class _Plan:
                 continue
             digests = pack.digests()
             pack.close()
-            if live.isdisjoint(digests):
+            if pack.damage is None and live.isdisjoint(digests):
                 found[pack_id] = digests
             else:
                 self.kept += 1
@@ -121,12 +121,20 @@ class _Plan:
         """Say what would be freed."""
         with self.catalog.read() as transaction:
             pinned = _pinned(transaction, self.dead_pins)
+        room = self.tier.pool.room()
         for pack_id in self.candidates:
-            if pack_id in pinned:
-                result.kept_packs += 1
-            else:
-                result.freed_packs += 1
-                result.freed_bytes += _path(self.tier, pack_id).stat().st_size
+            with self.tier.locked(_path(self.tier, pack_id)) as held:
+                if not held:
+                    result.busy_packs += 1
+                elif pack_id in pinned:
+                    result.kept_packs += 1
+                else:
+                    path = _path(self.tier, pack_id)
+                    result.freed_packs += 1
+                    result.freed_bytes += path.stat().st_size
+                    if self.tier.pool.would_keep(path, room):
+                        result.pooled_packs += 1
+                        room -= path.stat().st_size
         result.removed_temporaries = len(self.tier.stale_temporaries())
 
     def carry_out(self, result: Collected) -> bool:

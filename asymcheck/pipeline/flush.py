@@ -55,6 +55,8 @@ class KnownPartitions:
             # Missing, locked for removal, or damaged: whatever it is, the partition is written again.
             return {}
         try:
+            if pack.damage is not None:
+                return {}
             return dict(zip(pack.digests(), pack.entries["plain_length"].tolist(), strict=True))
         finally:
             pack.close()

@@ -7,14 +7,20 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from asymcheck.errors import StateMismatchError
+from asymcheck.errors import PartialRestoreError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, join_name
-from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
+from asymcheck.partition.leaves import identity_key, make_leaf
+from asymcheck.recovery.objects import misfits
 from asymcheck.recovery.shape import RowRef, rows_in, with_tensors
 from asymcheck.types import Stateful
 
 _SHOWN = 20
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(np.generic, torch.Size, torch.dtype, torch.device),
+)
+"""Values that are replaced by what is stored in their place."""
 
 Finish = Callable[[Mapping[int, torch.Tensor]], object]
 """Called with the filled tensors.
@@ -36,7 +42,8 @@ class Filler:
         """Tensors to be filled in place, by row."""
         self.rows: dict[int, None] = {}
         """All rows that are needed."""
-        self._manifest = manifest
+        self._stored = manifest.rows(range(len(manifest)))
+        self._taken: dict[object, int] = {}
         self._problems: list[str] = []
         self._finish = self._match(state, shape, ())
         if self._problems:
@@ -47,19 +54,26 @@ class Filler:
             )
 
     def finish(self, tensors: Mapping[int, torch.Tensor]) -> object:
-        """Put plain values in place, call ``load_state_dict`` where it belongs, in order; return the state."""
+        """Put plain values in place, call ``load_state_dict`` where it belongs, in order; return the state.
+
+        Raises:
+            PartialRestoreError: an object refused its state.
+        """
         return self._finish(tensors)
 
     def _match(self, current: object, stored: object, path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray)):
             self._match_tensor(current, stored, path)
             return lambda _tensors: current
-        if isinstance(current, Stateful) and not isinstance(current, Mapping):
+        if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
             return self._match_stateful(current, stored, path)
         if isinstance(current, dict):
             return self._match_mapping(current, stored, path)
         if type(current) in (list, tuple):
             return self._match_sequence(current, stored, path)  # type: ignore[arg-type]  # the type was just compared
+        if not isinstance(current, _PLAIN):
+            name = join_name(path) or "<root>"
+            self._problems.append(f"{name}: {type(current).__qualname__} cannot be filled; give None to have it made")
         self.rows.update(dict.fromkeys(rows_in(stored)))
         return lambda tensors: with_tensors(stored, tensors)
 
@@ -68,20 +82,42 @@ class Filler:
         if not isinstance(stored, RowRef):
             self._problems.append(f"{name}: a tensor is given, but {type(stored).__name__} is stored")
             return
-        row = self._manifest.row(stored.row)
-        dtype = numpy_name(current.dtype) if isinstance(current, np.ndarray) else TORCH_NAMES.get(current.dtype)
-        if (dtype, tuple(current.shape)) != (row.dtype, row.shape):
-            self._problems.append(
-                f"{name}: {dtype} {list(current.shape)} is given, but {row.dtype} {list(row.shape)} is stored"
-            )
-            return
-        self._take(stored.row, torch.from_numpy(current) if isinstance(current, np.ndarray) else current)
+        problem = self._obstacle(current, stored.row) or self._take(current, stored.row)
+        if problem:
+            self._problems.append(f"{name}: {problem}")
 
-    def _take(self, row: int, tensor: torch.Tensor) -> None:
+    def _obstacle(self, current: torch.Tensor | np.ndarray, row: int) -> str:
+        """Say why a tensor cannot be filled where it is, or nothing."""
+        try:
+            given = make_leaf(current, "", "")
+        except UnsupportedValueError as error:
+            return error.reason
+        wanted = self._stored[row]
+        if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
+            return f"{given.dtype} {list(given.shape)} is given, but {wanted.dtype} {list(wanted.shape)} is stored"
+        strides = current.strides if isinstance(current, np.ndarray) else current.stride()
+        if given.nbytes and any(size > 1 and stride == 0 for size, stride in zip(current.shape, strides, strict=True)):
+            return "the given tensor is expanded: several of its elements are one"
+        if isinstance(current, np.ndarray):
+            if not current.flags.writeable:
+                return "the given array is read-only"
+            if any(stride < 0 or stride % current.itemsize for stride in strides):
+                return f"the given array has strides {list(strides)}, which torch cannot express"
+        return ""
+
+    def _take(self, current: torch.Tensor | np.ndarray, row: int) -> str:
+        """Note that a tensor is to be filled; say why not when its memory takes another row already."""
+        tensor = torch.from_numpy(current) if isinstance(current, np.ndarray) else current
+        key = identity_key(tensor)
+        other = self._taken.get(key)
+        if other not in (None, row):
+            return f"is the same memory as {self._stored[other].name}, which is another tensor in the checkpoint"
         self.rows[row] = None
-        known = self.existing.setdefault(row, [])
-        if all(tensor is not other for other in known):
-            known.append(tensor)
+        if other is None:
+            self.existing.setdefault(row, []).append(tensor)
+        if key is not None:
+            self._taken[key] = row
+        return ""
 
     def _match_stateful(self, current: Stateful, stored: object, path: tuple[Key, ...]) -> Finish:
         if not isinstance(stored, dict):
@@ -89,11 +125,20 @@ class Filler:
                 f"{join_name(path)}: an object with load_state_dict() is given, but {type(stored).__name__} is stored"
             )
             return lambda _tensors: current
+        state = current.state_dict()
+        name = join_name(path)
+        self._problems += [
+            ".".join(filter(None, (name, problem))) for problem in misfits(current, stored, self._stored)
+        ]
         self.rows.update(dict.fromkeys(rows_in(stored)))
-        self._match_loosely(current.state_dict(), stored)
+        self._match_loosely(state, stored)
 
         def finish(tensors: Mapping[int, torch.Tensor]) -> object:
-            current.load_state_dict(with_tensors(stored, tensors))  # type: ignore[arg-type]  # a dict, as checked above
+            try:
+                current.load_state_dict(with_tensors(stored, tensors))  # type: ignore[arg-type]  # a dict, as checked above
+            except Exception as error:
+                what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused what is stored"
+                raise PartialRestoreError(f"{what}: {error}", (), None) from error
             return current
 
         return finish
@@ -108,9 +153,7 @@ class Filler:
             for value, item in zip(current, stored, strict=False):
                 self._match_loosely(value, item)
         elif isinstance(current, torch.Tensor) and isinstance(stored, RowRef) and not stored.as_array:
-            row = self._manifest.row(stored.row)
-            if (TORCH_NAMES.get(current.dtype), tuple(current.shape)) == (row.dtype, row.shape):
-                self._take(stored.row, current)
+            _ = self._obstacle(current, stored.row) or self._take(current, stored.row)
 
     def _match_mapping(self, current: dict[Key, object], stored: object, path: tuple[Key, ...]) -> Finish:
         if not isinstance(stored, dict):

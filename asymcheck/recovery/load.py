@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -58,20 +59,24 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
     for resolved in attempts:
         with resolved.sources:
             try:
-                state = _load_one(tier, resolved, tensors, into, device)
+                finish = _load_one(tier, resolved, tensors, into, device)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{resolved.ref}: {error}")
                 continue
             except PartialRestoreError as error:
                 raise _with_next_step(error, attempts) from error
-        return Loaded(state, run, resolved.ref, resolved.manifests[0], tuple(skipped))
+        # Not inside the try: what an object refuses now, it would refuse of an older checkpoint, too.
+        return Loaded(finish(), run, resolved.ref, resolved.manifests[0], tuple(skipped))
     raise InconsistentCheckpointError(
         f"no checkpoint of run {run!r} in store {tier.root} can be restored; run asymcheck verify for all the damage:",
         skipped,
     )
 
 
-def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, device: torch.device) -> object:
+def _load_one(
+    tier: NvmeTier, resolved: Resolved, tensors: str, into: object, device: torch.device
+) -> Callable[[], object]:
+    """Read all tensors, and return what makes the state of them."""
     if len(resolved.manifests) != 1:
         raise InvalidInputError(
             f"{resolved.ref} was saved by {len(resolved.manifests)} ranks; this version restores those of one rank"
@@ -88,9 +93,24 @@ def _load_one(tier: NvmeTier, resolved: Resolved, tensors: str, into: object, de
         overwritten = assembly.overwritten()
         if overwritten:
             raise PartialRestoreError(message, overwritten, None) from error
-        raise DamagedPartitionError(message) from error
+        raise DamagedPartitionError(message, error.digest) from error
     assembly.put_inline()
-    return with_tensors(shape, assembly.tensors()) if filler is None else filler.finish(assembly.tensors())
+    if filler is None:
+        return partial(with_tensors, shape, assembly.tensors())
+    return partial(_finish, filler, assembly)
+
+
+def _finish(filler: Filler, assembly: Assembly) -> object:
+    try:
+        return filler.finish(assembly.tensors())
+    except PartialRestoreError as error:
+        names = assembly.overwritten()
+        raise PartialRestoreError(f"{error}. {_overwritten(names)}", names, None) from error.__cause__
+
+
+def _overwritten(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return f"{len(names)} tensors were overwritten already: {shown}"
 
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
@@ -98,14 +118,10 @@ def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) ->
     following = next(attempts, None)
     if following is not None:
         following.sources.close()
-    names = error.overwritten
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     advice = (
         f"restore {following.ref} instead (step={following.ref.step})"
         if following is not None
         else "no older checkpoint is consistent"
     )
     step = None if following is None else following.ref.step
-    return PartialRestoreError(
-        f"{error}. {len(names)} tensors were overwritten already: {shown}; {advice}", names, step
-    )
+    return PartialRestoreError(f"{error}. {_overwritten(error.overwritten)}; {advice}", error.overwritten, step)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
-from asymcheck.errors import AsymcheckError, MissingPartitionError
+from asymcheck.errors import AsymcheckError, MissingPartitionError, UnsupportedFormatError
 from asymcheck.tiers.nvme import NvmeTier, PackFile
 from asymcheck.types import Digest, PackId
 
@@ -39,12 +39,13 @@ class Sources:
         """Find all of ``wanted`` (digests with their plain lengths), in the packs of ``hints`` first.
 
         Raises:
+            UnsupportedFormatError: a pack that may hold them needs a newer program.
             MissingPartitionError: some lie nowhere; the message says which packs could not be read, and why.
         """
         self._tier = tier
         self._wanted = wanted
         self._packs: dict[PackId, PackFile] = {}
-        self._problems: dict[PackId, str] = {}
+        self._problems: dict[PackId, AsymcheckError] = {}
         self._copies: dict[Digest, Copy] = {}
         try:
             self._search(hints)
@@ -71,7 +72,7 @@ class Sources:
         try:
             self._packs[pack_id] = self._tier.open_pack(pack_id)
         except AsymcheckError as error:
-            self._problems[pack_id] = str(error)
+            self._problems[pack_id] = error
             return None
         return self._packs[pack_id]
 
@@ -89,6 +90,11 @@ class Sources:
     def _check_complete(self) -> None:
         missing = [digest for digest in self._wanted if digest not in self._copies]
         if missing:
+            unsupported = [
+                problem for problem in self._problems.values() if isinstance(problem, UnsupportedFormatError)
+            ]
+            if unsupported:
+                raise unsupported[0]
             problems = "".join(f"; {problem}" for problem in self._problems.values())
             raise MissingPartitionError(
                 f"{len(missing)} of {len(self._wanted)} partitions lie in no readable pack, the first is "

@@ -21,7 +21,8 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> None:
             pack = tier.open_pack(pack_id)
         except AsymcheckError:
             continue
-        with_locations(pack, transaction)
+        if pack.damage is None:
+            with_locations(pack, transaction)
         pack.close()
     for run in tier.manifests.runs():
         for listing in tier.manifests.checkpoints(run):

@@ -12,6 +12,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
+    UnsupportedFormatError,
 )
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import check_generations, read_line
@@ -55,7 +56,7 @@ def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFil
         found = [listing for listing in newest_first if listing.ref in line]
     else:
         found = [listing for listing in newest_first if listing.ref.step == step]
-        if len({listing.ref.generation for listing in found}) > 1:
+        if len(found) > 1:
             # Only now does the line matter; a lost head record must not stop the restore of a step that is there once.
             line = read_line(tier, run)
             found = [listing for listing in found if listing.ref in line] or [
@@ -81,10 +82,16 @@ def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[
     """Yield the consistent ones among ``listings`` in order; append to ``skipped`` why others were passed over.
 
     The consumer closes the ``sources`` of each.
+
+    Raises:
+        UnsupportedFormatError: a checkpoint needs a newer program.
     """
     for listing in listings:
         try:
             yield resolve_one(tier, listing)
+        except UnsupportedFormatError:
+            # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
+            raise
         except (FormatError, RecoveryError, StorageError) as error:
             skipped.append(f"{listing.ref}: {error}")
 

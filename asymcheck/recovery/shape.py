@@ -6,14 +6,17 @@ import dataclasses
 import fnmatch
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
 from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
 
+_T = TypeVar("_T")
 _METADATA = "_metadata"
 """Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
 
@@ -60,11 +63,24 @@ class _ShapeBuilder:
         if kind == "z":
             return torch.Size(value)  # type: ignore[arg-type]  # the decoder passes a tuple of int
         if kind == "y":
-            return TORCH_DTYPES[str(value)]
+            return _known(TORCH_DTYPES, str(value), "torch")
         if kind == "v":
-            return torch.device(str(value))
+            return _device(str(value))
         dtype, data = value  # type: ignore[misc]  # the decoder passes a pair
-        return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])[0]  # type: ignore[has-type]  # as above
+        return np.frombuffer(data, dtype=_known(NUMPY_DTYPES, dtype, "numpy"))[0]  # type: ignore[has-type]  # as above
+
+
+def _known(dtypes: Mapping[str, _T], name: str, library: str) -> _T:
+    if name not in dtypes:
+        raise StateMismatchError(f"the state has a value of dtype {name}, which this {library} lacks")
+    return dtypes[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise StateMismatchError(f"the state has the device {name!r} as a value, which this torch lacks") from error
 
 
 def read_shape(manifest: Manifest) -> object:
@@ -72,6 +88,7 @@ def read_shape(manifest: Manifest) -> object:
 
     Raises:
         FormatError: the tree breaks a rule of the format.
+        StateMismatchError: it has a value that this torch or numpy cannot make.
     """
     header = manifest.header
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
@@ -106,6 +123,13 @@ def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
     return shape
 
 
+def _array(tensor: torch.Tensor) -> object:
+    try:
+        return tensor.cpu().numpy()
+    except TypeError as error:
+        raise StateMismatchError(f"the state has an array of {tensor.dtype}, which numpy lacks") from error
+
+
 def with_tensors(shape: object, tensors: Mapping[int, torch.Tensor]) -> object:
     """Return the state: a shape with its tensors put in; tied tensors are one object."""
     arrays: dict[int, object] = {}
@@ -113,7 +137,7 @@ def with_tensors(shape: object, tensors: Mapping[int, torch.Tensor]) -> object:
     def make(ref: RowRef) -> object:
         if not ref.as_array:
             return tensors[ref.row]
-        return arrays.setdefault(ref.row, tensors[ref.row].cpu().numpy())
+        return arrays.setdefault(ref.row, _array(tensors[ref.row]))
 
     return replace_rows(shape, make)
 

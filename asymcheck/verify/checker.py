@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from asymcheck.errors import AsymcheckError, DigestMismatchError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
@@ -71,22 +72,32 @@ class _Checker:
             )
 
     def _heads(self, run: str) -> None:
-        """I6 and I9."""
+        """I6 and I9. A head record that the line does not lead through is a loss, but not of the newest checkpoint."""
         numbers = self.tier.manifests.heads(run)
         highest = max([1, *numbers, *(listing.ref.generation for listing in self.tier.manifests.checkpoints(run))])
+        parents: dict[int, int] = {}
+        problems: dict[int, tuple[str, str]] = {}
         for generation in range(1, highest + 1):
-            where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
             try:
                 found = self.tier.manifests.read_head(run, generation)
             except AsymcheckError as error:
-                self._add("damaged-head", Severity.ERROR, "I6", where, str(error))
+                problems[generation] = ("damaged-head", str(error))
                 continue
             if found is None and generation > 1:
-                self._add("missing-head", Severity.ERROR, "I6", where, f"generation {generation} has no head record")
-            elif found is not None and found[1]:
-                self._add(
-                    "damaged-copy", Severity.WARNING, "I9", where, "one of two copies of the head record is damaged"
-                )
+                problems[generation] = ("missing-head", f"generation {generation} has no head record")
+            elif found is not None:
+                head, damaged = found
+                parents[generation] = head.parent.generation if head.parent is not None else 0
+                if damaged:
+                    where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
+                    message = "one of two copies of the head record is damaged"
+                    self._add("damaged-copy", Severity.WARNING, "I9", where, message)
+        line = {highest}
+        while parents.get(min(line), 0):
+            line.add(parents[min(line)])
+        for generation, (kind, message) in problems.items():
+            severity = Severity.ERROR if generation in line else Severity.WARNING
+            self._add(kind, severity, "I6", f"{layout.HEADS}/{run}/{layout.head_name(generation)}", message)
 
     def _manifests(self, run: str) -> None:
         """I3 and I4; notes which partitions are needed."""
@@ -117,52 +128,59 @@ class _Checker:
 
     def _packs(self) -> None:
         """I1, and the content of every frame: of all packs, or of those that the chosen step needs."""
-        packs: list[tuple[PackFile, list[int]]] = []
-        try:
-            for pack_id in self.tier.pack_ids():
-                opened = self._open(pack_id)
-                if opened is not None:
-                    wanted = [i for i, name in enumerate(opened.digests()) if self.step is None or name in self.needs]
-                    if wanted:
-                        packs.append((opened, wanted))
-                    else:
-                        opened.close()
-            self._read(packs)
-        finally:
-            for pack, _ in packs:
-                pack.close()
+        # Two passes, one pack open at a time: a store may have more packs than a process may have open files.
+        sizes: dict[PackId, int] = {}
+        for pack_id in self.tier.pack_ids():
+            with self._opened(pack_id, report=True) as pack:
+                if pack is not None:
+                    sizes[pack_id] = sum(int(pack.entries["stored_length"][i]) for i in self._wanted(pack))
+        total, done = sum(sizes.values()), 0
+        for pack_id, size in sizes.items():
+            if size:
+                with self._opened(pack_id, report=False) as pack:
+                    if pack is not None:
+                        self._read(pack, done, total)
+            done += size
 
-    def _open(self, pack_id: PackId) -> PackFile | None:
+    def _wanted(self, pack: PackFile) -> list[int]:
+        return [i for i, name in enumerate(pack.digests()) if self.step is None or name in self.needs]
+
+    @contextlib.contextmanager
+    def _opened(self, pack_id: PackId, *, report: bool) -> Iterator[PackFile | None]:
         where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
         try:
-            return self.tier.open_pack(pack_id)
-        except (LockTimeoutError, MissingPartitionError) as error:
-            # Gone since it was listed, or held by a writer that has just sealed it.
-            self._add("busy-pack", Severity.HINT, "I1", where, str(error))
+            pack = self.tier.open_pack(pack_id)
         except AsymcheckError as error:
-            self._add("damaged-pack", Severity.WARNING, "I1", where, str(error))
-        return None
+            if report:
+                # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
+                busy = isinstance(error, (LockTimeoutError, MissingPartitionError))
+                kind, severity = ("busy-pack", Severity.HINT) if busy else ("damaged-pack", Severity.WARNING)
+                self._add(kind, severity, "I1", where, str(error))
+            yield None
+            return
+        try:
+            if report and pack.damage is not None:
+                message = f"{pack.damage}; its frames are found by scanning"
+                self._add("damaged-pack", Severity.WARNING, "I1", where, message)
+            yield pack
+        finally:
+            pack.close()
 
-    def _read(self, packs: list[tuple[PackFile, list[int]]]) -> None:
-        total = sum(int(pack.entries["stored_length"][wanted].sum()) for pack, wanted in packs)
-        largest = max((int(pack.entries["stored_length"].max()) for pack, _ in packs), default=0)
-        slot = Slot(largest)
-        done = 0
-        for pack, wanted in packs:
-            names = pack.digests()
-            for sequence in wanted:
-                where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
-                try:
-                    _check_content(pack, sequence, names[sequence], slot, where)
-                except AsymcheckError as error:
-                    self.damaged.setdefault(names[sequence], []).append(
-                        (f"{layout.PACKS}/{pack.path.name} {where}", str(error))
-                    )
-                else:
-                    self.intact.add(names[sequence])
-                done += int(pack.entries["stored_length"][sequence])
-                if self.progress is not None:
-                    self.progress(done, total)
+    def _read(self, pack: PackFile, done: int, total: int) -> None:
+        names = pack.digests()
+        slot = Slot(int(pack.entries["stored_length"].max()))
+        for sequence in self._wanted(pack):
+            where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
+            try:
+                _check_content(pack, sequence, names[sequence], slot, where)
+            except AsymcheckError as error:
+                place = f"{layout.PACKS}/{pack.path.name} {where}"
+                self.damaged.setdefault(names[sequence], []).append((place, str(error)))
+            else:
+                self.intact.add(names[sequence])
+            done += int(pack.entries["stored_length"][sequence])
+            if self.progress is not None:
+                self.progress(done, total)
 
     def _partitions(self) -> None:
         """I2: every partition that a manifest names lies somewhere intact."""

@@ -3,7 +3,8 @@
 from asymcheck.tiers.nvme.catalog import Catalog, Transaction
 from asymcheck.tiers.nvme.files import Files
 from asymcheck.tiers.nvme.manifests import CheckpointFiles, ManifestFiles
-from asymcheck.tiers.nvme.packs import PackFile, PackWriter
+from asymcheck.tiers.nvme.pack_files import PackFile
+from asymcheck.tiers.nvme.packs import PackWriter
 from asymcheck.tiers.nvme.slots import Slot, SlotPool
 from asymcheck.tiers.nvme.tier import NvmeTier
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from asymcheck.errors import ChecksumError, FormatError, LimitError, MissingPartitionError, StorageError, StructureError
+from asymcheck.errors import ChecksumError, LimitError, MissingPartitionError, StorageError, StructureError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import digest
@@ -184,7 +184,7 @@ class ManifestFiles:
         where = f"head record {run}/{path.name}"
         head, damaged = decode_head(data, where)
         if (head.run, head.generation) != (run, generation):
-            raise FormatError(f"{where}: the record disagrees with its path")
+            raise StructureError(f"{where}: the record disagrees with its path")
         return head, damaged
 
     def publish_head(self, head: HeadRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Packs on disk: writing one, reading one, and the pool of freed ones (SPEC.md §7.2, §8)."""
+"""Packs on disk: writing one, and the pool of freed ones (SPEC.md §7.2, §8). Reading them is in ``pack_files``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import errno
 import os
 import stat
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 
-from asymcheck.errors import FormatError, LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
+from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor, frame_length
@@ -19,8 +18,6 @@ from asymcheck.format.pack import (
     ENTRY_DTYPE,
     Entries,
     PackHeader,
-    decode_index,
-    decode_pack_header,
     encode_index,
     encode_pack_header,
     round_up,
@@ -156,91 +153,6 @@ class PackWriter:
             self.close()
 
 
-class PackFile:
-    """A complete pack open for reading, with a shared lock that keeps it from being recycled."""
-
-    def __init__(self, files: Files, path: Path, descriptor: int, header: PackHeader, entries: Entries) -> None:
-        """Wrap an open descriptor; use :func:`open_pack`."""
-        self.header = header
-        self.entries = entries
-        self.path = path
-        self._files = files
-        self._descriptor = descriptor
-        self._direct = set_direct(descriptor)
-
-    def digests(self) -> list[Digest]:
-        """Return the digests of all frames, in order."""
-        raw = self.entries["digest"].tobytes()
-        return [Digest(raw[i : i + registry.DIGEST_BYTES]) for i in range(0, len(raw), registry.DIGEST_BYTES)]
-
-    def read_frame(self, sequence: int, slot: Slot) -> memoryview:
-        """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
-        """
-        entry = self.entries[sequence]
-        frame = slot.frame(int(entry["stored_length"]))
-        try:
-            count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)
-        except StorageError as error:
-            if not self._direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
-                raise
-            self._direct = False
-            clear_direct(self._descriptor)
-            count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)
-        if count < len(frame):
-            raise TruncatedError(
-                f"frame {sequence} of pack {self.path.name}: the file ends after {count} of {len(frame)} bytes"
-            )
-        return frame
-
-    def close(self) -> None:
-        """Release the lock."""
-        DESCRIPTORS.close(self._descriptor)
-
-
-def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float) -> PackFile:
-    """Open a complete pack for reading under a shared lock, and check its header and index.
-
-    Raises:
-        MissingPartitionError: there is no such pack (it was never complete, or was recycled).
-        LockTimeoutError: collection or a writer held it for ``timeout_s`` seconds.
-        FormatError: header or index are damaged.
-    """
-    path = directory / layout.pack_name(pack_id)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            descriptor = DESCRIPTORS.add(files.open_read(path))
-        except FileNotFoundError as error:
-            raise MissingPartitionError(f"pack {path.name} does not exist") from error
-        try:
-            if try_lock(descriptor, exclusive=False):
-                if is_same_file(descriptor, path):
-                    header, entries = _read_index(files, descriptor, path, pack_id)
-                    return PackFile(files, path, descriptor, header, entries)
-            elif time.monotonic() > deadline:
-                raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
-        except BaseException:
-            DESCRIPTORS.close(descriptor)
-            raise
-        DESCRIPTORS.close(descriptor)
-        time.sleep(_POLL_S)
-
-
-def _read_index(files: Files, descriptor: int, path: Path, pack_id: PackId) -> tuple[PackHeader, Entries]:
-    where = f"pack {path.name}"
-    block = bytearray(registry.BLOCK_BYTES)
-    count = files.pread(descriptor, memoryview(block), 0, path)
-    header = decode_pack_header(memoryview(block)[:count], where)
-    if header.pack_id != pack_id:
-        raise FormatError(f"{where}: the header names pack {header.pack_id.hex()}")
-    index = bytearray(round_up(header.index_length))
-    count = files.pread(descriptor, memoryview(index), header.index_offset, path)
-    return header, decode_index(memoryview(index)[:count], header, where)
-
-
 class Pool:
     """Freed packs, kept to be overwritten: 1.5 to 2.5 times faster than a new file."""
 
@@ -304,15 +216,22 @@ class Pool:
         DESCRIPTORS.close(descriptor)
         return None
 
+    def room(self) -> int:
+        """Return how many bytes of freed packs it would still keep."""
+        return self._capacity_bytes - sum(self.sizes().values())
+
+    def would_keep(self, path: Path, room: int) -> bool:
+        """Tell whether :meth:`put` would keep a freed pack when there is ``room`` for so many bytes."""
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room
+
     def put(self, path: Path) -> bool:
         """Move a freed pack, locked by the caller, into the pool.
 
         Return False when it was unlinked: for want of room, or because a second name, a hard-linked copy of the store
         for instance, leads to the same bytes.
         """
-        status = path.lstat()
-        is_ours = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-        if not is_ours or status.st_size + sum(self.sizes().values()) > self._capacity_bytes:
+        if not self.would_keep(path, self.room()):
             self._files.unlink(path)
             return False
         self._files.rename(path, self._directory / path.name)

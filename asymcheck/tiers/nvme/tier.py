@@ -23,7 +23,8 @@ from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, releas
 from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
-from asymcheck.tiers.nvme.packs import PackFile, PackWriter, Pool, open_pack
+from asymcheck.tiers.nvme.pack_files import PackFile, open_pack
+from asymcheck.tiers.nvme.packs import PackWriter, Pool
 from asymcheck.tiers.nvme.slots import SlotPool
 from asymcheck.types import PackId
 
@@ -58,6 +59,8 @@ class NvmeTier:
             raise ReadOnlyStoreError(
                 f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
             )
+        if not read_only:
+            self._make_missing_folders()
         self.manifests = ManifestFiles(self.files, root)
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
@@ -84,10 +87,11 @@ class NvmeTier:
                 f"{self.root} has other files in it and is not a store; name an empty or a new directory"
             )
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInputError(f"cannot create store {self.root}: {error.strerror}") from error
+        above = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not above.is_dir():
+            raise InvalidInputError(f"cannot create store {self.root}: {above} is a file")
+        for path in reversed(missing):
+            self.files.make_directory(path)
         for name in _FOLDERS:
             self.files.make_directory(self.root / name)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER)
@@ -99,6 +103,14 @@ class NvmeTier:
         self.files.sync_directory(self.root)
         for path in missing:
             self.files.sync_directory(path.parent)
+
+    def _make_missing_folders(self) -> None:
+        # A copy made by a tool that keeps only files, as git does, has lost the folders that were empty.
+        missing = [name for name in _FOLDERS if not (self.root / name).exists()]
+        for name in missing:
+            self.files.make_directory(self.root / name)
+        if missing:
+            self.files.sync_directory(self.root)
 
     def check_usable(self) -> None:
         """Refuse use after close, or in a forked child.
@@ -153,7 +165,7 @@ class NvmeTier:
         return len(sizes), sum(sizes), len(pooled), sum(pooled)
 
     def open_pack(self, pack_id: PackId) -> PackFile:
-        """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.packs.open_pack`."""
+        """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.pack_files.open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s)
 
     def stale_temporaries(self) -> list[Path]:

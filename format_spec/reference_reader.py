@@ -1,0 +1,457 @@
+"""A second reader of the asymcheck format, version 1, from SPEC.md alone; it shares no code with the library."""
+
+import argparse
+import fcntl
+import json
+import math
+import os
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+BLOCK, ALIGNED_MIN, PARTITION_MAX, STORED_MAX, INDEX_MAX, MANIFEST_MAX = 4096, 65536, 2**30, 1082130432, 2**28, 2**30
+INLINE_MAX, RECORD_MAX, DEPTH_MAX, METRICS_MAX, DIMENSIONS_MAX = 4096, 4000, 64, 256, 64
+SIZES = {1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"}
+SIZES |= {2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 16: "complex128"}
+SIZES |= {8: "uint64 int64 float64 complex64"}
+DTYPES = {name: size for size, names in SIZES.items() for name in names.split()}
+ROLES = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
+# The binary layouts of §7: fields as name:struct code, in order; then each magic and where the sum of the header lies.
+_SHARED = "kind:B codec:B digest_algorithm:B"
+ENTRY = f"digest:16s base_digest:16s offset:Q stored_length:Q plain_length:Q {_SHARED} reserved_a:5s"
+FRAME = f"magic:8s format:H {_SHARED} reserved_a:3s digest:16s plain_length:Q stored_length:Q stored_sum:8s"
+FRAME += (
+    " base_digest:16s payload_offset:I codec_parameters:12s descriptor_sum:8s place_id:16s sequence:Q placement_sum:8s"
+)
+PACK = "magic:8s format:H reserved_a:6s pack_id:16s frame_count:Q index_offset:Q index_length:Q pack_length:Q"
+PACK += " created_ns:Q writer:32s reserved_b:16s header_sum:8s"
+INDEX = "magic:8s format:H entry_size:H reserved_a:4s pack_id:16s entry_count:Q reserved_b:8s entries_sum:8s"
+INDEX += " header_sum:8s"
+MAGICS = {FRAME: (b"ASYMFRAM", 88), PACK: (b"ASYMPACK", 120), INDEX: (b"ASYMINDX", 56)}
+# The names of §4; the types of the keys of JSON objects; the tree's nodes of strings, joined by line feeds (§7.4).
+HEX, RUN = "[0-9a-f]{32}", r"(?!.*\.tmp$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+DIRECTORY_NAME, HEAD_NAME = f"(?!0{{8}})([0-9]{{8}})-([0-9]{{12}})-({HEX})", r"(?!0{8})([0-9]{8})\.head"
+MANIFEST_NAME, PACK_NAME = rf"([0-9]{{5}})-of-([0-9]{{5}})-({HEX})\.manifest", rf"({HEX})\.pack"
+STORE_KEYS = {"store_id": str, "created_ns": int, "writer": str, "reader_features": list, "writer_features": list}
+HEAD_KEYS = {"run": str, "generation": int, "parent": dict | None, "created_ns": int, "writer": str}
+MANIFEST_KEYS = HEAD_KEYS | {"step": int, "save_id": str, "world_size": int, "rank": int, "reader_features": list}
+MANIFEST_KEYS |= {"metrics": dict, "plan": dict, "packs": list, "tree": object}
+BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
+LEAVES = {"i": "0|-?[1-9][0-9]*", "f": "[0-9a-f]{16}", "c": "[0-9a-f]{16}\n[0-9a-f]{16}", "b": BASE64, "v": "[^\n]*"}
+LEAVES["n"] = "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items())
+LEAVES["y"] = "|".join(DTYPES)
+# The Arrow schema of a manifest (§7.3), as pyarrow writes types.
+_INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
+_PLACE = "digest: fixed_size_binary[16] not null, offset: int64 not null, length: int64 not null"
+COLUMNS = f"name: {_TEXT}, aliases: list<item: {_TEXT}> not null, dtype: {_TEXT}, role: {_TEXT}, shape: {_INTS}, "
+COLUMNS += f"global_shape: {_INTS}, offset: {_INTS}, nbytes: int64 not null, inline: binary, "
+COLUMNS += "inline_digest: fixed_size_binary[16], "
+COLUMNS += f"extents: list<item: struct<{_PLACE}, partition_length: int64 not null> not null> not null"
+
+
+class SpecError(Exception):
+    """Something that a reader must refuse; ``kind`` names the class of the fault."""
+
+    def __init__(self, message: str, kind: str = "bad-structure") -> None:
+        """Keep the message and the kind."""
+        super().__init__(message)
+        self.kind = kind
+
+
+def need(condition: object, message: str, kind: str = "bad-structure") -> None:
+    """Refuse with a SpecError unless the condition holds."""
+    if not condition:
+        raise SpecError(message, kind)
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The digest (§5) in hexadecimal; its last 16 digits are the sum8."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def frame_length(stored: int) -> int:
+    """Bytes of a whole frame: header, gap, payload and padding (§7.1)."""
+    return -(-((BLOCK if stored >= ALIGNED_MIN else 128) + stored) // BLOCK) * BLOCK
+
+
+def unpack(data: bytes, layout: str, what: str) -> dict[str, Any]:
+    """Unpack a binary header, byte strings as hexadecimal; check size, magic, format, its own sum, reserved bytes."""
+    fields = dict(part.split(":") for part in layout.split())
+    form = struct.Struct("<" + "".join(fields.values()))
+    need(len(data) >= form.size, f"{what}: {len(data)} bytes, its header has {form.size}", "truncated")
+    values = (value.hex() if isinstance(value, bytes) else value for value in form.unpack_from(data))
+    h: dict[str, Any] = dict(zip(fields, values, strict=True))
+    if layout in MAGICS:
+        magic, end = MAGICS[layout]
+        need(data[:8] == magic, f"{what}: magic {data[:8]!r}", "bad-magic")
+        need(h["format"] == 1, f"{what}: format version {h['format']}, this reader knows 1", "unsupported-version")
+        need(digest(data[:end])[16:] == data[end : end + 8].hex(), f"{what}: header sum", "bad-checksum")
+    need(not (h["reserved_a"] + h.get("reserved_b", "")).strip("0"), f"{what}: reserved bytes are not zero")
+    return h
+
+
+def decode_frame(data: bytes, what: str, expected: dict[str, Any] | None = None) -> tuple[dict[str, Any], bytes]:
+    """Decode one frame (§7.1), with the checks in the order given there: its header fields and its plain bytes."""
+    h, view = unpack(data, FRAME, what), memoryview(data)
+    plain, stored, start = h["plain_length"], h["stored_length"], h["payload_offset"]
+    need(h["kind"] == 0, f"{what}: frame kind {h['kind']}", "unsupported-codec")
+    need(h["digest_algorithm"] == 1, f"{what}: digest algorithm {h['digest_algorithm']}", "unsupported-codec")
+    need(h["codec"] == 0, f"{what}: codec {h['codec']}", "unsupported-codec")
+    need(not (h["base_digest"] + h["codec_parameters"]).strip("0"), f"{what}: base or codec parameters not zero")
+    need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
+    need(1 <= plain == stored, f"{what}: lengths {plain}, {stored}")
+    need(start == (BLOCK if stored >= ALIGNED_MIN else 128), f"{what}: payload_offset {start}")
+    need(digest(view[88:120])[16:] == h["placement_sum"], f"{what}: placement_sum", "bad-checksum")
+    for key in h.keys() & (expected or {}):
+        need(expected and h[key] == expected[key], f"{what}: {key} is {h[key]}, not as the pack says")
+    need(len(data) >= frame_length(stored), f"{what}: {len(data)} bytes of {frame_length(stored)}", "truncated")
+    need(len(data) == frame_length(stored), f"{what}: {len(data)} bytes, not {frame_length(stored)}")
+    payload = view[start : start + stored]
+    need(digest(payload)[16:] == h["stored_sum"], f"{what}: stored_sum", "bad-checksum")
+    need(not any(view[128:start]) and not any(view[start + stored :]), f"{what}: padding is not zero")
+    need(digest(payload) == h["digest"], f"{what}: the plain bytes have another digest", "digest-mismatch")
+    return h, bytes(payload)
+
+
+def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
+    """Decode header and index of a pack (§7.2): its entries. Unknown kinds and codecs are for the frames to refuse."""
+    block, pack_id = read(0, BLOCK), what.rsplit("/", 1)[-1].removesuffix(".pack")
+    h = unpack(block, PACK, what)
+    count, end, length, total = h["frame_count"], h["index_offset"], h["index_length"], h["pack_length"]
+    need(not any(block[128:]), f"{what}: padding is not zero")
+    need(re.fullmatch(rb"[\x01-\x7f]*\0*", block[72:104]), f"{what}: writer is not ASCII padded with zero")
+    need(h["pack_id"] == pack_id, f"{what}: the header names the pack {h['pack_id']}")
+    need(length <= INDEX_MAX, f"{what}: an index of {length} bytes", "limit-exceeded")
+    good = count >= 1 and length == 64 + 64 * count and end % BLOCK == 0
+    need(good and total == end + -(-length // BLOCK) * BLOCK, f"{what}: count, offset and lengths disagree")
+    need(len(block) == BLOCK and total <= size, f"{what}: {size} bytes of {total}", "truncated")
+    data, what = read(end, total - end), f"{what}: index"
+    index = unpack(data, INDEX, what)
+    need(digest(data[64:length])[16:] == index["entries_sum"], f"{what}: entries_sum", "bad-checksum")
+    need(not any(data[length:]), f"{what}: padding is not zero")
+    good = (index["entry_size"], index["pack_id"], index["entry_count"]) == (64, pack_id, count)
+    need(good, f"{what}: disagrees with the pack header")
+    entries, offset = [], BLOCK
+    for sequence in range(count):
+        entry = unpack(data[64 * sequence + 64 : 64 * sequence + 128], ENTRY, what)
+        del entry["reserved_a"]
+        entries.append(entry | {"place_id": pack_id, "sequence": sequence})
+        plain, stored = entry["plain_length"], entry["stored_length"]
+        need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
+        need(plain >= 1 and entry["offset"] == offset, f"{what}: entry {sequence} is not of a frame at {offset}")
+        offset += frame_length(stored)
+    need(offset == end, f"{what}: the last frame ends at {offset}, not at index_offset")
+    return entries
+
+
+def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
+    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§13)."""
+    try:
+        value = json.loads(text.decode(), parse_constant=lambda name: need(False, f"{what}: {name} is not JSON"))
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
+    need(isinstance(value, dict) and type(value.get("format")) is int, f"{what}: not an object with a format version")
+    need(value["format"] == 1, f"{what}: format version {value['format']}, this reader knows 1", "unsupported-version")
+    for key, kind in keys.items():
+        good = key in value and isinstance(value[key], kind) and (kind is not int or type(value[key]) is int)
+        need(good and (kind is not int or 0 <= value[key] < 2**64), f"{what}: {key} is missing or malformed")
+    for key, part in expected.items():
+        need(value.get(key) == part, f"{what}: {key} is {value.get(key)!r}, its place says {part!r}")
+    unknown = value["reader_features"] if "reader_features" in keys else []
+    need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
+    if (parent := value["parent"] if "parent" in keys else None) is not None:
+        g, s = parent.get("generation"), parent.get("step")
+        good = type(g) is type(s) is int and 1 <= g < value["generation"] + (keys is MANIFEST_KEYS)
+        named = re.fullmatch(HEX, str(parent.get("save_id")))
+        need(good and named and 0 <= s < 10**12, f"{what}: parent is malformed, or of too high a generation")
+    return dict(value)
+
+
+def decode_record(data: bytes, kind: str, keys: dict[str, Any], place: dict[str, Any], what: str) -> dict[str, Any]:
+    """Decode a record file (§6): the object of its first intact block."""
+    need(len(data) == 2 * BLOCK, f"{what}: {len(data)} bytes, not 8192", "truncated")
+    for block in (data[:BLOCK], data[BLOCK:]):
+        match = re.fullmatch(rb"(\{[ -~]*\})\n([0-9a-f]{32})\n *\n", block)
+        if match and len(match[1]) <= RECORD_MAX and digest(match[1]).encode() == match[2]:
+            value = decode_object(match[1], keys, {"kind": kind} | place, what)
+            canonical = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+            need(canonical == match[1], f"{what}: not canonical JSON")
+            return value
+    raise SpecError(f"{what}: neither block is intact", "bad-checksum")
+
+
+def is_big(text: str) -> bool:
+    """Tell whether an integer in decimal digits is too large for a JSON number of the tree (§7.4)."""
+    digits = text.removeprefix("-")
+    return (len(digits), digits) >= (16, str(2**53))
+
+
+def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
+    """Check a node of the tree (§7.4) and all below it; return the rows that it names."""
+    need(depth <= DEPTH_MAX, f"the tree is deeper than {DEPTH_MAX}", "limit-exceeded")
+    below: list[Any] = []
+    match node:
+        case None | bool() | str() | int() if not isinstance(node, int) or abs(node) < 2**53:
+            pass
+        case [str(tag), *parts] if tag in LEAVES and all(isinstance(part, str) for part in parts):
+            good = re.fullmatch(LEAVES[tag], "\n".join(parts)) and (tag != "i" or is_big(parts[0]))
+            need(good, f"malformed tree node {str(node)[:60]}")
+        case ["z", list(sizes)] if all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+            pass
+        case ["T" | "N", row] if type(row) is int and 0 <= row < rows:
+            return {row}
+        case ["l" | "t", list(items)]:
+            below = items
+        case ["d" | "o", list(pairs)] | ["m", list(pairs), _] if all(type(p) is list and len(p) == 2 for p in pairs):
+            keys = [["i", str(key)] if type(key) is int else key for key, _ in pairs]
+            good = all(isinstance(key, str) or (type(key) is list and key[:1] == ["i"]) for key in keys)
+            need(good and len({json.dumps(key) for key in keys}) == len(keys), "malformed or repeated keys in the tree")
+            below = [key for key, _ in pairs if not isinstance(key, str)] + [value for _, value in pairs] + node[2:]
+        case _:
+            raise SpecError(f"unknown or malformed tree node {str(node)[:60]}")
+    return set().union(*(check_tree(item, rows, depth + 1) for item in below))
+
+
+def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None:
+    """Check the rules of a row (§7.3); ``lengths`` holds the partition lengths that the manifest has named so far."""
+    inline, extents, total = row["inline"], row["extents"], sum(extent["length"] for extent in row["extents"])
+    need(row["dtype"] in DTYPES and row["role"] in ROLES, f"{what}: dtype {row['dtype']!r} or role {row['role']!r}")
+    need(len(row["shape"]) == len(row["global_shape"]) == len(row["offset"]) <= DIMENSIONS_MAX, f"{what}: rule 1")
+    places = zip(row["offset"], row["shape"], row["global_shape"], strict=True)
+    need(all(at >= 0 and size >= 0 and at + size <= whole for at, size, whole in places), f"{what}: rule 1")
+    need(row["nbytes"] == math.prod(row["shape"]) * DTYPES[row["dtype"]], f"{what}: rule 2")
+    if inline is None:
+        need(row["inline_digest"] is None and row["nbytes"] == total > 0, f"{what}: rule 3")
+    else:
+        need(len(inline) <= INLINE_MAX, f"{what}: {len(inline)} bytes inline", "limit-exceeded")
+        need(len(inline) == row["nbytes"] and row["inline_digest"] and not extents, f"{what}: rule 3")
+        need(digest(inline) == row["inline_digest"].hex(), f"{what}: inline_digest")
+    for extent in extents:
+        at, length, partition = extent["offset"], extent["length"], extent["partition_length"]
+        need(length >= 1 and at >= 0 and at + length <= partition <= PARTITION_MAX, f"{what}: rule 4")
+        need(lengths.setdefault(extent["digest"], partition) == partition, f"{what}: rule 5")
+
+
+def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Decode the manifest (§7.3) named ``[[<run>/]<directory>/]<file>``: its header, and its rows by column."""
+    run, directory, what = ("//" + name).rsplit("/", 3)[-3:]
+    file, place = re.fullmatch(MANIFEST_NAME, what), re.fullmatch(DIRECTORY_NAME, directory)
+    if file is None or (directory and place is None):
+        raise SpecError(f"{name}: not a manifest's name")
+    expected = {"rank": int(file[1]), "world_size": int(file[2])} | ({"run": run} if run else {})
+    expected |= {"generation": int(place[1]), "step": int(place[2]), "save_id": place[3]} if place else {}
+    need(digest(data) == file[3], f"{what}: its digest is {digest(data)}", "bad-checksum")
+    need(data[:6] == b"ARROW1", f"{what}: not an Arrow file", "bad-magic")
+    try:
+        source = pa.py_buffer(data)
+        reader = pa.ipc.open_file(source)
+        metadata = dict(reader.schema.metadata or {})
+        columns = ", ".join(f"{f.name}: {f.type}{'' if f.nullable else ' not null'}" for f in reader.schema)
+        need(columns == COLUMNS and list(metadata) == [b"asymcheck"], f"{what}: the Arrow schema is {columns}")
+        need(reader.num_record_batches == 1, f"{what}: {reader.num_record_batches} record batches")
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+        buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer and buffer.size]
+        need(all(0 <= b.address - source.address < len(data) for b in buffers), f"{what}: the body is compressed")
+        rows = batch.to_pylist()
+    except (pa.ArrowException, ValueError, OSError, MemoryError) as error:
+        raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
+    header = decode_object(metadata[b"asymcheck"], MANIFEST_KEYS, expected, what)
+    numbers = [value for value in header["metrics"].values() if value not in ("NaN", "Infinity", "-Infinity")]
+    good = all(type(n) is int or (type(n) is float and math.isfinite(n)) for n in numbers)
+    need(good and type(header["plan"].get("number")) is int, f"{what}: metrics or plan")
+    need(len(header["metrics"]) <= METRICS_MAX, f"{what}: more than {METRICS_MAX} metrics", "limit-exceeded")
+    need(len(check_tree(header["tree"], len(rows))) == len(rows), f"{what}: a row that the tree does not name")
+    lengths: dict[bytes, int] = {}
+    for number, row in enumerate(rows):
+        check_row(row, lengths, f"{what}: row {number} ({row['name'][:60]!r})")
+    return header, rows
+
+
+@contextmanager
+def open_file(path: Path, limit: int = 2**63) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
+    """Hold a shared lock on a file that its path still names (§8.3); give a function to read from it, and its size."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            status = os.fstat(file.fileno())
+            need(os.path.samestat(status, path.stat()), f"{path.name}: replaced meanwhile", "not-found")
+            need(status.st_size <= limit, f"{path.name}: more than {limit} bytes", "limit-exceeded")
+            yield lambda offset, length: os.pread(file.fileno(), length, offset), status.st_size
+    except OSError as error:
+        raise SpecError(f"{path.name}: {error.strerror}", "not-found") from error
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a whole file of at most ``limit`` bytes."""
+    with open_file(path, limit) as (read, size):
+        return read(0, size)
+
+
+class Store:
+    """One run of a store: where each digest lies, which packs were refused and why, and the checkpoints."""
+
+    def __init__(self, path: Path, run: str | None = None) -> None:
+        """Read the descriptor, the index of every complete pack, the line, and all manifests of the run."""
+        descriptor = read_file(path / "asymcheck.store", 2 * BLOCK)
+        self.path, self.descriptor = path, decode_record(descriptor, "store", STORE_KEYS, {}, "descriptor")
+        self.locations: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+        self.damaged: dict[str, str] = {}
+        for pack in sorted(p for p in (path / "packs").glob("*.pack") if re.fullmatch(PACK_NAME, p.name)):
+            try:
+                with open_file(pack) as (read, size):
+                    for entry in decode_pack(read, size, pack.name):
+                        self.locations.setdefault(entry["digest"], []).append((pack, entry))
+            except SpecError as error:
+                self.damaged[pack.name] = str(error)
+        runs = {p.name for part in ("heads", "manifests") for p in (path / part).glob("*") if re.fullmatch(RUN, p.name)}
+        self.run = run or "".join(sorted(runs)[:1])
+        need(self.run in runs and (run or len(runs) == 1), f"run {run}: the store has {sorted(runs)}", "not-found")
+        self.generation, self.checkpoints = self.read_line()
+
+    def read_line(self) -> tuple[int, list[dict[str, Any]]]:
+        """The present generation, and all checkpoints, oldest first, with line (§10.1) and consistency (§10.2)."""
+        heads = {int(p.stem): p for p in (self.path / "heads" / self.run).glob("*") if re.fullmatch(HEAD_NAME, p.name)}
+        generation = present = max(heads, default=1)
+        bounds = {present: (10**12, "")}
+        while generation > 1 or generation in heads:
+            what, place = f"head record {self.run}/{generation}", {"run": self.run, "generation": generation}
+            need(generation in heads, f"{what} is missing", "not-found")
+            head = decode_record(read_file(heads[generation], 2 * BLOCK), "head", HEAD_KEYS, place, what)
+            if head["parent"] is None:
+                break
+            generation = head["parent"]["generation"]
+            bounds[generation] = (head["parent"]["step"], head["parent"]["save_id"])
+        checkpoints: list[dict[str, Any]] = []
+        for folder in sorted((self.path / "manifests" / self.run).glob("*")):
+            if match := re.fullmatch(DIRECTORY_NAME, folder.name):
+                generation, step, save_id = int(match[1]), int(match[2]), match[3]
+                if not any(re.fullmatch(MANIFEST_NAME, p.name) for p in folder.glob("*")):
+                    continue
+                need(generation <= present, f"{folder.name}: no head record of its generation", "inconsistent")
+                checkpoint: dict[str, Any] = {"generation": generation, "step": step, "save_id": save_id}
+                on_line = (step, save_id) <= bounds.get(generation, (-1, ""))
+                checkpoint |= {"world_size": None, "on_line": on_line, "consistent": False, "reason": None}
+                checkpoints.append(checkpoint)
+                try:
+                    checkpoint |= {"world_size": len(self.manifests(checkpoint)), "consistent": True}
+                except SpecError as error:
+                    checkpoint["reason"] = f"{error.kind}: {error}"
+        return present, checkpoints
+
+    def manifests(self, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """The manifests of all ranks of a checkpoint, which is refused unless it is consistent (§10.2)."""
+        directory = "{generation:08d}-{step:012d}-{save_id}".format_map(checkpoint)
+        folder, result = self.path / "manifests" / self.run / directory, []
+        names = [match for p in sorted(folder.glob("*")) if (match := re.fullmatch(MANIFEST_NAME, p.name))]
+        ranks = [(int(match[1]), int(match[2])) for match in names if int(match[1]) < int(match[2])]
+        good = ranks and ranks == [(rank, ranks[0][1]) for rank in range(ranks[0][1])]
+        need(good, f"{directory}: manifests of (rank, world size) {ranks}", "inconsistent")
+        for match in (match for match in names if int(match[1]) < int(match[2])):
+            data = read_file(folder / match[0], MANIFEST_MAX)
+            result.append(decode_manifest(data, f"{self.run}/{directory}/{match[0]}"))
+            for extent in (extent for row in result[-1][1] for extent in row["extents"]):
+                lengths = {entry["plain_length"] for _, entry in self.locations.get(extent["digest"].hex(), [])}
+                lost = f"partition {extent['digest'].hex()} is in no complete pack; refused packs: {self.damaged}"
+                need(extent["partition_length"] in lengths, lost, "inconsistent")
+        return result
+
+    def read_partition(self, extent: dict[str, Any], hints: list[str]) -> bytes:
+        """The plain bytes of a partition, from the first copy that is intact, the hinted packs first (§10.3)."""
+        problem = SpecError(f"partition {extent['digest'].hex()} is in no complete pack", "not-found")
+        places = self.locations.get(extent["digest"].hex(), [])
+        for pack, entry in sorted(places, key=lambda place: place[0].stem not in hints):
+            try:
+                need(entry["plain_length"] == extent["partition_length"], f"{pack.name}: another plain_length")
+                with open_file(pack) as (read, _):
+                    data = read(entry["offset"], frame_length(entry["stored_length"]))
+                return decode_frame(data, f"{pack.name}, frame {entry['sequence']}", entry)[1]
+            except SpecError as error:
+                problem = error
+        raise problem
+
+    def read_tensor(self, row: dict[str, Any], hints: list[str]) -> bytes:
+        """The bytes of a row's tensor, every one of them verified."""
+        parts = [row["inline"] or b""]
+        for extent in row["extents"]:
+            data = memoryview(self.read_partition(extent, hints))
+            parts.append(bytes(data[extent["offset"] : extent["offset"] + extent["length"]]))
+        return b"".join(parts)
+
+    def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
+        """The newest checkpoint on the line (§10.3), or of that step, abandoned ones last, that can be read in full."""
+        wanted = [c for c in self.checkpoints[::-1] if (c["on_line"] if step is None else c["step"] == step)]
+        for checkpoint in sorted(wanted, key=lambda c: not c["on_line"]):
+            try:
+                need(checkpoint["consistent"] and rank < checkpoint["world_size"], "passed over", "inconsistent")
+                header, rows = self.manifests(checkpoint)[rank]
+                tensors = []
+                for row in rows:
+                    shown = {key: row[key] for key in ("name", "aliases", "dtype", "role", "shape", "nbytes")}
+                    tensors.append(shown | {"digest": digest(self.read_tensor(row, header["packs"]))})
+                return checkpoint | {"metrics": header["metrics"], "tree": header["tree"], "tensors": tensors}
+            except SpecError as error:
+                checkpoint["reason"] = checkpoint["reason"] or f"{error.kind}: {error}"
+        reasons = [f"step {c['step']}: {c['reason']}" for c in wanted]
+        raise SpecError(f"run {self.run}: no checkpoint to read; {reasons}", "inconsistent" if wanted else "not-found")
+
+
+def read_store(path: str | Path, run: str | None = None) -> Store:
+    """Open a store at the run of this name, or at its only run."""
+    return Store(Path(path), run)
+
+
+def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
+    """Decode one structure (frame, pack, manifest, descriptor, head) from bytes; ``name`` is its path in the store."""
+    if kind == "frame":
+        return decode_frame(data, name)[0]
+    if kind == "pack":
+        entries = decode_pack(lambda at, length: data[at : at + length], len(data), name)
+        for e in entries:
+            decode_frame(data[e["offset"] : e["offset"] + frame_length(e["stored_length"])], name, e)
+        return unpack(data, PACK, name) | {"entries": entries}
+    if kind == "manifest":
+        header, rows = decode_manifest(data, name)
+        return dict(json.loads(json.dumps({"header": header, "rows": rows}, default=bytes.hex)))
+    if kind == "descriptor":
+        return decode_record(data, "store", STORE_KEYS, {}, name)
+    match = re.fullmatch(rf"(?:.*/)?({RUN})/{HEAD_NAME}", name)
+    if kind != "head" or match is None:
+        raise SpecError(f"{kind} {name!r}: no such kind, or not the name of a head record")
+    return decode_record(data, "head", HEAD_KEYS, {"run": match[1], "generation": int(match[2])}, name)
+
+
+def main() -> int:
+    """Print a run of a store, with the newest checkpoint or that of a step; or say what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store")
+    parser.add_argument("--run", help="needed when the store has several")
+    parser.add_argument("--step", type=int, help="default: the newest checkpoint on the line that can be read")
+    parser.add_argument("--rank", type=int, default=0, help="whose state to show")
+    options = parser.parse_args()
+    try:
+        store = read_store(options.store, options.run)
+        chosen = store.resolve(options.step, options.rank)
+    except SpecError as error:
+        print(f"{error.kind}: {error}", file=sys.stderr)
+        return 1
+    intact = [c for c in store.checkpoints if c["on_line"] and c["consistent"] and not c["reason"]]
+    result = {"store_id": store.descriptor["store_id"], "run": store.run, "generation": store.generation}
+    print(
+        json.dumps(
+            result | {"checkpoints": store.checkpoints, "newest": intact[-1] if intact else None, "chosen": chosen},
+            indent=1,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -201,10 +201,13 @@ def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
         case None | bool() | str() | int() if not isinstance(node, int) or abs(node) < 2**53:
             pass
         case [str(tag), *parts] if tag in LEAVES and all(isinstance(part, str) for part in parts):
-            good = re.fullmatch(LEAVES[tag], "\n".join(parts)) and (tag != "i" or is_big(parts[0]))
+            words = [str(part) for part in parts]
+            good = re.fullmatch(LEAVES[tag], "\n".join(words)) and (tag != "i" or is_big(words[0]))
             need(good, f"malformed tree node {str(node)[:60]}")
-        case ["z", list(sizes)] if all(type(size) is int and 0 <= size < 2**63 for size in sizes):
-            pass
+        case ["z", list(sizes)] if all(
+            type(size) is int or (type(size) is list and size[:1] == ["i"]) for size in sizes
+        ):
+            below = sizes
         case ["T" | "N", row] if type(row) is int and 0 <= row < rows:
             return {row}
         case ["l" | "t", list(items)]:
@@ -213,7 +216,8 @@ def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
             keys = [["i", str(key)] if type(key) is int else key for key, _ in pairs]
             good = all(isinstance(key, str) or (type(key) is list and key[:1] == ["i"]) for key in keys)
             need(good and len({json.dumps(key) for key in keys}) == len(keys), "malformed or repeated keys in the tree")
-            below = [key for key, _ in pairs if not isinstance(key, str)] + [value for _, value in pairs] + node[2:]
+            below = [*(key for key, _ in pairs if not isinstance(key, str)), *(value for _, value in pairs)]
+            below += list(node)[2:]
         case _:
             raise SpecError(f"unknown or malformed tree node {str(node)[:60]}")
     return set().union(*(check_tree(item, rows, depth + 1) for item in below))

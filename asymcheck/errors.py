@@ -31,6 +31,7 @@
         ├── UnsupportedFileSystemError
         ├── ReadOnlyStoreError
         ├── LockTimeoutError
+        ├── TooManyFilesError
         ├── CatalogError
         ├── ClosedStoreError
         └── ForkedStoreError
@@ -245,6 +246,12 @@ class LockTimeoutError(StorageError):
     """Another process held a lock for too long; the message names it."""
 
     kind = "lock-timeout"
+
+
+class TooManyFilesError(StorageError):
+    """This process, or the system, may not open more files; nothing is wrong with the store."""
+
+    kind = "too-many-files"
 
 
 class CatalogError(StorageError):

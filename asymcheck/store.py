@@ -60,15 +60,14 @@ class Store:
             StoreNotFoundError: there is none and ``read_only``, or the directory holds something else.
             UnsupportedFileSystemError: the directory is on a network file system.
             FormatError: the store is damaged, or of a version or with a feature that this program does not know.
+            InvalidInputError: ``location`` or a value of ``config`` cannot be used.
         """
         text = os.fspath(location)
         if "://" in text:
             raise InvalidInputError(
                 f"location {text!r}: this version stores in directories of a local drive; give a path"
             )
-        settings = config or StoreConfig()
-        _check_config(settings)
-        return cls(NvmeTier(Path(text), settings, read_only=read_only))
+        return cls(NvmeTier(Path(text), config or StoreConfig(), read_only=read_only))
 
     @property
     def path(self) -> Path:
@@ -340,18 +339,6 @@ class Store:
     ) -> None:
         """Close the store."""
         self.close()
-
-
-def _check_config(config: StoreConfig) -> None:
-    if (
-        not registry.BLOCK_BYTES <= config.partition_bytes <= registry.PARTITION_BYTES_MAX
-        or config.partition_bytes % registry.BLOCK_BYTES
-    ):
-        raise InvalidInputError(
-            f"partition_bytes {config.partition_bytes}: give a multiple of 4096 up to {registry.PARTITION_BYTES_MAX}"
-        )
-    if config.bundle_below_bytes > config.partition_bytes or config.slots < 1:
-        raise InvalidInputError("bundle_below_bytes must be at most partition_bytes, and slots at least 1")
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

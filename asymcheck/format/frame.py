@@ -15,7 +15,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, sum8
-from asymcheck.format.versions import check_version
+from asymcheck.format.versions import check_binary_version
 from asymcheck.types import Digest, PackId
 
 DESCRIPTOR = struct.Struct("<8sHBBB3s16sQQ8s16sI12s8s")
@@ -113,12 +113,10 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
         raise TruncatedError(f"{where}: header has {len(data)} of {HEADER_BYTES} bytes")
     raw = bytes(data[:HEADER_BYTES])
     fields = DESCRIPTOR.unpack_from(raw)
-    magic, version, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = (
-        fields
-    )
+    magic, _, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = fields
     if magic != registry.FRAME_MAGIC:
         raise BadMagicError(f"{where}: no frame begins here")
-    check_version(version, where)
+    check_binary_version(raw[:_SUMMED_BYTES], own_sum, where)
     if own_sum != sum8(raw[:_SUMMED_BYTES]):
         raise ChecksumError(f"{where}: header checksum mismatch")
     if reserved != _RESERVED:
@@ -162,10 +160,10 @@ def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
     Raises:
         LimitError, StructureError
     """
-    if not 1 <= plain <= registry.PARTITION_BYTES_MAX:
-        raise LimitError(f"{where}: plain length {plain} is outside 1 … {registry.PARTITION_BYTES_MAX}")
-    if not 1 <= stored <= registry.FRAME_STORED_BYTES_MAX:
-        raise LimitError(f"{where}: stored length {stored} is outside 1 … {registry.FRAME_STORED_BYTES_MAX}")
+    if plain > registry.PARTITION_BYTES_MAX or stored > registry.FRAME_STORED_BYTES_MAX:
+        raise LimitError(f"{where}: {plain} plain and {stored} stored bytes are beyond the limits")
+    if plain < 1 or stored < 1:
+        raise StructureError(f"{where}: {plain} plain and {stored} stored bytes: a frame holds at least one")
     if codec == registry.CODEC_IDENTITY and plain != stored:
         raise StructureError(f"{where}: codec identity with {plain} plain and {stored} stored bytes")
 
@@ -184,7 +182,9 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
         raise StructureError(
             f"{where}: the frame was written as frame {header.sequence} of pack {header.place_id.hex()}"
         )
-    if len(data) != frame_length(stored):
+    if len(data) < frame_length(stored):
+        raise TruncatedError(f"{where}: {len(data)} of {frame_length(stored)} bytes")
+    if len(data) > frame_length(stored):
         raise StructureError(f"{where}: frame of {frame_length(stored)} bytes in a place for {len(data)}")
     start = payload_offset(stored)
     payload = data[start : start + stored]

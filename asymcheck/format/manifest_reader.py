@@ -132,11 +132,12 @@ def _check_header(header: ManifestHeader, where: str) -> None:
         and 0 <= ref.step <= registry.STEP_MAX
         and 0 <= header.rank < header.world_size <= registry.WORLD_SIZE_MAX
         and 0 <= header.created_ns < 1 << 64
-        and len(header.metrics) <= registry.METRICS_MAX
     )
     plan = type(header.plan.get("number")) is int and type(header.plan.get("kind")) is str
     if not (ranges and plan and type(header.run) is str and is_run(header.run)):
         raise StructureError(f"{where}: a value in the manifest header is outside its limits")
+    if len(header.metrics) > registry.METRICS_MAX:
+        raise LimitError(f"{where}: {len(header.metrics)} metrics are beyond {registry.METRICS_MAX}")
 
 
 def _check_rows(batch: pa.RecordBatch, where: str) -> None:
@@ -190,12 +191,10 @@ def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
 def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> None:
     nbytes, inline = batch.column("nbytes").to_numpy(), batch.column("inline")
     offset, length, whole = (flat.field(name).to_numpy() for name in ("offset", "length", "partition_length"))
+    if len(length) and whole.max() > registry.PARTITION_BYTES_MAX:
+        raise LimitError(f"{where}: a partition of {whole.max()} bytes is beyond {registry.PARTITION_BYTES_MAX}")
     if len(length) and (
-        length.min() < 1
-        or offset.min() < 0
-        or whole.max() > registry.PARTITION_BYTES_MAX
-        or np.any(length > whole)
-        or np.any(offset > whole - length)
+        length.min() < 1 or offset.min() < 0 or np.any(length > whole) or np.any(offset > whole - length)
     ):
         raise StructureError(f"{where}: an extent lies outside its partition")
     starts = list_offsets(batch.column("extents"))
@@ -212,7 +211,9 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
     names = batch.column("inline_digest")
     for row in np.flatnonzero(is_inline).tolist():
         data = inline[row].as_py()
-        if len(data) != nbytes[row] or len(data) > registry.INLINE_BYTES_MAX or digest(data) != names[row].as_py():
+        if len(data) > registry.INLINE_BYTES_MAX:
+            raise LimitError(f"{where}: row {row}: {len(data)} inline bytes are beyond {registry.INLINE_BYTES_MAX}")
+        if len(data) != nbytes[row] or digest(data) != names[row].as_py():
             raise StructureError(f"{where}: row {row}: inline bytes do not have their length or digest")
     _check_partition_lengths(flat, where)
 

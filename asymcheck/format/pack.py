@@ -11,8 +11,8 @@ import numpy.typing as npt
 from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import Buffer, sum8
-from asymcheck.format.frame import check_encoding
-from asymcheck.format.versions import check_version
+from asymcheck.format.frame import FrameDescriptor, check_encoding
+from asymcheck.format.versions import check_binary_version
 from asymcheck.types import PackId
 
 PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
@@ -99,7 +99,7 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     fields = PACK_HEADER.unpack_from(raw)
     (
         magic,
-        version,
+        _,
         reserved_a,
         pack_id,
         count,
@@ -113,7 +113,7 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     ) = fields
     if magic != registry.PACK_MAGIC:
         raise BadMagicError(f"{where}: not a pack")
-    check_version(version, where)
+    check_binary_version(raw[:_HEADER_SUMMED], own, where)
     if own != sum8(raw[:_HEADER_SUMMED]):
         raise ChecksumError(f"{where}: pack header checksum mismatch")
     if any(reserved_a) or any(reserved_b) or any(raw[PACK_HEADER.size :]):
@@ -157,12 +157,10 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
     """
     if len(data) < round_up(header.index_length):
         raise TruncatedError(f"{where}: pack index has {len(data)} of {round_up(header.index_length)} bytes")
-    magic, version, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own = INDEX_HEADER.unpack_from(
-        data
-    )
+    magic, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own = INDEX_HEADER.unpack_from(data)
     if magic != registry.PACK_INDEX_MAGIC:
         raise BadMagicError(f"{where}: no pack index where the header points")
-    check_version(version, f"{where}: pack index")
+    check_binary_version(bytes(data[:_INDEX_SUMMED]), own, f"{where}: pack index")
     if own != sum8(bytes(data[:_INDEX_SUMMED])):
         raise ChecksumError(f"{where}: pack index header checksum mismatch")
     if entry_size != ENTRY_DTYPE.itemsize or reserved_a or any(reserved_b):
@@ -179,6 +177,25 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
     return entries
 
 
+def check_entry(entry: np.void, frame: FrameDescriptor, where: str) -> None:
+    """Check that an index entry says what the frame's own header says.
+
+    Raises:
+        StructureError
+    """
+    same = (
+        entry["digest"].tobytes() == frame.digest
+        and entry["base_digest"].tobytes() == frame.base_digest
+        and int(entry["stored_length"]) == frame.stored_length
+        and int(entry["plain_length"]) == frame.plain_length
+        and int(entry["kind"]) == frame.kind
+        and int(entry["codec"]) == frame.codec
+        and int(entry["digest_algorithm"]) == frame.digest_algorithm
+    )
+    if not same:
+        raise StructureError(f"{where}: the frame is not the one that the pack index describes")
+
+
 def frame_lengths(stored: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the lengths of frames for their stored lengths, in one pass (compare ``frame.frame_length``)."""
     block = np.uint64(registry.BLOCK_BYTES)
@@ -190,13 +207,10 @@ def frame_lengths(stored: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
     """Check all entries at once: limits, encodings, and that frames lie end to end."""
     stored, plain = entries["stored_length"], entries["plain_length"]
-    if (
-        stored.min() < 1
-        or plain.min() < 1
-        or stored.max() > registry.FRAME_STORED_BYTES_MAX
-        or plain.max() > registry.PARTITION_BYTES_MAX
-    ):
-        raise LimitError(f"{where}: a length in the pack index is outside its limits")
+    if stored.max() > registry.FRAME_STORED_BYTES_MAX or plain.max() > registry.PARTITION_BYTES_MAX:
+        raise LimitError(f"{where}: a length in the pack index is beyond the limits")
+    if stored.min() < 1 or plain.min() < 1:
+        raise StructureError(f"{where}: a length in the pack index is zero")
     for kind, codec, algorithm in {
         tuple(row) for row in np.unique(entries[["kind", "codec", "digest_algorithm"]]).tolist()
     }:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asymcheck.errors import UnsupportedFeatureError, UnsupportedVersionError
+from asymcheck.errors import ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
 from asymcheck.format import registry
+from asymcheck.format.digest import sum8
+
+_VERSION = slice(8, 10)
+"""Where it lies in every binary structure."""
 
 
 def check_version(version: int, what: str) -> None:
@@ -21,6 +25,24 @@ def check_version(version: int, what: str) -> None:
             f"{what} has format version {version}; this program reads "
             f"{registry.FORMAT_MIN_READ} to {registry.FORMAT_MAX_READ}: {remedy}"
         )
+
+
+def check_binary_version(summed: bytes, own_sum: bytes, what: str) -> None:
+    """Refuse a binary structure (its magic, then its version) outside the readable range.
+
+    A flipped bit in the version is told apart from a newer program's work by the checksum over ``summed``: it is right
+    when a known version stands there.
+
+    Raises:
+        UnsupportedVersionError: naming the version met and what to do.
+        ChecksumError: only the version is damaged.
+    """
+    version = int.from_bytes(summed[_VERSION], "little")
+    for known in range(registry.FORMAT_MIN_READ, registry.FORMAT_MAX_READ + 1):
+        there = known.to_bytes(2, "little")
+        if version != known and sum8(summed[: _VERSION.start] + there + summed[_VERSION.stop :]) == own_sum:
+            raise ChecksumError(f"{what}: checksum mismatch in the format version {version}, which was {known}")
+    check_version(version, what)
 
 
 def check_reader_features(features: Iterable[str], what: str) -> None:

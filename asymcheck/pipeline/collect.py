@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class _Plan:
         self.candidates = self._candidates(live)
         with catalog.read() as transaction:
             unseen = transaction.manifests() - self.manifests
-        self.stale = {key for key in unseen if not (tier.root / layout.MANIFESTS / key.decode()).exists()}
+        self.stale = {key for key in unseen if not (tier.root / layout.MANIFESTS / os.fsdecode(key)).exists()}
 
     def _live(self) -> set[Digest]:
         live: set[Digest] = set()
@@ -102,7 +103,7 @@ class _Plan:
         found = {}
         for pack_id in self.tier.pack_ids():
             try:
-                pack = self.tier.open_pack(pack_id)
+                pack = self.tier.open_pack(pack_id, wait=False)
             except MissingPartitionError:
                 continue
             except (StorageError, FormatError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.pack import PackHeader
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Partition
-from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, work_off
 from asymcheck.types import Digest, Location, PackId
 
 
@@ -92,36 +91,23 @@ class Flusher:
             StorageError: the device refused; every pack of this save has been abandoned.
         """
         digests: list[Digest | None] = [None] * len(partitions)
-        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(len(partitions)):
-            todo.put(number)
         self._needed_bytes = sum(frame_length(partition.length) for partition in partitions)
-        capacity = max((partition.length for partition in partitions), default=0)
-        failures: list[BaseException] = []
 
-        def work() -> None:
-            try:
-                with self._tier.slots.slot(capacity) as slot:
-                    while not failures:
-                        try:
-                            number = todo.get_nowait()
-                        except queue.Empty:
-                            return
-                        digests[number] = self._store(partitions[number], slot)
-            except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
-                failures.append(error)
+        def store(number: int, slot: Slot) -> None:
+            digests[number] = self._store(partitions[number], slot)
 
-        threads = [
-            threading.Thread(target=work, name=f"asymcheck-flush-{i}")
-            for i in range(min(self._tier.config.slots, len(partitions)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
+        try:
+            work_off(
+                range(len(partitions)),
+                store,
+                slots=self._tier.slots,
+                payload_bytes=max((partition.length for partition in partitions), default=0),
+                threads=self._tier.config.slots,
+                name="flush",
+            )
+        except BaseException:
             self.abandon()
-            raise failures[0]
+            raise
         return [name for name in digests if name is not None]
 
     def _store(self, partition: Partition, slot: Slot) -> Digest:

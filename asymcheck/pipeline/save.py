@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asymcheck.config import WRITER
-from asymcheck.errors import MissingPartitionError, StorageError
+from asymcheck.errors import AsymcheckError, MissingPartitionError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.format.catalog import manifest_key, pin_key
@@ -79,6 +79,9 @@ def save(tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveReques
         data = encode_manifest(header, rows)
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         _finish(catalog, request.run, ref, name, len(data), pin)
+    except BaseException:
+        _unpin(tier, catalog, request, ref)
+        raise
     finally:
         flusher.abandon()
         for leaf in leaves:
@@ -135,6 +138,17 @@ def _finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, 
         transaction.put_manifest(manifest_key(run, ref, name), size)
         transaction.delete_pin(pin)
     emit("catalog.committed", str(ref))
+
+
+def _unpin(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef) -> None:
+    """Let collection have what a failed save has stored, unless its manifest is there in spite of the failure."""
+    try:
+        with catalog.write() as transaction:
+            if all(name.rank != request.rank for name in tier.manifests.listing(request.run, ref).manifests):
+                transaction.delete_pin(pin_key(ref.save_id, request.rank))
+    except AsymcheckError:
+        # The first failure is the one to report; the pin goes when this process has ended.
+        return
 
 
 def _header(request: SaveRequest, ref: CheckpointRef, packs: Sequence[PackId], state: FlatState) -> ManifestHeader:

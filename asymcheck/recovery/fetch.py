@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -10,9 +9,10 @@ from asymcheck.codecs.decode import decode
 from asymcheck.errors import DamagedPartitionError, DigestMismatchError, FormatError, StorageError
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import check_frame
+from asymcheck.format.pack import check_entry
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.locate import Copy, Sources
-from asymcheck.tiers.nvme import Slot, SlotPool
+from asymcheck.tiers.nvme import Slot, SlotPool, work_off
 from asymcheck.types import Digest
 
 Place = Callable[[Digest, memoryview], None]
@@ -26,32 +26,19 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
         DamagedPartitionError: no copy of a partition is intact; the message names pack and frame.
         StorageError: the device refused.
     """
-    todo: queue.SimpleQueue[Digest] = queue.SimpleQueue()
-    for name in sources.in_reading_order(digests):
-        todo.put(name)
-    largest = max((_stored_length(sources.copy(name)) for name in digests), default=0)
-    failures: list[BaseException] = []
     searching = threading.Lock()
 
-    def work() -> None:
-        try:
-            with slots.slot(largest) as slot:
-                while not failures:
-                    try:
-                        name = todo.get_nowait()
-                    except queue.Empty:
-                        return
-                    place(name, _read_any(sources, name, slot, searching))
-        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
-            failures.append(error)
+    def read(name: Digest, slot: Slot) -> None:
+        place(name, _read_any(sources, name, slot, searching))
 
-    workers = [threading.Thread(target=work, name=f"asymcheck-fetch-{i}") for i in range(min(threads, len(digests)))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise failures[0]
+    work_off(
+        sources.in_reading_order(digests),
+        read,
+        slots=slots,
+        payload_bytes=max((_stored_length(sources.copy(name)) for name in digests), default=0),
+        threads=threads,
+        name="fetch",
+    )
 
 
 def _stored_length(copy: Copy) -> int:
@@ -89,6 +76,7 @@ def read_checked(copy: Copy, name: Digest, slot: Slot) -> memoryview:
     where = str(copy)
     frame = copy.pack.read_frame(copy.sequence, slot)
     descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.sequence, where)
+    check_entry(copy.pack.entries[copy.sequence], descriptor, where)
     plain = decode(descriptor, payload)
     if descriptor.digest != name or len(plain) != descriptor.plain_length or digest_of(plain) != name:
         raise DigestMismatchError(f"digest mismatch in {where}")

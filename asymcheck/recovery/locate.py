@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
-from asymcheck.errors import AsymcheckError, MissingPartitionError, UnsupportedFormatError
+from asymcheck.errors import AsymcheckError, MissingPartitionError, TooManyFilesError, UnsupportedFormatError
 from asymcheck.tiers.nvme import NvmeTier, PackFile
 from asymcheck.types import Digest, PackId
 
@@ -41,11 +41,13 @@ class Sources:
         Raises:
             UnsupportedFormatError: a pack that may hold them needs a newer program.
             MissingPartitionError: some lie nowhere; the message says which packs could not be read, and why.
+            TooManyFilesError: this process may not open as many packs as they lie in.
         """
         self._tier = tier
         self._wanted = wanted
         self._packs: dict[PackId, PackFile] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
+        self._scanned: dict[PackId, AsymcheckError] = {}
         self._copies: dict[Digest, Copy] = {}
         try:
             self._search(hints)
@@ -62,6 +64,8 @@ class Sources:
             if len(self._copies) == len(self._wanted):
                 return
             pack = self._open(pack_id)
+            if pack is not None and pack.damage is not None:
+                self._scanned[pack_id] = pack.damage
             if pack is not None and not self._take(pack):
                 del self._packs[pack_id]
                 pack.close()
@@ -71,6 +75,9 @@ class Sources:
             return None
         try:
             self._packs[pack_id] = self._tier.open_pack(pack_id)
+        except TooManyFilesError:
+            # Nothing is wrong with the pack. Taken for damage, this would give an older checkpoint for the newest.
+            raise
         except AsymcheckError as error:
             self._problems[pack_id] = error
             return None
@@ -95,7 +102,7 @@ class Sources:
             ]
             if unsupported:
                 raise unsupported[0]
-            problems = "".join(f"; {problem}" for problem in self._problems.values())
+            problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
             raise MissingPartitionError(
                 f"{len(missing)} of {len(self._wanted)} partitions lie in no readable pack, the first is "
                 f"{missing[0].hex()}{problems}",

@@ -24,6 +24,8 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> None:
         if pack.damage is None:
             with_locations(pack, transaction)
         pack.close()
+    # Whoever gave a pack its name may have been killed before this; from now on saves rely on it.
+    tier.files.sync_directory(tier.packs)
     for run in tier.manifests.runs():
         for listing in tier.manifests.checkpoints(run):
             for name in listing.manifests:

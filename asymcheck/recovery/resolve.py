@@ -12,6 +12,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
+    TooManyFilesError,
     UnsupportedFormatError,
 )
 from asymcheck.format.manifest import Manifest
@@ -85,11 +86,12 @@ def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[
 
     Raises:
         UnsupportedFormatError: a checkpoint needs a newer program.
+        TooManyFilesError: a checkpoint lies in more packs than this process may open.
     """
     for listing in listings:
         try:
             yield resolve_one(tier, listing)
-        except UnsupportedFormatError:
+        except (UnsupportedFormatError, TooManyFilesError):
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:

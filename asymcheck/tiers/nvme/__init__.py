@@ -7,6 +7,7 @@ from asymcheck.tiers.nvme.pack_files import PackFile
 from asymcheck.tiers.nvme.packs import PackWriter
 from asymcheck.tiers.nvme.slots import Slot, SlotPool
 from asymcheck.tiers.nvme.tier import NvmeTier
+from asymcheck.tiers.nvme.workers import work_off
 
 __all__ = [
     "Catalog",
@@ -19,4 +20,5 @@ __all__ = [
     "Slot",
     "SlotPool",
     "Transaction",
+    "work_off",
 ]

@@ -1,10 +1,9 @@
 """The catalog: an LMDB environment that says where partitions lie (SPEC.md §7.5). An index, never the truth.
 
 LMDB maps its file without checksums, so damage can read back as other values or kill the process. Hence: every value
-has a checksum; reads
-for a restore do not come here at all; after an unclean end the file is walked in a child process first; and whatever
-is wrong with it, it is set aside
-and rebuilt from the packs.
+has a checksum; reads for a restore do not come here at all; after an unclean end the file is not trusted but rebuilt
+from the packs, or, beside other processes that use it, walked in a child process first; and what goes wrong in use is
+noted for the next start, which sets the file aside and rebuilds it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,17 @@ from asymcheck.tiers.nvme import owners
 from asymcheck.tiers.nvme.files import DESCRIPTORS, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
+# Errors that say nothing about the bytes in the file.
+_NO_DAMAGE = (
+    lmdb.BadRslotError,
+    lmdb.LockError,
+    lmdb.MapResizedError,
+    lmdb.MemoryError,
+    lmdb.ReadersFullError,
+    lmdb.ReadonlyError,
+    lmdb.TlsFullError,
+)
+_FILES = ("data.mdb", "lock.mdb")
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _CHECK_TIMEOUT_S = 600
 # Runs in a child: a damaged map may kill the process that walks it. It imports nothing of this package, which would
@@ -104,8 +114,9 @@ class Transaction:
         self._txn.delete(key, db=self._db["manifests"])
 
     def manifests(self) -> set[bytes]:
-        """Return the keys of all manifests entered."""
-        return {bytes(key) for key in self._txn.cursor(db=self._db["manifests"]).iternext(keys=True, values=False)}
+        """Return the keys of all manifests entered; damaged entries count as absent."""
+        cursor = self._txn.cursor(db=self._db["manifests"])
+        return {bytes(key) for key, value in cursor if codec.unseal(bytes(key), bytes(value)) is not None}
 
     def put_pin(self, key: bytes, owner: Owner, packs: Iterable[PackId]) -> None:
         """Protect packs from collection until :meth:`delete_pin`, or until the owner is dead."""
@@ -126,8 +137,7 @@ class Transaction:
             pin = codec.decode_pin(bytes(key), bytes(value))
             if pin is None:
                 raise CatalogError(
-                    "a pin in the catalog is damaged; stop all processes and delete the folder 'catalog', "
-                    "which is rebuilt then"
+                    "a pin in the catalog is damaged; stop all processes that use the store, the next start rebuilds it"
                 )
             found[bytes(key)] = pin
         return found
@@ -170,8 +180,15 @@ class Catalog:
             with self._writer_lock():
                 self._set_aside_if_damaged()
                 self._marker.touch()
-                self._open(store_id, populate)
+                try:
+                    self._open(store_id, populate)
+                except CatalogError:
+                    if not self._damage_note.exists():
+                        raise
+                    self._set_aside_if_damaged()
+                    self._open(store_id, populate)
         except BaseException:
+            self._marker.unlink(missing_ok=True)
             DESCRIPTORS.close(self._lock_descriptor)
             raise
 
@@ -184,14 +201,19 @@ class Catalog:
             / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{owner.pid_namespace.replace('/', '_')}"
         )
 
+    @property
+    def _damage_note(self) -> Path:
+        return self.path / "open" / "damaged"
+
     def _open(self, store_id: bytes, populate: Populate) -> None:
-        with _lmdb_errors(self.path):
+        with self._lmdb_errors(), contextlib.ExitStack() as stack:
             self._env = lmdb.open(
                 str(self.path),
                 map_size=self._config.catalog_map_bytes,
                 max_readers=self._config.catalog_readers,
                 max_dbs=len(_DATABASES) + 3,
             )
+            stack.callback(self._env.close)
             self._db: dict[str, Any] = {name: self._env.open_db(name.encode()) for name in _DATABASES}
             self._env.reader_check()
             with self._env.begin(write=True) as txn:
@@ -202,10 +224,18 @@ class Catalog:
                     populate(transaction)
                     transaction.put_store_id(store_id)
                     emit("catalog.rebuilt", str(self.path))
+            stack.pop_all()
 
     def _set_aside_if_damaged(self) -> None:
         dead, alive = self._markers()
-        if dead and (self.path / "data.mdb").exists() and not self._is_intact():
+        alive.pop(self._marker, None)
+        noted = self._damage_note.exists()
+        if dead and not alive and not noted:
+            # What killed its last user may lie in the file where no walk finds it: LMDB asserts more when it writes.
+            # And reading the indexes of all packs takes about as long as a walk.
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+        elif (self.path / "data.mdb").exists() and (noted or (dead and not self._is_intact())):
             if alive:
                 raise CatalogError(
                     f"the catalog {self.path} is damaged and in use by "
@@ -214,10 +244,12 @@ class Catalog:
                 )
             aside = self.path.with_name(layout.catalog_set_aside_name(time.time_ns()))
             aside.mkdir()
-            for name in ("data.mdb", "lock.mdb"):
+            for name in _FILES:
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).rename(aside / name)
-        for marker in dead:
+        self._damage_note.unlink(missing_ok=True)
+        # Beside living users the marks of the dead stay, for the first start that finds none.
+        for marker in () if alive else dead:
             marker.unlink(missing_ok=True)
 
     def _markers(self) -> tuple[list[Path], dict[Path, Owner]]:
@@ -247,7 +279,7 @@ class Catalog:
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
         """Begin a read transaction; keep it short, it holds old pages alive."""
-        with _lmdb_errors(self.path), self._env.begin() as txn:
+        with self._lmdb_errors(), self._env.begin() as txn:
             yield Transaction(txn, self._db)
 
     @contextlib.contextmanager
@@ -257,8 +289,32 @@ class Catalog:
         Raises:
             LockTimeoutError: another process holds the writer lock; the message names it.
         """
-        with self._writer_lock(), _lmdb_errors(self.path), self._env.begin(write=True) as txn:
+        with self._writer_lock(), self._lmdb_errors(), self._env.begin(write=True) as txn:
             yield Transaction(txn, self._db)
+
+    @contextlib.contextmanager
+    def _lmdb_errors(self) -> Iterator[None]:
+        """Give errors of LMDB their types; what means damage is noted, and the next start sets the catalog aside."""
+        try:
+            yield
+        except lmdb.Error as error:
+            if "No space left" in str(error) or isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
+                raise OutOfSpaceError(
+                    f"catalog {self.path}: {error}; free space, or delete checkpoints and run gc"
+                ) from error
+            if isinstance(error, _NO_DAMAGE):
+                raise CatalogError(f"catalog {self.path}: {error}") from error
+            self._note_damage()
+            raise CatalogError(
+                f"catalog {self.path}: {error}; stop all processes that use it, the next start rebuilds it"
+            ) from error
+        except CatalogError:
+            self._note_damage()
+            raise
+
+    def _note_damage(self) -> None:
+        with contextlib.suppress(OSError):
+            self._damage_note.touch()
 
     @contextlib.contextmanager
     def _writer_lock(self) -> Iterator[None]:
@@ -323,15 +379,3 @@ def release_catalog(catalog: Catalog) -> None:
         else:
             del _open_catalogs[key]
             catalog.close()
-
-
-@contextlib.contextmanager
-def _lmdb_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except lmdb.Error as error:
-        if "No space left" in str(error) or isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
-            raise OutOfSpaceError(f"catalog {path}: {error}; free space, or delete checkpoints and run gc") from error
-        raise CatalogError(
-            f"catalog {path}: {error}; stop all processes that use it and delete this folder, it is rebuilt"
-        ) from error

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError
+from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
 _POLL_S = 0.005
 
@@ -190,8 +190,8 @@ def translated(action: str, path: Path) -> Iterator[None]:
             raise ReadOnlyStoreError(
                 f"{message}; the store cannot be written here, open it with read_only=True"
             ) from error
-        if error.errno == errno.EMFILE:
-            raise StorageError(f"{message}; raise the limit of open files (ulimit -n)") from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
         raise StorageError(message) from error
 
 

@@ -54,6 +54,7 @@ class ManifestFiles:
         self._files = files
         self._manifests = root / layout.MANIFESTS
         self._heads = root / layout.HEADS
+        self._lasting: set[Path] = set()
 
     def runs(self) -> list[str]:
         """Return the names of all runs that have a folder."""
@@ -117,6 +118,7 @@ class ManifestFiles:
         name = ManifestName(rank, world_size, digest(data))
         directory = self.directory(run, ref)
         self._make_run(self._manifests, run)
+        self._make_head_last(run, ref.generation)
         self._files.make_directory(directory)
         # Also when another rank made it: that rank may not have synced it yet.
         self._files.sync_directory(directory.parent)
@@ -202,6 +204,16 @@ class ManifestFiles:
         emit("head.published", f"{head.run} generation {head.generation}")
         return published
 
+    def _make_head_last(self, run: str, generation: int) -> None:
+        # A checkpoint must not outlast the head record of its generation, whose writer may have been killed before this.
+        path = self._heads / run / layout.head_name(generation)
+        if path not in self._lasting and path.exists():
+            self._files.sync_directory(path.parent)
+            self._lasting.add(path)
+
     def _make_run(self, parent: Path, run: str) -> None:
-        if self._files.make_directory(parent / run):
+        self._files.make_directory(parent / run)
+        if parent / run not in self._lasting:
+            # Also when it was there: whoever made it may have been killed before this.
             self._files.sync_directory(parent)
+            self._lasting.add(parent / run)

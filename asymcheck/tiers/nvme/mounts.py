@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from asymcheck.errors import UnsupportedFileSystemError
@@ -16,6 +17,8 @@ NETWORK = frozenset({
 # fmt: on
 """Types in /proc/self/mountinfo whose locks or maps are not local."""
 
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
 
 def file_system_type(path: Path, mountinfo: str | None = None) -> str:
     """Return the type of the file system that holds ``path`` (or its nearest existing parent), '' when unknown."""
@@ -23,11 +26,12 @@ def file_system_type(path: Path, mountinfo: str | None = None) -> str:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     target = os.path.realpath(existing)
-    text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape") if mountinfo is None else mountinfo
+    text = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()) if mountinfo is None else mountinfo
     best, found = -1, ""
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")
+        # The kernel writes blanks and backslashes of a name as three octal digits, and every other character as it is.
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4])
         inside = target == point or target.startswith(point.rstrip("/") + "/")
         # A later line of the same mount point hides the earlier one, hence ">=".
         if inside and len(point) >= best:

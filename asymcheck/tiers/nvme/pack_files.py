@@ -63,10 +63,11 @@ class PackFile:
         """
         entry = self.entries[sequence]
         frame = slot.frame(int(entry["stored_length"]))
+        direct = self._direct
         try:
             count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)
         except StorageError as error:
-            if not self._direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
+            if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
                 raise
             self._direct = False
             clear_direct(self._descriptor)

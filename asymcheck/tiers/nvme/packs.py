@@ -130,12 +130,13 @@ class PackWriter:
         self._pwrite(slot.memory[: len(data)], offset)
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
+        direct = self._direct
         try:
             self._files.pwrite(self._descriptor, data, offset, self._path)
         except StorageError as error:
             # Some file systems accept the flag and refuse the first direct write (EINVAL): fall back to buffered
             # writes.
-            if not self._direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
+            if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
                 raise
             self._direct = False
             clear_direct(self._descriptor)

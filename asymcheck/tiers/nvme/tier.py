@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor,
 from asymcheck.format.versions import missing_writer_features
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
 from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.tiers.nvme.limits import check_config
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.pack_files import PackFile, open_pack
@@ -42,7 +44,9 @@ class NvmeTier:
             UnsupportedFileSystemError: a writable store on a network file system.
             FormatError: the descriptor is damaged or of another version.
             ReadOnlyStoreError: the store has a writer feature that this program lacks.
+            InvalidInputError: a value of ``config`` cannot be used.
         """
+        check_config(config)
         self.root = root
         self.config = config
         self.files = files or Files()
@@ -50,9 +54,12 @@ class NvmeTier:
         self._pid = os.getpid()
         self._closed = False
         self._catalog: Catalog | None = None
+        self._catalog_lock = threading.Lock()
         if not read_only:
             refuse_network(root)
             self._create_if_missing()
+            # Also when it was there: whoever created the store may have been killed before this.
+            self.files.sync_directory(root)
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
         missing = missing_writer_features(self.descriptor.writer_features)
         if missing and not read_only:
@@ -81,8 +88,10 @@ class NvmeTier:
     def _create_if_missing(self) -> None:
         if (self.root / layout.DESCRIPTOR_NAME).exists():
             return
-        leftovers = set(self.files.list(self.root)) - layout.TOP_LEVEL
-        if any(not name.endswith(layout.TEMPORARY) for name in leftovers):
+        # A creation that was interrupted leaves empty folders and temporary files. What else is there is somebody's, or
+        # the rest of a store that has lost its descriptor, and to give it a new one would hide that.
+        foreign = [name for name in self.files.list(self.root) if not self._is_left_by_creation(name)]
+        if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
             raise StoreNotFoundError(
                 f"{self.root} has other files in it and is not a store; name an empty or a new directory"
             )
@@ -94,15 +103,21 @@ class NvmeTier:
             self.files.make_directory(path)
         for name in _FOLDERS:
             self.files.make_directory(self.root / name)
+        # All that leads to the descriptor lasts before there is one. Also what was there already: a process that was
+        # killed may have made it. A directory above that cannot be opened is not ours.
+        for path in (self.root, *self.root.absolute().parents):
+            with contextlib.suppress(ReadOnlyStoreError):
+                self.files.sync_directory(path)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER)
         temporary = self.root / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
         # link, not rename: of two processes that create one store, the second takes what the first wrote. The first may
         # even have removed the second's file by then, in a collection.
         with self.files.temporary(temporary, encode_descriptor(descriptor)), contextlib.suppress(FileNotFoundError):
             self.files.link(temporary, self.root / layout.DESCRIPTOR_NAME)
-        self.files.sync_directory(self.root)
-        for path in missing:
-            self.files.sync_directory(path.parent)
+
+    def _is_left_by_creation(self, name: str) -> bool:
+        path = self.root / name
+        return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
 
     def _make_missing_folders(self) -> None:
         # A copy made by a tool that keeps only files, as git does, has lost the folders that were empty.
@@ -138,12 +153,13 @@ class NvmeTier:
     def open_catalog(self, populate: Populate) -> Catalog:
         """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged."""
         self.check_writable()
-        if self._catalog is None:
-            with translated("open catalog of store", self.root):
-                self._catalog = open_catalog(
-                    self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate
-                )
-        return self._catalog
+        with self._catalog_lock:
+            if self._catalog is None:
+                with translated("open catalog of store", self.root):
+                    self._catalog = open_catalog(
+                        self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate
+                    )
+            return self._catalog
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
         """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""
@@ -164,9 +180,9 @@ class NvmeTier:
         pooled = self.pool.sizes().values()
         return len(sizes), sum(sizes), len(pooled), sum(pooled)
 
-    def open_pack(self, pack_id: PackId) -> PackFile:
+    def open_pack(self, pack_id: PackId, *, wait: bool = True) -> PackFile:
         """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.pack_files.open_pack`."""
-        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s)
+        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
 
     def stale_temporaries(self) -> list[Path]:
         """Return files of unfinished packs and records whose writer is gone."""

@@ -1,0 +1,237 @@
+"""The training loop's side: when it saves, what it restores, and which line of training it is on."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store."""
+    with Store.open(store_path) as opened:
+        yield opened
+
+
+def _state(value: float = 0.0) -> dict[str, Any]:
+    return {"x": torch.full((2000,), value), "epoch": int(value), "nested": {"count": int(value)}}
+
+
+def _train(store: Store, steps: range, **options: Any) -> list[int]:  # noqa: ANN401 - passed on
+    """Run a loop whose state is its step number; return the steps saved."""
+    state = _state()
+    saved = []
+    with Checkpointer(store, state, **options) as checkpointer:
+        for step in steps:
+            state["x"].fill_(step)
+            state["epoch"] = state["nested"]["count"] = step
+            if checkpointer.step(step, metrics={"loss": 1.0 / (step + 1)}):
+                saved.append(step)
+    return saved
+
+
+def test_a_first_start_restores_nothing(store: Store) -> None:
+    """None, without a warning, and the state is as it was."""
+    state = _state(5)
+    checkpointer = Checkpointer(store, state)
+    assert checkpointer.restore() is None
+    assert checkpointer.last_step is None
+    assert state["x"][0] == 5
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (8, [0]), (100, [0])])
+def test_it_saves_every_so_many_steps(store: Store, every: int, expected: list[int]) -> None:
+    """Steps that are multiples; their metrics are kept."""
+    assert _train(store, range(8), every=every) == expected
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == expected
+    assert store.checkpoints()[-1].metrics == {"loss": 1.0 / (expected[-1] + 1)}
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_never_saving_is_refused(store: Store, every: int) -> None:
+    """Every step, or every so many."""
+    with pytest.raises(InvalidInputError, match="every"):
+        Checkpointer(store, {}, every=every)
+
+
+def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
+    """For instance at the end, whatever `every` says."""
+    checkpointer = Checkpointer(store, _state(), every=100)
+    assert checkpointer.step(7) is None
+    assert checkpointer.last_step is None
+    saved = checkpointer.save(7, {"loss": 2.0})
+    assert (saved.step, saved.metrics, saved.on_line) == (7, {"loss": 2.0}, True)
+    assert checkpointer.last_step == 7
+
+
+def test_everything_comes_back_into_the_given_state(store: Store) -> None:
+    """Tensors in their memory, plain values of the mapping itself and of mappings in it."""
+    _train(store, range(4))
+    state = _state()
+    tensor, nested = state["x"], state["nested"]
+    checkpointer = Checkpointer(store, state)
+    restored = checkpointer.restore()
+    assert restored is not None
+    assert (restored.step, restored.generation, checkpointer.last_step) == (3, 1, 3)
+    assert state["x"] is tensor
+    assert state["nested"] is nested
+    assert tensor.tolist() == [3.0] * 2000
+    assert (state["epoch"], nested["count"]) == (3, 3)
+
+
+def test_a_value_that_changes_in_the_given_mapping_is_saved(store: Store) -> None:
+    """The mapping is watched, not copied."""
+    state = _state()
+    checkpointer = Checkpointer(store, state)
+    state["epoch"] = 17
+    checkpointer.save(0)
+    loaded = store.load()
+    assert isinstance(loaded, dict)
+    assert loaded["epoch"] == 17
+
+
+def test_each_restore_opens_a_new_generation(store: Store) -> None:
+    """Before it returns: what lies after the restored step is abandoned from then on."""
+    _train(store, range(6))
+    for generation in (2, 3):
+        checkpointer = Checkpointer(store, _state())
+        assert checkpointer.restore(2) is not None
+        assert {c.step for c in store.checkpoints() if not c.on_line} == {3, 4, 5}
+        assert checkpointer.save(9).generation == generation
+        store.delete(9)
+    assert [path.name for path in sorted((store.path / "heads" / "default").iterdir())] == [
+        "00000001.head",
+        "00000002.head",
+        "00000003.head",
+    ]
+
+
+def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) -> None:
+    """Its newest step is lower than that of the abandoned one, and is taken all the same."""
+    _train(store, range(10))
+    state = _state()
+    checkpointer = Checkpointer(store, state)
+    checkpointer.restore(3)
+    checkpointer.step(4)
+    restored = Checkpointer(store, state).restore()
+    assert restored is not None
+    assert (restored.step, restored.generation) == (4, 2)
+
+
+def test_a_start_without_a_restore_is_a_new_line(store: Store) -> None:
+    """It warns, since that is rarely meant; the old checkpoints stay, and the new one is the newest."""
+    _train(store, range(10))
+    with pytest.warns(AbandonedCheckpointsWarning, match="10 checkpoints up to step 9"):
+        _train(store, range(2))
+    assert [(c.generation, c.step) for c in store.checkpoints() if c.on_line] == [(2, 0), (2, 1)]
+    restored = store.restore()
+    assert (restored.checkpoint.step, restored.checkpoint.generation) == (1, 2)
+
+
+def test_a_run_of_another_name_is_no_reason_for_a_warning(store: Store) -> None:
+    """Each run begins on its own."""
+    _train(store, range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _train(store, range(2), run="other")
+    assert [(c.run, c.step) for c in store.checkpoints() if c.on_line] == [
+        *(("default", step) for step in range(3)),
+        *(("other", step) for step in range(2)),
+    ]
+
+
+def test_a_step_that_is_asked_for_must_be_there(store: Store) -> None:
+    """Unlike the newest, whose absence is a first start; and no generation is opened."""
+    _train(store, range(3))
+    checkpointer = Checkpointer(store, _state())
+    with pytest.raises(CheckpointNotFoundError, match="step 7"):
+        checkpointer.restore(7)
+    assert checkpointer.last_step is None
+    assert len(list((store.path / "heads" / "default").iterdir())) == 1
+
+
+def test_a_state_that_does_not_fit_opens_no_generation(store: Store) -> None:
+    """A failed restore leaves the line of training as it was."""
+    _train(store, range(3))
+    with pytest.raises(StateMismatchError):
+        Checkpointer(store, {"x": torch.zeros(3)}).restore()
+    assert len(list((store.path / "heads" / "default").iterdir())) == 1
+    assert {c.on_line for c in store.checkpoints()} == {True}
+
+
+def test_a_part_of_the_state_can_be_restored(store: Store) -> None:
+    """Training goes on with less, for instance without the optimizer."""
+    _train(store, range(3))
+    state = {"x": torch.zeros(2000)}
+    assert Checkpointer(store, state).restore() is not None
+    assert state["x"][0] == 2
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store) -> None:
+    """The next older one is restored, and training goes on from there on a line of its own."""
+    _train(store, range(3))
+    newest = max((store.path / "manifests").rglob("*.manifest"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    checkpointer = Checkpointer(store, _state())
+    with pytest.warns(SkippedCheckpointWarning, match="step 2") as caught:
+        restored = checkpointer.restore()
+    assert caught[0].filename == __file__
+    assert restored is not None
+    assert restored.step == 1
+    assert [c.step for c in store.checkpoints() if c.on_line] == [0, 1]
+
+
+def test_closing_leaves_the_store_open(store: Store) -> None:
+    """The store is the caller's; closing twice is no error."""
+    with Checkpointer(store, _state()) as checkpointer:
+        checkpointer.save(1)
+    checkpointer.close()
+    assert store.load(1) is not None
+
+
+def test_an_error_in_the_loop_comes_through(store: Store) -> None:
+    """Leaving the `with` block by an exception hides nothing."""
+
+    def loop() -> None:
+        with Checkpointer(store, _state()) as checkpointer:
+            checkpointer.save(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+
+
+def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
+    """After the culprit is gone from the state."""
+    state: dict[str, Any] = {**_state(), "culprit": {1}}
+    checkpointer = Checkpointer(store, state)
+    with pytest.raises(UnsupportedValueError, match="culprit"):
+        checkpointer.save(1)
+    assert checkpointer.last_step is None
+    del state["culprit"]
+    assert checkpointer.save(1).on_line
+
+
+def test_two_checkpointers_of_one_run_stay_on_lines_of_their_own(store: Store) -> None:
+    """The one that was overtaken goes on saving beside the line; the newest is the newer one's."""
+    old = Checkpointer(store, _state())
+    old.save(1)
+    new = Checkpointer(store, _state())
+    new.restore()
+    new.save(2)
+    assert not old.save(5).on_line
+    assert store.restore().checkpoint.step == 2

@@ -1,0 +1,134 @@
+"""Training that was stopped and resumed goes through the same numbers as training that was not."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Checkpointer, RngState, Store
+from tests.store.equality import assert_same
+
+STEPS = 30
+
+
+class Net(torch.nn.Module):
+    """Small, with all that a resume has to get right: dropout, running statistics and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 32)
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.hidden = torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict a token from its neighbour."""
+        hidden = self.norm(torch.nn.functional.dropout(self.embedding(tokens), 0.2, self.training))
+        return torch.as_tensor(
+            self.head(torch.nn.functional.dropout(torch.relu(self.hidden(hidden)), 0.2, self.training))
+        )
+
+
+def _parts() -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "average": average,
+        "rng": RngState(),
+        "seen": {"samples": 0},
+    }
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - the global generator takes part
+
+
+def _train(state: dict[str, Any], checkpointer: Checkpointer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        tokens = torch.randint(50, (16,)) + 0 * random.randrange(2) + 0 * np.random.randint(2)  # noqa: NPY002 - as above
+        loss = torch.nn.functional.cross_entropy(state["model"](tokens), (tokens + 1) % 50)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        state["average"].update_parameters(state["model"])
+        state["seen"]["samples"] += len(tokens)
+        losses.append(loss.item())
+        checkpointer.step(step)
+    return losses
+
+
+def _final(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.state_dict() if hasattr(part, "state_dict") else dict(part) for name, part in state.items()}
+
+
+@pytest.mark.parametrize("every", [1, 4, 7])
+def test_losses_and_the_final_state_are_the_same_to_the_bit(tmp_path: Path, every: int) -> None:
+    """Stopped twice, between two checkpoints and at one; each time resumed in objects with other values."""
+    _seed(0)
+    whole = _parts()
+    with Store.open(tmp_path / "whole") as store:
+        expected = _train(whole, Checkpointer(store, whole, every=every), 0, STEPS)
+
+    losses: dict[int, float] = {}
+    with Store.open(tmp_path / "stopped") as store:
+        for number, stop in enumerate((10, 22, STEPS)):
+            _seed(0 if number == 0 else 1000 + number)
+            state = _parts()
+            checkpointer = Checkpointer(store, state, every=every)
+            restored = checkpointer.restore()
+            assert (restored is None) == (number == 0)
+            first = restored.step + 1 if restored else 0
+            losses |= dict(enumerate(_train(state, checkpointer, first, stop), first))
+    assert [losses[step] for step in range(STEPS)] == expected
+    assert_same(_final(state), _final(whole))
+
+
+CHILD = """
+import random, sys
+import numpy as np, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from asymcheck import Checkpointer, Store
+from tests.checkpointer.test_resume import STEPS, _parts, _seed, _train
+torch.set_num_threads(1)
+_seed(int(sys.argv[3]))
+state = _parts()
+with Store.open(sys.argv[2]) as store:
+    checkpointer = Checkpointer(store, state, every=5)
+    restored = checkpointer.restore()
+    first = restored.step + 1 if restored else 0
+    for loss in _train(state, checkpointer, first, int(sys.argv[4])):
+        print(loss.hex())
+"""
+
+
+def _in_a_process(store: Path, seed: int, stop: int) -> list[str]:
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", CHILD, root, str(store), str(seed), str(stop)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_another_process_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    """Nothing that a resume needs lives in the process: the losses after step 10 are the same."""
+    whole = _in_a_process(tmp_path / "whole", 0, STEPS)
+    first = _in_a_process(tmp_path / "stopped", 0, 13)
+    second = _in_a_process(tmp_path / "stopped", 77, STEPS)
+    assert first == whole[:13]
+    assert second == whole[11:]

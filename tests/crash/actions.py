@@ -1,0 +1,103 @@
+"""What the children do: short scripts of saves, deletions and collections, cut off at a chosen point."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from asymcheck import events
+from asymcheck.checkpointer import Checkpointer
+from asymcheck.events import Event
+from asymcheck.format import layout
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.nvme.files import Files
+from tests.crash import faults
+from tests.crash.states import CONFIG, Journal, fingerprint, make_state
+
+Action = Sequence[object]
+"""A word and its arguments: ``["save", 3]``, ``["save", 7, 3]`` (as step 7 the state of step 3), ``["delete", 1]``,
+``["gc"]``, ``["restore", 2]``."""
+
+
+def open_store(path: Path, *, read_only: bool = False, files: Files | None = None) -> Store:
+    """Open a store as these tests do, with their own door to the operating system if given."""
+    return Store(NvmeTier(path, CONFIG, read_only=read_only, files=files))
+
+
+def save(
+    store: Store, journal: Journal, step: int, run: str = "default", *, salt: int = 0, content: int | None = None
+) -> None:
+    """Save a step, or under its name the state of another (``content``), and note it before and after."""
+    state = make_state(step if content is None else content, salt=salt)
+    journal.note("saving", run=run, step=step, fingerprint=fingerprint(state))
+    checkpoint = store.save(state, step=step, run=run)
+    journal.note("saved", run=run, step=step, save_id=checkpoint.save_id, written=checkpoint.written_bytes)
+
+
+def delete(store: Store, journal: Journal, step: int, run: str = "default") -> None:
+    """Delete a step and note it before and after."""
+    journal.note("deleting", run=run, step=step)
+    store.delete(step, run=run)
+    journal.note("deleted", run=run, step=step)
+
+
+def restore(store: Store, journal: Journal, step: int | None, run: str = "default") -> None:
+    """Restore a step for further training, and note before and after that it is the newest from now on."""
+    journal.note("restoring", run=run, step=step)
+    restored = Checkpointer(store, make_state(0), run=run).restore(step)
+    assert restored is not None
+    journal.note("restored", run=run, step=restored.step)
+
+
+def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
+    """Take actions one after another."""
+    for word, *rest in actions:
+        argument, second = [*(int(str(one)) for one in rest), None, None][:2]
+        if word == "save":
+            save(store, journal, argument or 0, content=second)
+        elif word == "delete":
+            delete(store, journal, argument or 0)
+        elif word == "restore":
+            restore(store, journal, argument)
+        elif word == "gc":
+            store.gc()
+            journal.note("collected")
+        else:
+            raise AssertionError(f"no such action: {word}")
+
+
+def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 0) -> None:
+    """Take actions on the store in ``path/store``, and be killed on the way; run it in a child.
+
+    Args:
+        path: holds the store and its journal.
+        actions: what to do, in order.
+        kill: at what: the name of an event, "operation" (of a file) or "transaction" (a change inside one).
+        number: the how manieth, from 1; with 0 the child lives, and journals all that it could have been killed at.
+    """
+    seen: list[str] = []
+    operations = faults.Counter(faults.CHANGES, number if kill == "operation" else 0, _kill)
+    changes = faults.Counter(faults.CATALOG_CHANGES, number if kill == "transaction" else 0, _kill)
+
+    def observer(event: Event) -> None:
+        seen.append(event.name)
+        if event.name == kill and seen.count(kill) == number:
+            faults.kill_this_process()
+
+    journal = Journal(Path(path) / "journal")
+    with events.observe(observer), faults.watched_catalog(changes):
+        with open_store(Path(path) / "store", files=faults.WatchedFiles(operations)) as store:
+            take(store, journal, actions)
+    if not number:
+        journal.note("counted", events=seen, operations=operations.seen, changes=changes.seen)
+
+
+def _kill(_operation: str, _path: Path) -> None:
+    faults.kill_this_process()
+
+
+def lose_catalog(store: Path) -> None:
+    """Delete the catalog, as a user may while no process has the store open."""
+    shutil.rmtree(store / layout.CATALOG)

@@ -1,0 +1,44 @@
+"""The zygote, and stores to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+# Before anything imports them: their assertions show both sides, as those in test modules do.
+pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
+
+from tests.crash.actions import Action, perform  # noqa: E402 - as said above
+from tests.crash.zygote import Zygote  # noqa: E402 - as above
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process to fork children from."""
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield zygote
+    zygote.close()
+
+
+Template = Callable[[Sequence[Action]], Path]
+"""Returns a folder with a store, on which actions were taken, and its journal; it is shared: copy it."""
+
+
+@pytest.fixture(scope="session")
+def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Template:
+    """Folders with a store and its journal, by the actions that made them."""
+    made: dict[str, Path] = {}
+
+    def make(actions: Sequence[Action]) -> Path:
+        if repr(actions) not in made:
+            folder = tmp_path_factory.mktemp("template")
+            if actions:
+                zygote.start(perform, path=str(folder), actions=actions).finish()
+            made[repr(actions)] = folder
+        return made[repr(actions)]
+
+    return make
+
+

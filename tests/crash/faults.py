@@ -1,0 +1,174 @@
+"""Doors to the operating system that end the process, or refuse, at a chosen operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from asymcheck.tiers.nvme.catalog import Transaction
+from asymcheck.tiers.nvme.files import Files, translated
+
+CHANGES = (
+    "open_new",
+    "open_existing",
+    "pwrite",
+    "sync",
+    "sync_directory",
+    "truncate",
+    "rename",
+    "link",
+    "unlink",
+    "make_directory",
+    "remove_directory",
+)
+"""Operations of :class:`Files` that write, or open for writing."""
+
+LOOKS = ("open_read", "pread", "list")
+"""Operations that only read."""
+
+CATALOG_CHANGES = ("put_location", "put_pack", "put_pin", "put_manifest", "put_store_id", "delete_pin", "forget_location", "delete_manifest", "delete_pack")
+"""Changes inside a catalog transaction, before it is committed."""
+
+Watch = Callable[[str, Path], None]
+
+
+def kill_this_process() -> NoReturn:
+    """Do to this process what the out-of-memory killer would: no handler runs, nothing is flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL does not return")
+
+
+class WatchedFiles(Files):
+    """Calls ``before`` with the name and the path of every operation before it is done."""
+
+    def __init__(self, before: Watch) -> None:
+        """Let ``before`` see every operation; what it raises or does comes before the operation."""
+        self._before = before
+
+    def open_new(self, path: Path) -> int:
+        """Watch, then create."""
+        self._before("open_new", path)
+        return super().open_new(path)
+
+    def open_existing(self, path: Path) -> int:
+        """Watch, then open."""
+        self._before("open_existing", path)
+        return super().open_existing(path)
+
+    def open_read(self, path: Path) -> int:
+        """Watch, then open."""
+        self._before("open_read", path)
+        return super().open_read(path)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Watch, then write."""
+        self._before("pwrite", path)
+        super().pwrite(descriptor, data, offset, path)
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Watch, then read."""
+        self._before("pread", path)
+        return super().pread(descriptor, buffer, offset, path)
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Watch, then sync."""
+        self._before("sync", path)
+        super().sync(descriptor, path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Watch, then sync."""
+        self._before("sync_directory", path)
+        super().sync_directory(path)
+
+    def truncate(self, descriptor: int, length: int, path: Path) -> None:
+        """Watch, then truncate."""
+        self._before("truncate", path)
+        super().truncate(descriptor, length, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Watch, then rename."""
+        self._before("rename", source)
+        super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Watch, then link."""
+        self._before("link", target)
+        return super().link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Watch, then unlink."""
+        self._before("unlink", path)
+        super().unlink(path)
+
+    def make_directory(self, path: Path) -> bool:
+        """Watch, then create."""
+        self._before("make_directory", path)
+        return super().make_directory(path)
+
+    def remove_directory(self, path: Path) -> bool:
+        """Watch, then remove."""
+        self._before("remove_directory", path)
+        return super().remove_directory(path)
+
+    def list(self, path: Path) -> list[str]:
+        """Watch, then list."""
+        self._before("list", path)
+        return super().list(path)
+
+
+class Counter:
+    """Counts what it sees of some operations, and acts when the number is reached."""
+
+    def __init__(self, operations: tuple[str, ...], at: int = 0, act: Callable[[str, Path], None] | None = None) -> None:
+        """Call ``act`` at the ``at``-th operation, from 1; 0 for never."""
+        self.seen: list[str] = []
+        """Names of the operations so far."""
+        self._operations = operations
+        self._at = at
+        self._act = act
+        self._lock = threading.Lock()
+
+    def __call__(self, operation: str, path: Path) -> None:
+        """See one operation."""
+        if operation in self._operations:
+            with self._lock:
+                self.seen.append(operation)
+                reached = len(self.seen) == self._at
+            if reached and self._act is not None:
+                self._act(operation, path)
+
+
+def refuse(number: int) -> Callable[[str, Path], None]:
+    """Return what fails an operation with an ``errno``, as the operating system would."""
+
+    def act(operation: str, path: Path) -> None:
+        with translated(f"{operation} (injected)", path):
+            raise OSError(number, os.strerror(number), str(path))
+
+    return act
+
+
+@contextlib.contextmanager
+def watched_catalog(before: Watch) -> Iterator[None]:
+    """Call ``before`` before every change inside a catalog transaction of this process."""
+    originals = {name: getattr(Transaction, name) for name in CATALOG_CHANGES}
+
+    def watch(name: str) -> Callable[..., None]:
+        def method(self: Transaction, *arguments: object) -> None:
+            before(name, Path())
+            originals[name](self, *arguments)
+
+        return method
+
+    for name in CATALOG_CHANGES:
+        setattr(Transaction, name, watch(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Transaction, name, original)

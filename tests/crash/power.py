@@ -1,0 +1,317 @@
+"""A disk that loses power: it knows what was synced, and can say what might be left of the rest.
+
+What is lost is chosen more freely than any file system in use would: of a file that was not synced, any subset of its
+4 KiB blocks may have reached the disk; of the names in a directory that was not synced, any subset of the changes.
+Only a rename is one change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from asymcheck.format import layout
+from asymcheck.tiers.nvme.catalog import Catalog
+from asymcheck.tiers.nvme.files import Files
+from tests.crash.states import Journal, Promises, promises
+
+BLOCK = 4096
+Entry = tuple[Any, ...]
+"""One line of the log: what was done, and to what."""
+
+
+class RecordingFiles(Files):
+    """Does everything, and keeps a log of what a disk would see."""
+
+    def __init__(self, log: list[Entry]) -> None:
+        """Append to ``log``."""
+        self.log = log
+
+    def open_new(self, path: Path) -> int:
+        """Create and log."""
+        descriptor = super().open_new(path)
+        self.log.append(("create", path))
+        return descriptor
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Write and log, block by block."""
+        super().pwrite(descriptor, data, offset, path)
+        start = 0
+        while start < len(data):
+            end = min(len(data), (offset + start) // BLOCK * BLOCK + BLOCK - offset)
+            self.log.append(("write", path, offset + start, bytes(data[start:end])))
+            start = end
+
+    def truncate(self, descriptor: int, length: int, path: Path) -> None:
+        """Truncate and log."""
+        super().truncate(descriptor, length, path)
+        self.log.append(("truncate", path, length))
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Sync and log."""
+        super().sync(descriptor, path)
+        self.log.append(("sync", path))
+
+    def sync_directory(self, path: Path) -> None:
+        """Sync and log."""
+        super().sync_directory(path)
+        self.log.append(("sync_directory", path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename and log."""
+        super().rename(source, target)
+        self.log.append(("rename", source, target))
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Link and log."""
+        done = super().link(source, target)
+        if done:
+            self.log.append(("link", source, target))
+        return done
+
+    def unlink(self, path: Path) -> None:
+        """Unlink and log."""
+        there = path.exists()
+        super().unlink(path)
+        if there:
+            self.log.append(("unlink", path))
+
+    def make_directory(self, path: Path) -> bool:
+        """Create and log."""
+        done = super().make_directory(path)
+        if done:
+            self.log.append(("mkdir", path))
+        return done
+
+    def remove_directory(self, path: Path) -> bool:
+        """Remove and log."""
+        done = super().remove_directory(path)
+        if done:
+            self.log.append(("unlink", path))
+        return done
+
+
+class LoggedJournal(Journal):
+    """A journal whose lines stand in the log, between the operations before and after."""
+
+    def __init__(self, log: list[Entry]) -> None:
+        """Append to ``log``."""
+        self._log = log
+
+    def note(self, word: str, **fields: object) -> None:
+        """Add a line."""
+        self._log.append(("note", {"word": word, **fields}))
+
+
+@contextlib.contextmanager
+def recorded_catalog(log: list[Entry]) -> Iterator[None]:
+    """Log the catalog's file as it is after every transaction: LMDB has its own I/O, and syncs each."""
+    write, begin = Catalog.write, Catalog._open
+
+    def keep(self: Catalog) -> None:
+        log.append(("catalog", (self.path / "data.mdb").read_bytes()))
+
+    @contextlib.contextmanager
+    def recording_write(self: Catalog) -> Iterator[Any]:
+        with write(self) as transaction:
+            yield transaction
+        keep(self)
+
+    def recording_open(self: Catalog, *arguments: Any) -> None:
+        begin(self, *arguments)
+        keep(self)
+
+    Catalog.write, Catalog._open = recording_write, recording_open  # type: ignore[method-assign, assignment]  # taken back below
+    try:
+        yield
+    finally:
+        Catalog.write, Catalog._open = write, begin  # type: ignore[method-assign]  # as above
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A file (``names`` is None) or a directory: what is on the disk for certain, and what may be."""
+
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    pending: list[tuple[int, bytes | None]] = dataclasses.field(default_factory=list)
+    names: dict[str, Node] | None = None
+    seen: dict[str, Node] = dataclasses.field(default_factory=dict)
+    changes: list[Change] = dataclasses.field(default_factory=list)
+
+    def flush(self, keep: Callable[[], bool] = lambda: True) -> None:
+        """Bring to the disk what of the pending writes is kept."""
+        for offset, block in self.pending:
+            if not keep():
+                continue
+            if block is None:
+                self.data = (self.data + bytes(max(0, offset - len(self.data))))[:offset]
+            else:
+                self.data.extend(bytes(max(0, offset - len(self.data))))
+                self.data[offset : offset + len(block)] = block
+        self.pending.clear()
+
+
+@dataclasses.dataclass(eq=False)
+class Change:
+    """A change of names that happens as a whole: each in a directory to a node, or to nothing."""
+
+    parts: list[tuple[Node, str, Node | None]]
+
+    def apply(self) -> None:
+        """Bring it to the disk, and before it what earlier changes did to the same names."""
+        for directory, name, _ in self.parts:
+            for earlier in directory.changes[: directory.changes.index(self)]:
+                if any(part[0] is directory and part[1] == name for part in earlier.parts):
+                    earlier.apply()
+        for directory, name, node in self.parts:
+            assert directory.names is not None
+            directory.names.pop(name, None)
+            if node is not None:
+                directory.names[name] = node
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget that it is pending."""
+        for directory in {id(part[0]): part[0] for part in self.parts}.values():
+            directory.changes.remove(self)
+
+
+class Disk:
+    """The disk below a folder, as a log of operations leaves it."""
+
+    def __init__(self, base: Path, log: list[Entry], *, whole_renames: bool = True) -> None:
+        """Start with an empty, synced ``base`` and replay ``log``.
+
+        A rename from one directory to another is one change with ``whole_renames``; else a file may have both names
+        afterwards, or none.
+        """
+        self._base = base
+        self._root = Node(names={})
+        self._whole_renames = whole_renames
+        for kind, *arguments in log:
+            if kind not in ("note", "catalog"):
+                getattr(self, f"_{kind}")(*arguments)
+
+    def _node(self, path: Path) -> Node:
+        node = self._root
+        for name in path.relative_to(self._base).parts:
+            node = node.seen[name]
+        return node
+
+    def _change(self, *parts: tuple[Path, Node | None]) -> None:
+        change = Change([(self._node(path.parent), path.name, node) for path, node in parts])
+        for directory, name, node in change.parts:
+            directory.seen.pop(name, None)
+            if node is not None:
+                directory.seen[name] = node
+            if change not in directory.changes:
+                directory.changes.append(change)
+
+    def _create(self, path: Path) -> None:
+        self._change((path, Node()))
+
+    def _mkdir(self, path: Path) -> None:
+        self._change((path, Node(names={})))
+
+    def _write(self, path: Path, offset: int, block: bytes) -> None:
+        self._node(path).pending.append((offset, block))
+
+    def _truncate(self, path: Path, length: int) -> None:
+        self._node(path).pending.append((length, None))
+
+    def _sync(self, path: Path) -> None:
+        self._node(path).flush()
+
+    def _sync_directory(self, path: Path) -> None:
+        # A directory above the one that these tests watch is there for certain.
+        if path.is_relative_to(self._base):
+            directory = self._node(path)
+            while directory.changes:
+                directory.changes[0].apply()
+
+    def _rename(self, source: Path, target: Path) -> None:
+        node = self._node(source)
+        if self._whole_renames or source.parent == target.parent:
+            self._change((source, None), (target, node))
+        else:
+            self._change((target, node))
+            self._change((source, None))
+
+    def _link(self, source: Path, target: Path) -> None:
+        self._change((target, self._node(source)))
+
+    def _unlink(self, path: Path) -> None:
+        self._change((path, None))
+
+    def lose_power(self, names: Callable[[], bool], blocks: Callable[[], bool]) -> None:
+        """Decide for each pending change of names, and for each pending block, whether it reached the disk."""
+        for node in self._all(self._root, set()):
+            for change in tuple(node.changes):
+                if change in node.changes and not names():
+                    change.drop()
+                elif change in node.changes:
+                    change.apply()
+        for node in self._all(self._root, set()):
+            node.flush(blocks)
+
+    def _all(self, node: Node, known: set[int]) -> Iterator[Node]:
+        if id(node) not in known:
+            known.add(id(node))
+            yield node
+            for below in [*node.seen.values(), *(node.names or {}).values()]:
+                yield from self._all(below, known)
+
+    def write_to(self, folder: Path) -> None:
+        """Make ``folder``, which does not exist, what is on the disk."""
+        self._write_node(self._root, folder, {})
+
+    def _write_node(self, node: Node, path: Path, written: dict[int, Path]) -> None:
+        if node.names is not None:
+            path.mkdir()
+            for name, below in node.names.items():
+                self._write_node(below, path / name, written)
+        elif id(node) in written:
+            os.link(written[id(node)], path)
+        else:
+            path.write_bytes(node.data)
+            written[id(node)] = path
+
+
+LOSSES: dict[str, Callable[[random.Random], tuple[Callable[[], bool], Callable[[], bool]]]] = {
+    "names and data": lambda _dice: (lambda: False, lambda: False),
+    "data": lambda _dice: (lambda: True, lambda: False),
+    "names": lambda _dice: (lambda: False, lambda: True),
+    "half": lambda dice: (lambda: dice.random() < 0.5, lambda: dice.random() < 0.5),
+    "little": lambda dice: (lambda: dice.random() < 0.9, lambda: dice.random() < 0.9),
+    "nearly all": lambda dice: (lambda: dice.random() < 0.1, lambda: dice.random() < 0.1),
+}
+"""What is lost of all that was not synced; each gives two answers: did this change of names reach the disk, did this block?"""
+
+CATALOGS = ("as it was", "one transaction older", "missing")
+
+
+def after_power_loss(
+    base: Path, log: list[Entry], target: Path, *, loss: str, catalog: str, seed: int = 0, whole_renames: bool = True
+) -> Promises:
+    """Write to ``target`` what ``base`` may be after a power loss at the end of ``log``; return what is owed then."""
+    disk = Disk(base, log, whole_renames=whole_renames)
+    disk.lose_power(*LOSSES[loss](random.Random(seed)))
+    disk.write_to(target)
+    states = [arguments[0] for kind, *arguments in log if kind == "catalog"]
+    chosen = {"as it was": states[-1:], "one transaction older": states[-2:-1], "missing": []}[catalog]
+    for folder in {Path(path).parent.relative_to(base) for path in target_stores(base, log)}:
+        store = target / folder
+        if chosen and (store / layout.DESCRIPTOR_NAME).exists():
+            (store / layout.CATALOG).mkdir()
+            (store / layout.CATALOG / "data.mdb").write_bytes(chosen[0])
+    return promises([arguments[0] for kind, *arguments in log if kind == "note"])
+
+
+def target_stores(base: Path, log: list[Entry]) -> list[Path]:
+    """Return the descriptors that the log creates."""
+    return [entry[2] for entry in log if entry[0] == "link" and entry[2].name == layout.DESCRIPTOR_NAME]

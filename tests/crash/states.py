@@ -1,0 +1,140 @@
+"""Small states whose bytes follow from their step, so that any process can say what a checkpoint must hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from asymcheck.config import StoreConfig
+
+CONFIG = StoreConfig(
+    partition_bytes=16 * 1024,
+    bundle_below_bytes=8 * 1024,
+    inline_bytes=256,
+    slots=2,
+    # Half a state: a save fills two packs, so that something can happen between them.
+    pack_bytes=96 * 1024,
+    pool_bytes=512 * 1024,
+    catalog_map_bytes=64 << 20,
+    lock_timeout_s=20.0,
+    read_lock_timeout_s=10.0,
+)
+"""A store whose checkpoints of some 120 KiB go through everything that one of gigabytes goes through."""
+
+
+def make_state(step: int, *, salt: int = 0) -> dict[str, object]:
+    """Return the state of a step: some of it new at every step, some at every second, some always the same."""
+    new = torch.Generator().manual_seed(1_000_003 * salt + step)
+    slow = torch.Generator().manual_seed(7_000_003 * (salt + 1) + step // 2)
+    constant = torch.Generator().manual_seed(11)
+    weight = torch.randn(96, 128, generator=new)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "bias": torch.randn(600, generator=new),
+            "frozen": torch.randn(64, 128, generator=constant),
+        },
+        "optimizer": [{"moment": torch.randn(64, 128, generator=slow), "steps": torch.tensor(step)}],
+        "step": step,
+        "salt": salt,
+    }
+
+
+def fingerprint(state: object) -> str:
+    """Return a hash of all names, types, shapes and bytes of a state."""
+    hasher = hashlib.sha256()
+    _feed(hasher, "", state)
+    return hasher.hexdigest()
+
+
+def _feed(hasher: hashlib._Hash, name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        hasher.update(f"{name} {value.dtype} {list(value.shape)}".encode() + flat.numpy().tobytes())
+    elif isinstance(value, Mapping):
+        hasher.update(f"{name} {type(value).__name__} {list(value)}".encode())
+        for key, item in value.items():
+            _feed(hasher, f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        hasher.update(f"{name} {type(value).__name__} {len(value)}".encode())
+        for number, item in enumerate(value):
+            _feed(hasher, f"{name}.{number}", item)
+    else:
+        hasher.update(f"{name} {value!r}".encode())
+
+
+@dataclasses.dataclass
+class Promises:
+    """What a store owes after the lines of a journal: by run and step."""
+
+    durable: dict[tuple[str, int], str] = dataclasses.field(default_factory=dict)
+    """Saved, reported so, and not deleted since: must be there, with this fingerprint."""
+    begun: dict[tuple[str, int], str] = dataclasses.field(default_factory=dict)
+    """Ever begun: what is there must be one of these."""
+    deleted: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    """Deletion was reported: must not come back."""
+    newest: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    """What may be the newest step of a run: one, and those that a save or a restore would have made it.
+
+    Nothing is known when it is empty, or when there is none.
+    """
+
+
+class Journal:
+    """What a process was told by the store, line by line, in a file that survives the process."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to ``path``."""
+        self.path = path
+
+    def note(self, word: str, **fields: object) -> None:
+        """Add a line."""
+        line = json.dumps({"word": word, **fields}) + "\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def lines(self, word: str | None = None) -> list[dict[str, object]]:
+        """Return all lines, or those with one word."""
+        if not self.path.exists():
+            return []
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [line for line in lines if word in (None, line["word"])]
+
+    def promises(self) -> Promises:
+        """Return what the store owes after all lines."""
+        return promises(self.lines())
+
+
+def promises(lines: list[dict[str, object]]) -> Promises:
+    """Return what a store owes after some lines of a journal."""
+    owed = Promises()
+    for line in lines:
+        word, run = line["word"], str(line.get("run", "default"))
+        key = (run, int(str(line.get("step", -1))))
+        if word in ("saving", "restoring"):
+            owed.newest.setdefault(run, set()).add(key[1])
+        elif word in ("saved", "restored"):
+            owed.newest[run] = {key[1]}
+        elif word == "deleted":
+            owed.newest[run].discard(key[1])
+        if word == "saving":
+            owed.begun[key] = str(line["fingerprint"])
+            owed.deleted.discard(key)
+        elif word == "saved":
+            owed.durable[key] = owed.begun[key]
+        elif word == "deleting":
+            owed.durable.pop(key, None)
+        elif word == "deleted":
+            owed.deleted.add(key)
+    return owed

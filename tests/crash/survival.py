@@ -1,0 +1,149 @@
+"""What every store must still do, whatever has happened to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+from asymcheck.format import layout
+from asymcheck.store import Store
+from asymcheck.types import Digest
+from asymcheck.verify import Severity
+from tests.crash.actions import open_store
+from tests.crash.states import CONFIG, Promises, fingerprint, make_state
+
+ROOM_BYTES = 256 * 1024
+"""Twice what one of these tests' checkpoints takes: a collected store has no more than this for each."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What a check saw."""
+
+    steps: dict[str, list[int]]
+    """The steps that were there, by run."""
+
+
+def check_survived(path: Path, owed: Promises) -> Found:
+    """Check a store after a crash: first as it lies, then that it goes on working and clears away what is left.
+
+    Raises:
+        AssertionError: says what is broken.
+    """
+    before = _files(path)
+    found = check_as_it_lies(path, owed)
+    assert _files(path) == before, "a read-only look changed the store"
+    check_goes_on(path, owed)
+    return found
+
+
+def check_as_it_lies(path: Path, owed: Promises) -> Found:
+    """Check what the store promises before anything is repaired, through a read-only door.
+
+    All that was reported durable is there, bit for bit; all that is there, is whole; nothing deleted is back.
+    """
+    if not (path / layout.DESCRIPTOR_NAME).exists():
+        assert not owed.durable, "the store itself is gone, with what was reported durable"
+        return Found({})
+    found: dict[str, list[int]] = {}
+    with warnings.catch_warnings(), open_store(path, read_only=True) as store:
+        warnings.simplefilter("error")
+        for checkpoint in store.checkpoints():
+            key = (checkpoint.run, checkpoint.step)
+            assert key in owed.begun, f"{key} is there, and was never saved"
+            assert key not in owed.deleted, f"{key} was deleted and is back"
+            assert checkpoint.complete, f"{key} is there in part"
+            found.setdefault(checkpoint.run, []).append(checkpoint.step)
+            _check_bytes(store, key, owed)
+        for key in owed.durable:
+            assert key[1] in found.get(key[0], []), f"{key} was reported durable and is lost"
+        for run in found:
+            newest = store.restore(run=run)
+            assert newest.skipped == (), f"the newest of {run} could not be restored"
+            step, allowed = newest.checkpoint.step, owed.newest.get(run)
+            assert not allowed or step in allowed, f"{run}: {step} is taken for the newest, not one of {allowed}"
+        findings = [finding for finding in store.verify() if finding.severity is not Severity.HINT]
+        assert findings == [], "verify finds damage"
+    return Found(found)
+
+
+def _check_bytes(store: Store, key: tuple[str, int], owed: Promises) -> None:
+    run, step = key
+    restored = store.restore(step, run=run)
+    assert restored.skipped == (), f"{key}: an attempt to save it is there that cannot be restored"
+    assert fingerprint(restored.state) == owed.begun[key], f"{key} was restored with other bytes"
+
+
+def check_goes_on(path: Path, owed: Promises) -> None:
+    """Check that the store takes the next save, and that collection clears away all that a crash left."""
+    with open_store(path) as store:
+        there = {run: [c.step for c in store.checkpoints(run)] for run in sorted({"default", *(k[0] for k in owed.begun)})}
+        for run, steps in there.items():
+            step = max(steps, default=-1) + 1
+            state = make_state(step, salt=9)
+            store.save(state, step=step, run=run)
+            assert fingerprint(store.load(step, run=run)) == fingerprint(state), "the next save holds other bytes"
+            there[run].append(step)
+        store.gc()
+        assert leftovers(store) == []
+        again = store.gc()
+        assert (again.freed_packs, again.removed_temporaries, again.busy_packs) == (0, 0, 0), "gc leaves work to gc"
+        assert [str(finding) for finding in store.verify()] == [], "verify finds something after gc"
+        for run, steps in there.items():
+            assert [c.step for c in store.checkpoints(run)] == sorted(steps), "gc changed what is there"
+            for step in steps[:-1]:
+                _check_bytes(store, (run, step), owed)
+        # One more: the next save may have reused a partition of a pack that the crash left, which keeps all of that pack.
+        most = ROOM_BYTES * (1 + sum(map(len, there.values())))
+        assert store.usage().pack_bytes <= most, "packs take more than the checkpoints need"
+    pooled = sum(file.stat().st_size for file in (path / layout.POOL).iterdir())
+    assert pooled <= CONFIG.pool_bytes, "the pool outgrew its limit"
+
+
+def leftovers(store: Store) -> list[str]:
+    """Return all that lies in a collected store and should not: files, packs and rows of the catalog.
+
+    Only a store that nobody else uses is without them.
+    """
+    tier, root = store._tier, store.path
+    needed: set[Digest] = set()
+    expected = {root / layout.DESCRIPTOR_NAME, root / layout.CATALOG}
+    expected |= {root / name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)}
+    manifests = set()
+    for run in tier.manifests.runs():
+        heads = root / layout.HEADS / run
+        if tier.manifests.heads(run):
+            expected |= {*(heads / layout.head_name(number) for number in tier.manifests.heads(run))}
+        expected |= {heads, root / layout.MANIFESTS / run}
+        for listing in tier.manifests.checkpoints(run):
+            directory = tier.manifests.directory(run, listing.ref)
+            expected |= {directory, *(directory / str(name) for name in listing.manifests)}
+            for name in listing.manifests:
+                needed |= set(tier.manifests.read(run, listing.ref, name).partitions())
+                manifests.add(f"{run}/{directory.name}/{name}".encode())
+    left = []
+    for pack_id in tier.pack_ids():
+        path = tier.packs / layout.pack_name(pack_id)
+        pack = tier.open_pack(pack_id)
+        if needed.isdisjoint(pack.digests()):
+            left.append(f"pack {path.name}, which nothing needs")
+        pack.close()
+        expected.add(path)
+    expected |= set(tier.pool.sizes())
+    with store._catalog().read() as transaction:
+        left += [f"pin {key.hex()}" for key in transaction.pins()]
+        left += [f"freed pack {pack_id.hex()}" for pack_id in transaction.freed_packs()]
+        left += [f"row of {key.decode()}" for key in transaction.manifests() - manifests]
+    actual = {path for path in root.rglob("*") if root / layout.CATALOG not in path.parents}
+    markers = list((root / layout.CATALOG / "open").iterdir())
+    left += [f"marker {marker.name}" for marker in markers if not marker.name.startswith(f"{_own_pid()}-")]
+    return left + sorted(str(path.relative_to(root)) for path in actual - expected)
+
+
+def _own_pid() -> int:
+    return int(Path("/proc/self").resolve().name)
+
+
+def _files(path: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}

@@ -1,0 +1,138 @@
+"""SIGKILL at every event of a save, a collection and a deletion, and before every single operation on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from asymcheck.events import COMMIT_ORDER
+from tests.crash.actions import Action, lose_catalog, perform
+from tests.crash.states import Journal
+from tests.crash.survival import check_survived
+from tests.crash.zygote import Zygote
+
+Copy = Callable[[Sequence[Action]], Path]
+
+BEFORE: dict[str, list[Action]] = {
+    "the first save": [],
+    "a later save": [["save", 1]],
+    "a save that reuses all": [["save", 1]],
+    "a save into recycled packs": [["save", 0], ["save", 1], ["save", 2], ["delete", 0], ["delete", 1], ["gc"]],
+    "a collection": [["save", 0], ["save", 2], ["save", 4], ["delete", 0], ["delete", 2]],
+    "a deletion": [["save", 0], ["save", 1], ["save", 2]],
+    "a restore": [["save", 0], ["save", 1], ["save", 2]],
+    "a rebuild of the catalog": [["save", 0], ["save", 1]],
+}
+"""What the store has gone through before the process comes that is killed."""
+
+CUT_OFF: dict[str, list[Action]] = {
+    "the first save": [["save", 0]],
+    "a later save": [["save", 2]],
+    "a save that reuses all": [["save", 1]],
+    "a save into recycled packs": [["save", 3]],
+    "a collection": [["gc"]],
+    "a deletion": [["delete", 1]],
+    "a restore": [["restore", 1]],
+    "a rebuild of the catalog": [["save", 2]],
+}
+"""What that process does."""
+
+PACK_EVENTS = [name for name in COMMIT_ORDER if name.startswith(("pack.", "frame."))]
+GC_EVENTS = ["gc.marked_freed", "gc.retired", "gc.forgotten"]
+
+SAVES = ["the first save", "a later save", "a save into recycled packs"]
+POINTS = [
+    *((scene, event) for scene in SAVES for event in COMMIT_ORDER),
+    *(("a save that reuses all", event) for event in COMMIT_ORDER if event not in PACK_EVENTS),
+    *(("a collection", event) for event in GC_EVENTS),
+    ("a restore", "head.published"),
+    ("a rebuild of the catalog", "catalog.rebuilt"),
+]
+
+
+@pytest.fixture(scope="session")
+def points(zygote: Zygote, template: Copy, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, int]]:
+    """How many points there are to be killed at, by scene: for each event, and of "operation" and "transaction"."""
+    counted: dict[str, dict[str, int]] = {}
+
+    def count(scene: str) -> dict[str, int]:
+        if scene not in counted:
+            folder = tmp_path_factory.mktemp("counted") / "copy"
+            _prepare(scene, template, folder)
+            zygote.start(perform, path=str(folder), actions=CUT_OFF[scene]).finish()
+            line = Journal(folder / "journal").lines("counted")[-1]
+            names = Counter(str(name) for name in line["events"])  # type: ignore[attr-defined]  # a list of names
+            counted[scene] = {
+                **names,
+                "operation": len(line["operations"]),  # type: ignore[arg-type]  # as above
+                "transaction": len(line["changes"]),  # type: ignore[arg-type]  # as above
+            }
+        return counted[scene]
+
+    return count
+
+
+def _prepare(scene: str, template: Copy, folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template(BEFORE[scene]), folder)
+    if scene == "a rebuild of the catalog":
+        lose_catalog(folder / "store")
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Say at which point an assertion failed."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _kill_and_check(zygote: Zygote, template: Copy, folder: Path, scene: str, kill: str, number: int) -> None:
+    with _told(f"{scene}, killed at {kill} number {number}"):
+        _prepare(scene, template, folder)
+        zygote.start(perform, path=str(folder), actions=CUT_OFF[scene], kill=kill, number=number).wait_killed()
+        owed = Journal(folder / "journal").promises()
+        if scene == "a save that reuses all":
+            # It saves the same state under the same step again: that step was durable before, and stays so.
+            assert ("default", 1) in owed.durable
+        check_survived(folder / "store", owed)
+
+
+@pytest.mark.parametrize(("scene", "event"), POINTS)
+def test_killed_at_an_event(
+    scene: str,
+    event: str,
+    zygote: Zygote,
+    template: Copy,
+    points: Callable[[str], dict[str, int]],
+    tmp_path: Path,
+) -> None:
+    """Right after each step of the commit order and of collection, at each of its occurrences."""
+    occurrences = points(scene)[event]
+    assert occurrences > 0
+    for number in range(1, occurrences + 1):
+        _kill_and_check(zygote, template, tmp_path / "copy", scene, event, number)
+
+
+@pytest.mark.parametrize("kill", ["operation", "transaction"])
+@pytest.mark.parametrize("scene", BEFORE)
+def test_killed_before_an_operation(
+    scene: str,
+    kill: str,
+    zygote: Zygote,
+    template: Copy,
+    points: Callable[[str], dict[str, int]],
+    tmp_path: Path,
+) -> None:
+    """Before each operation that changes a file or a directory, and inside each transaction on the catalog."""
+    count = points(scene)[kill]
+    assert count > 0 or (scene, kill) == ("a restore", "transaction")
+    for number in range(1, count + 1):
+        _kill_and_check(zygote, template, tmp_path / "copy", scene, kill, number)

@@ -1,0 +1,115 @@
+"""SIGKILL from outside at times that nobody chose, again and again on one store."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from asymcheck.store import Store
+from tests.crash.actions import delete, open_store, restore, save
+from tests.crash.states import Journal, Promises
+from tests.crash.survival import check_as_it_lies, check_goes_on
+from tests.crash.zygote import Child, Zygote, wait_until
+
+KEPT = 3
+LONGEST_S = 0.12
+"""More than any of the writer's rounds takes, so that the kill falls anywhere."""
+
+
+def write_for_ever(path: str, run: str, seed: int) -> None:
+    """Save step after step; delete, collect and go back to an earlier step in between. Runs in a child."""
+    dice = random.Random(seed)
+    journal = Journal(Path(path) / f"journal-{run}")
+    with open_store(Path(path) / "store") as store:
+        journal.note("opened")
+        while True:
+            steps = [checkpoint.step for checkpoint in store.checkpoints(run)]
+            newest = max(steps, default=-1)
+            # Ahead of every step ever begun, so that a step names one state.
+            begun = max((step for _, step in journal.promises().begun), default=-1)
+            save(store, journal, max(newest, begun) + 1, run)
+            _tidy(store, journal, run, dice)
+
+
+def _tidy(store: Store, journal: Journal, run: str, dice: random.Random) -> None:
+    steps = sorted(checkpoint.step for checkpoint in store.checkpoints(run))
+    for step in steps[:-KEPT]:
+        delete(store, journal, step, run)
+    if dice.random() < 0.5:
+        store.gc()
+    if dice.random() < 0.2:
+        restore(store, journal, dice.choice(steps[-KEPT:]), run)
+
+
+def _owed(folder: Path, runs: list[str]) -> Promises:
+    owed = Promises()
+    for run in runs:
+        more = Journal(folder / f"journal-{run}").promises()
+        owed.durable |= more.durable
+        owed.begun |= more.begun
+        owed.deleted |= more.deleted
+        owed.newest |= more.newest
+    return owed
+
+
+def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, seed: int) -> None:
+    """Start a writer for each run, kill them together, check, and so on with the same store."""
+    dice = random.Random(seed)
+    for number in range(kills):
+        opened = {run: len(Journal(folder / f"journal-{run}").lines("opened")) for run in runs}
+        children = [
+            zygote.start(write_for_ever, path=str(folder), run=run, seed=dice.randrange(1 << 30)) for run in runs
+        ]
+        # One time in four also the opening of the store is hit.
+        if dice.random() < 0.75:
+            wait_until(lambda: all(_has_opened(folder, run, opened[run]) for run in runs), "the writers")
+        time.sleep(dice.uniform(0, LONGEST_S))
+        _kill(children)
+        try:
+            check_as_it_lies(folder / "store", _owed(folder, runs))
+            if number % 3 == 2 or number == kills - 1:
+                _check_goes_on(folder, runs)
+        except Exception as error:
+            raise AssertionError(f"after kill {number + 1}, seed {seed}: {error}") from error
+
+
+def _has_opened(folder: Path, run: str, before: int) -> bool:
+    return len(Journal(folder / f"journal-{run}").lines("opened")) > before
+
+
+def _kill(children: list[Child]) -> None:
+    for child in children:
+        child.kill()
+    for child in children:
+        child.wait_killed()
+
+
+def _check_goes_on(folder: Path, runs: list[str]) -> None:
+    """What the check saves itself has to be owed from then on too."""
+    with open_store(folder / "store") as store:
+        newest = {run: max([c.step for c in store.checkpoints(run)], default=-1) for run in runs}
+    check_goes_on(folder / "store", _owed(folder, runs))
+    with open_store(folder / "store") as store:
+        for run in runs:
+            delete(store, Journal(folder / f"journal-{run}"), newest[run] + 1, run)
+
+
+def test_one_writer(zygote: Zygote, tmp_path: Path) -> None:
+    """A training run that is killed twenty times in the midst of its saves loses nothing that it was promised."""
+    _kill_repeatedly(zygote, tmp_path, ["default"], kills=20, seed=1)
+
+
+def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
+    """Two runs in one store, whose saves and collections overlap, killed together."""
+    _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=12, seed=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 18))
+@pytest.mark.parametrize("runs", [["default"], ["default", "other"], ["default", "b", "c"]], ids=len)
+def test_hundreds_of_kills(zygote: Zygote, tmp_path: Path, runs: list[str], seed: int) -> None:
+    """The same, 960 times in all."""
+    _kill_repeatedly(zygote, tmp_path, runs, kills=40, seed=seed)

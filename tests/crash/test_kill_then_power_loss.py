@@ -1,0 +1,115 @@
+"""One process is killed at any operation, the next one goes on as if nothing were, and then the power goes.
+
+What the first left unsynced may be all that keeps what the second promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import NvmeTier, owners
+from asymcheck.tiers.nvme.catalog import Catalog
+from tests.crash.actions import Action, lose_catalog, take
+from tests.crash.faults import CHANGES, Counter, WatchedFiles
+from tests.crash.power import Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
+from tests.crash.states import CONFIG
+from tests.crash.survival import check_survived
+
+FIRST: list[Action] = [["save", 0], ["save", 1], ["restore", 0], ["delete", 1], ["gc"], ["save", 2]]
+"""What the process does that is killed."""
+
+SECOND: list[list[Action]] = [
+    [["save", 5], ["restore", 5], ["gc"]],
+    [["save", 5, 0]],
+    [["save", 5, 2]],
+]
+"""What the next one does: it saves a new state, or one of those again that the first saved, perhaps."""
+
+
+class _Killed(BaseException):
+    """Ends a process of this test; no handler of the store's catches it, and none changes anything any more."""
+
+
+class _MortalFiles(WatchedFiles, RecordingFiles):
+    """Records until a chosen operation, and refuses that one and all that come after."""
+
+    def __init__(self, log: list[Entry], at: int) -> None:
+        """Die before the ``at``-th operation; never with 0."""
+        RecordingFiles.__init__(self, log)
+        self.dead = False
+        self.counter = Counter(CHANGES, at, self._die)
+        WatchedFiles.__init__(self, self._step)
+
+    def _step(self, operation: str, path: Path) -> None:
+        if self.dead and operation in CHANGES:
+            raise _Killed
+        self.counter(operation, path)
+
+    def _die(self, _operation: str, _path: Path) -> NoReturn:
+        self.dead = True
+        raise _Killed
+
+    @contextlib.contextmanager
+    def catalog_dies_too(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """No transaction of a dead process is committed."""
+        write = Catalog.write
+
+        @contextlib.contextmanager
+        def mortal_write(catalog: Catalog) -> Iterator[object]:
+            if self.dead:
+                raise _Killed
+            with write(catalog) as transaction:
+                yield transaction
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "write", mortal_write)
+            yield
+
+
+def _live(base: Path, log: list[Entry], script: Sequence[Action], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> int:
+    """Go through a script as a process of its own; return how many operations there were until its end."""
+    boot_id = str(uuid.uuid4())
+    monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
+    files = _MortalFiles(log, at)
+    config = dataclasses.replace(CONFIG, slots=1)
+    with contextlib.suppress(_Killed), files.catalog_dies_too(monkeypatch), recorded_catalog(log):
+        with Store(NvmeTier(base / "above" / "store", config, files=files)) as store:
+            take(store, LoggedJournal(log), script)
+    return len(files.counter.seen)
+
+
+@pytest.mark.parametrize("catalog_lost", [False, True])
+@pytest.mark.parametrize("second", SECOND, ids=["a new state", "its first state", "its last state"])
+def test_killed_then_powerless(
+    second: Sequence[Action], catalog_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second process promised is there, wherever the first was killed."""
+    (tmp_path / "count").mkdir()
+    operations = _live(tmp_path / "count", [], FIRST, monkeypatch)
+    assert operations > 100
+    base, left = tmp_path / "base", tmp_path / "left"
+    for at in range(1, operations + 1):
+        shutil.rmtree(base, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)
+        base.mkdir()
+        log: list[Entry] = []
+        _live(base, log, FIRST, monkeypatch, at)
+        if catalog_lost and (base / "above" / "store" / "catalog").exists():
+            lose_catalog(base / "above" / "store")
+        killed_at = log[-1][:3] if log else "the start"
+        _live(base, log, second, monkeypatch)
+        monkeypatch.setattr(owners, "_boot_id", lambda: "the third")
+        owed = after_power_loss(base, log, left, loss="names and data", catalog="missing" if at % 2 else "as it was")
+        try:
+            check_survived(left / "above" / "store", owed)
+        except Exception as error:
+            raise AssertionError(f"killed before operation {at}, after {killed_at}: {error}") from error

@@ -1,0 +1,199 @@
+"""Power loss at every single operation: what was not synced is lost, or partly there, and nothing promised is."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import AsymcheckError
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import NvmeTier, owners
+from tests.crash.actions import Action, take
+from tests.crash.power import CATALOGS, LOSSES, Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
+from tests.crash.states import CONFIG
+from tests.crash.survival import check_survived
+
+SCRIPT: list[Action] = [
+    ["save", 0],
+    ["save", 1],
+    ["delete", 0],
+    ["gc"],
+    ["save", 2],
+    ["save", 3],
+    ["restore", 2],
+    ["delete", 1],
+    ["delete", 3],
+    ["gc"],
+    ["save", 4],
+]
+"""Creation, saves that reuse, into new packs and into recycled ones, deletions, collections, and a step back."""
+
+
+def record(base: Path, script: Sequence[Action], files: type[RecordingFiles] = RecordingFiles) -> list[Entry]:
+    """Take actions on a new store in ``base/folder/store`` and return the log."""
+    log: list[Entry] = []
+    base.mkdir(exist_ok=True)
+    config = dataclasses.replace(CONFIG, slots=1)
+    with recorded_catalog(log), Store(NvmeTier(base / "folder" / "store", config, files=files(log))) as store:
+        take(store, LoggedJournal(log), script)
+    return log
+
+
+def cuts(log: list[Entry]) -> list[int]:
+    """Return where the power may go: after each operation, save that blocks of one write are taken together."""
+    kinds = [entry[0] for entry in log]
+    return [end for end in range(1, len(log) + 1) if kinds[end - 1 : end + 1] != ["write", "write"]]
+
+
+def lose_and_check(base: Path, log: list[Entry], target: Path, **choices: object) -> None:
+    """Check what is left after one power loss, on a machine that has booted again."""
+    shutil.rmtree(target, ignore_errors=True)
+    owed = after_power_loss(base, log, target, **choices)  # type: ignore[arg-type]  # the keywords of that function
+    check_survived(target / "folder" / "store", owed)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Entry]]:
+    """The script's folder, and its log."""
+    base = tmp_path_factory.mktemp("recording")
+    return base, record(base, SCRIPT)
+
+
+@pytest.fixture
+def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Starts the machine again, as far as the store can tell: whoever held a pin is dead."""
+
+    def start_again() -> None:
+        boot_id = str(uuid.uuid4())
+        monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
+
+    return start_again
+
+
+def test_the_script_goes_everywhere(recording: tuple[Path, list[Entry]]) -> None:
+    """It recycles packs, removes folders and syncs everything that has to be synced."""
+    base, log = recording
+    assert {entry[0] for entry in log} >= {"create", "write", "sync", "sync_directory", "rename", "link", "unlink", "mkdir"}
+    from_pool = [entry for entry in log if entry[0] == "rename" and entry[1].parent.name == "pool"]
+    assert len(from_pool) >= 2
+    assert len(cuts(log)) > 150
+
+
+@pytest.mark.parametrize("loss", ["names and data", "half"])
+def test_power_loss_anywhere(
+    loss: str, recording: tuple[Path, list[Entry]], tmp_path: Path, reboot: Callable[[], None]
+) -> None:
+    """After every operation of the script, with the catalog as it was, older or missing in turn."""
+    base, log = recording
+    reboot()
+    for number, end in enumerate(cuts(log)):
+        catalog = CATALOGS[number % 3]
+        try:
+            lose_and_check(base, log[:end], tmp_path / "left", loss=loss, catalog=catalog, seed=end)
+        except Exception as error:
+            raise AssertionError(f"cut at {end} after {log[end - 1][:3]}, catalog {catalog}: {error}") from error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whole_renames", [True, False])
+@pytest.mark.parametrize("catalog", CATALOGS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_power_loss_anywhere_in_every_way(
+    loss: str, catalog: str, whole_renames: bool, recording: tuple[Path, list[Entry]], tmp_path: Path, reboot: Callable[[], None]
+) -> None:
+    """The same with every choice, and on a file system where a rename between directories is two changes."""
+    base, log = recording
+    reboot()
+    for end in cuts(log):
+        for seed in range(3 if loss in ("half", "little", "nearly all") else 1):
+            choices = {"loss": loss, "catalog": catalog, "seed": 1000 * end + seed, "whole_renames": whole_renames}
+            try:
+                lose_and_check(base, log[:end], tmp_path / "left", **choices)
+            except Exception as error:
+                raise AssertionError(f"cut at {end} after {log[end - 1][:3]}, {choices}: {error}") from error
+
+
+class _Forgetful(RecordingFiles):
+    """A program that leaves out one kind of barrier."""
+
+    forgotten: Callable[[Path], bool]
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Sync other files."""
+        if not type(self).forgotten(path):
+            super().sync(descriptor, path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Sync other directories."""
+        if not type(self).forgotten(path / ""):
+            super().sync_directory(path)
+
+
+class _RenamesFirst(RecordingFiles):
+    """A program that syncs a file only after it has got its final name."""
+
+    def __init__(self, log: list[Entry]) -> None:
+        """Append to ``log``."""
+        super().__init__(log)
+        self._late: set[Path] = set()
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Put it off, but for a file that will be linked."""
+        if path.parent.name in ("packs", "manifests"):
+            self._late.add(path)
+        else:
+            super().sync(descriptor, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, and sync now."""
+        super().rename(source, target)
+        if source in self._late:
+            self.log.append(("sync", target))
+
+
+def _forgetting(forgotten: Callable[[Path], bool]) -> type[RecordingFiles]:
+    return type("Forgetful", (_Forgetful,), {"forgotten": staticmethod(forgotten)})
+
+
+def _is_manifest(path: Path) -> bool:
+    return path.parent.parent.parent.name == "manifests"
+
+
+BROKEN = {
+    "no sync at all": (lambda path: path.suffix != "", "record file has 0 bytes"),
+    "packs": (lambda path: path.parent.name == "packs", "pack header has 0 of 4096 bytes"),
+    "manifests": (_is_manifest, "is there in part"),
+    "the store's folder": (lambda path: path.name == "store", "the store itself is gone"),
+    "the folder above the store": (lambda path: path.name == "folder", "the store itself is gone"),
+    "packs/": (lambda path: path.name == "packs", "no readable pack"),
+    "manifests/": (lambda path: path.name == "manifests", "was reported durable and is lost"),
+    "manifests/<run>/": (lambda path: path.parent.name == "manifests", "was reported durable and is lost"),
+    "a checkpoint's folder": (lambda path: path.parent.parent.name == "manifests", "was reported durable and is lost"),
+    "heads/<run>/": (lambda path: path.parent.name == "heads", "is taken for the newest"),
+    "heads/": (lambda path: path.name == "heads", "is taken for the newest"),
+}
+"""A barrier that is left out, and what the check says then."""
+
+
+@pytest.mark.parametrize("barrier", [*BROKEN, "names before content"])
+def test_a_forgotten_barrier_is_noticed(barrier: str, tmp_path: Path, reboot: Callable[[], None]) -> None:
+    """The check fails, and says why, for a program that leaves out any one of the barriers."""
+    forgotten, message = BROKEN.get(barrier, (None, "damaged-pack"))
+    log = record(tmp_path / "base", SCRIPT, _forgetting(forgotten) if forgotten else _RenamesFirst)
+    reboot()
+    # What was just promised shows it first.
+    ends = sorted(cuts(log), key=lambda end: log[end - 1][0] != "note")
+    for end in ends:
+        for loss in ("names and data", "data"):
+            try:
+                lose_and_check(tmp_path / "base", log[:end], tmp_path / "left", loss=loss, catalog="as it was")
+            except (AssertionError, AsymcheckError) as error:
+                assert message in str(error)
+                return
+    raise AssertionError("nothing was lost without that barrier")

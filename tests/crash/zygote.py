@@ -1,0 +1,158 @@
+"""Processes by the hundred: one that has torch imported, and forks a child for each trial.
+
+A child opens its stores itself, so it is like a process of its own; only the second that the imports take is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 60.0
+
+
+@dataclasses.dataclass
+class Child:
+    """A forked process that runs one function."""
+
+    zygote: Zygote
+    pid: int
+    errors: Path
+
+    def kill(self) -> None:
+        """Send SIGKILL; the process id stays its own until :meth:`wait`."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return the exit status, negative for a signal."""
+        reply = self.zygote.ask(do="wait", pid=self.pid)
+        return int(str(reply["status"]))
+
+    def finish(self) -> None:
+        """Wait, and fail with the child's traceback unless it ended well."""
+        status = self.wait()
+        assert status == 0, f"child ended with {status}:\n{self.errors.read_text()}"
+
+    def wait_killed(self) -> None:
+        """Wait, and fail unless SIGKILL ended it."""
+        status = self.wait()
+        assert status == -signal.SIGKILL, f"child ended with {status}:\n{self.errors.read_text()}"
+
+
+class Zygote:
+    """The parent of all children. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it; children's error output goes to ``folder``."""
+        self._folder = folder
+        self._number = 0
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=environment,
+            text=True,
+        )
+
+    def ask(self, **request: object) -> dict[str, object]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        reply: dict[str, object] = json.loads(self._process.stdout.readline() or '{"error": "the zygote is gone"}')
+        assert "error" not in reply, reply["error"]
+        return reply
+
+    def start(self, function: Callable[..., None], **arguments: object) -> Child:
+        """Run ``function``, of the top level of a module, with ``arguments``, which must be JSON, in a new process."""
+        self._number += 1
+        errors = self._folder / f"child-{self._number}.txt"
+        reply = self.ask(
+            do="start",
+            module=function.__module__,
+            function=function.__qualname__,
+            arguments=arguments,
+            errors=str(errors),
+        )
+        return Child(self, int(str(reply["pid"])), errors)
+
+    def close(self) -> None:
+        """End it, and every child that is left."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    """Wait until something is so.
+
+    Raises:
+        AssertionError: it did not come to pass.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s in vain for {what}"
+        time.sleep(0.002)
+
+
+def _serve() -> None:
+    importlib.import_module("tests.crash.actions")
+    importlib.import_module("torch").set_num_threads(1)
+    alive: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "start":
+            pid = _fork(request)
+            alive.add(pid)
+            reply = {"pid": pid}
+        else:
+            alive.discard(request["pid"])
+            _, status = os.waitpid(request["pid"], 0)
+            reply = {"status": os.waitstatus_to_exitcode(status)}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _fork(request: dict[str, object]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        out = os.open(str(request["errors"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        module = importlib.import_module(str(request["module"]))
+        getattr(module, str(request["function"]))(**request["arguments"])  # type: ignore[arg-type]  # a JSON object
+        status = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,63 @@
+"""Flipped bits: on disk, or in what is read from it, which is as good and faster."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from asymcheck.format.pack import decode_pack_header
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.tiers.nvme import Files
+
+
+class FlippingFiles(Files):
+    """Reads as if one bit of one file were flipped; the file itself stays as it is."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.bit = 0
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Read, then flip."""
+        count = super().pread(descriptor, buffer, offset, path)
+        place = self.bit // 8 - offset
+        if path == self.path and 0 <= place < count:
+            buffer[place] ^= 1 << self.bit % 8
+        return count
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file on disk; the same call takes it back."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@contextlib.contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    """Flip one bit on disk for the ``with`` block."""
+    flip(path, bit)
+    try:
+        yield
+    finally:
+        flip(path, bit)
+
+
+@contextlib.contextmanager
+def content(path: Path, data: bytes) -> Iterator[None]:
+    """Give a file another content for the ``with`` block."""
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def covered_bits(path: Path) -> range:
+    """The bits of a file that the format covers: all, but for what follows a pack in its file."""
+    if path.suffix != ".pack":
+        return range(path.stat().st_size * 8)
+    with path.open("rb") as file:
+        return range(decode_pack_header(file.read(BLOCK_BYTES), path.name).pack_length * 8)

@@ -1,0 +1,208 @@
+"""A damaged catalog: loads never look at it, no checkpoint is lost, and at the latest the second start repairs it.
+
+LMDB maps its file without checksums. A flipped bit there may read as another value, may be an error in the middle of a
+save, and may kill the process.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import CatalogError
+from asymcheck.store import Store
+from tests.damage.catalog_child import CONFIG, check, saved_and_kept, state, use
+from tests.damage.flips import flip
+from tests.damage.zygote import Zygote
+
+TENSORS = 8
+MODULE = "tests.damage.catalog_child"
+VARIANTS = ["compact", "with free pages", "killed"]
+PAGE = 4096
+STARTS = 2
+"""After so many at the latest a start must have found nothing wrong any more."""
+
+
+def _build(zygote: Zygote, path: Path, variant: str, tensors: int = TENSORS) -> bytes:
+    """Make a store whose catalog is of some variant; return the content of the catalog."""
+    zygote.run(
+        f"{MODULE}:build",
+        path=str(path),
+        tensors=tensors,
+        killed=variant == "killed",
+        compact=variant == "compact",
+    )
+    assert bool(list((path / "catalog" / "open").iterdir())) == (variant == "killed")
+    return (path / "catalog" / "data.mdb").read_bytes()
+
+
+def _bits(data: bytes, count: int, seed: int) -> Iterator[int]:
+    """Bits of bytes in use and of page headers, and a few of any."""
+    dice = random.Random(seed)
+    used = [place for place, byte in enumerate(data) if byte or place % PAGE < 16]
+    for _ in range(count):
+        byte = dice.choice(used) if dice.random() < 0.95 else dice.randrange(len(data))
+        yield byte * 8 + dice.randrange(8)
+
+
+def _use_each(zygote: Zygote, paths: list[Path], step: int, tensors: int) -> dict[Path, str]:
+    """Let a child use one store after another, and another child go on when it dies; say how each store fared."""
+    ends = {}
+    left = list(paths)
+    while left:
+        outcome = zygote.run(
+            f"{MODULE}:use_each", paths=list(map(str, left)), tensors=tensors, step=step, timeout_s=120
+        )
+        survived = [path for path in left if (path / "result.tmp").exists()]
+        for path in survived:
+            result = json.loads((path / "result.tmp").read_text())
+            (path / "result.tmp").unlink()
+            assert not result["error"], result["error"]
+            ends[path] = " ".join(result["refused"])
+        left = left[len(survived) :]
+        if left:
+            assert outcome.signal in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT), str(outcome)
+            ends[left.pop(0)] = str(outcome)
+    return ends
+
+
+def _survives(zygote: Zygote, template: Path, bits: list[int], tensors: int = TENSORS) -> list[str]:
+    """Flip each bit in a copy of its own, and use every copy until nothing is wrong; return how the first use ended."""
+    paths = {}
+    for number, bit in enumerate(bits):
+        path = template.with_name(f"{template.name}-{number}")
+        shutil.copytree(template, path)
+        flip(path / "catalog" / "data.mdb", bit)
+        paths[path] = bit
+    ends: list[list[str]] = []
+    left = list(paths)
+    for start in range(STARTS):
+        fared = _use_each(zygote, left, 10 + start, tensors)
+        ends.append(list(fared.values()))
+        left = [path for path, end in fared.items() if end]
+    assert not left, f"not repaired after {STARTS} starts: bits {[paths[path] for path in left]}"
+    for path in paths:
+        shutil.rmtree(path)
+    return ends[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "count"), [("compact", 150), ("with free pages", 50), ("killed", 50)])
+def test_no_flip_in_the_catalog_costs_a_checkpoint(zygote: Zygote, tmp_path: Path, variant: str, count: int) -> None:
+    """Load, save, delete, collect and load again: whatever the flip does to the process, every checkpoint is there."""
+    template = tmp_path / "store"
+    bits = list(_bits(_build(zygote, template, variant), count, seed=1))
+    for first in range(0, count, 25):
+        _survives(zygote, template, bits[first : first + 25])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tensors", [TENSORS, 150])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_flip_in_the_catalog_costs_a_checkpoint_at_length(
+    zygote: Zygote, tmp_path: Path, variant: str, tensors: int
+) -> None:
+    """The same thousands of times, also with a catalog of several levels of pages."""
+    template = tmp_path / "store"
+    bits = list(_bits(_build(zygote, template, variant, tensors), 4000 if tensors == TENSORS else 1000, seed=2))
+    ends: list[str] = []
+    for first in range(0, len(bits), 25):
+        ends += _survives(zygote, template, bits[first : first + 25], tensors)
+    assert any("killed" in end for end in ends) or variant != "compact"
+    assert any("MDB_" in end for end in ends)
+
+
+@pytest.mark.parametrize("pages", range(6))
+def test_a_catalog_cut_short_may_kill_one_process_and_not_the_next(zygote: Zygote, tmp_path: Path, pages: int) -> None:
+    """A read beyond the end of a mapped file is a signal and no error: the next start finds the mark of the dead."""
+    path = tmp_path / "store"
+    data = _build(zygote, path, "compact")
+    os.truncate(path / "catalog" / "data.mdb", pages * PAGE)
+    ends = [_use_each(zygote, [path], 10 + start, TENSORS)[path] for start in range(STARTS)]
+    assert ends[-1] == ""
+    assert (ends[0] != "") == (PAGE < pages * PAGE < len(data))
+    check(str(path), TENSORS, [1, 3, 4, *saved_and_kept(str(path))])
+    assert {11} <= set(saved_and_kept(str(path)))
+
+
+def _noise(path: Path) -> None:
+    path.write_bytes(random.Random(5).randbytes(path.stat().st_size))
+
+
+def _zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("damage", [_noise, _zeros, Path.unlink], ids=["noise", "zeros", "lost"])
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "writer.lock"])
+def test_a_file_of_the_catalog_that_is_lost_or_overwritten(
+    zygote: Zygote, tmp_path: Path, name: str, damage: object
+) -> None:
+    """Each of its files, replaced by noise or zeros or removed: all checkpoints load, and saving works again."""
+    path = tmp_path / "store"
+    _build(zygote, path, "with free pages")
+    damage(path / "catalog" / name)  # type: ignore[operator]
+    ends = [_use_each(zygote, [path], 10 + start, TENSORS)[path] for start in range(STARTS)]
+    assert ends[-1] == ""
+    check(str(path), TENSORS, [1, 3, 4])
+
+
+def test_a_catalog_that_is_no_database_is_replaced_at_once(zygote: Zygote, tmp_path: Path) -> None:
+    """What cannot even be opened is set aside and rebuilt by the same start; no one has to delete anything."""
+    path = tmp_path / "store"
+    data = _build(zygote, path, "compact")
+    (path / "catalog" / "data.mdb").write_bytes(b"no database".ljust(len(data), b"\0"))
+    assert use(str(path), TENSORS, 10) == []
+    assert len(list(path.glob("catalog.damaged-*.tmp"))) <= 1
+
+
+def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path: Path) -> None:
+    """An error of LMDB in the middle of a save: nothing is lost, and a clean close does not hide it."""
+    template = tmp_path / "store"
+    data = _build(zygote, template, "compact")
+    met = []
+    for page in range(2, len(data) // PAGE):
+        path = tmp_path / f"page{page}"
+        shutil.copytree(template, path)
+        # A page of no type.
+        (path / "catalog" / "data.mdb").write_bytes(data[: page * PAGE + 10] + b"\0" + data[page * PAGE + 11 :])
+        met.append(_use_each(zygote, [path], 10, TENSORS)[path])
+        assert list((path / "catalog" / "open").iterdir()) == ([path / "catalog/open/damaged"] if met[-1] else [])
+        check(str(path), TENSORS, [1, 3, 4])
+        assert use(str(path), TENSORS, 11) == []
+    assert "" in met, "a page that is needed to open it: repaired by the same start"
+    assert any("stop all processes that use it, the next start rebuilds it" in end for end in met)
+
+
+def test_what_kills_every_writer_and_no_reader_kills_only_once(zygote: Zygote, tmp_path: Path) -> None:
+    """A wrong page number is asserted by LMDB when the page is written: walking through the file does not find it."""
+    path = tmp_path / "store"
+    data = bytearray(_build(zygote, path, "compact"))
+    for page in range(2, len(data) // PAGE):
+        data[page * PAGE] ^= 1
+    (path / "catalog" / "data.mdb").write_bytes(data)
+    ends = [_use_each(zygote, [path], 10 + start, TENSORS)[path] for start in range(STARTS)]
+    assert "SIGABRT" in ends[0]
+    assert ends[1] == ""
+
+
+def test_a_damaged_catalog_in_use_by_another_process_is_left_to_it(zygote: Zygote, tmp_path: Path) -> None:
+    """A rebuild beside a living process could free what it pins: the error names the process and says what to do."""
+    path = tmp_path / "store"
+    _build(zygote, path, "with free pages")
+    (path / "catalog" / "open" / "damaged").touch()
+    mark = f"1-{Path('/proc/1/stat').read_bytes().rpartition(b')')[2].split()[19].decode()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    living = path / "catalog" / "open" / f"{mark}-{boot}-{os.readlink('/proc/self/ns/pid')}"
+    living.touch()
+    with Store.open(path, config=CONFIG) as store:
+        with pytest.raises(CatalogError, match=r"in use by process 1\b.*the next start rebuilds it"):
+            store.save(state(10, TENSORS), step=10)
+        store.load()
+    living.unlink()
+    assert use(str(path), TENSORS, 11) == []

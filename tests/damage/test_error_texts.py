@@ -1,0 +1,218 @@
+"""What an error says: which file, which frame, which tensor of which step, and what to do now."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck.errors import (
+    DamagedPartitionError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    PartialRestoreError,
+)
+from asymcheck.store import SkippedCheckpointWarning, Store
+from asymcheck.tiers.nvme import Files, NvmeTier
+from asymcheck.tiers.nvme.files import translated
+from tests.damage.flips import content, flip, flipped
+from tests.damage.small_store import CONFIG, SmallStore, make_store, same
+
+WHICH = r"step 2 \(generation 1, save [0-9a-f]{12}\)"
+FRAME = r"frame \d+ of pack [0-9a-f]{32}"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallStore:
+    """Three checkpoints."""
+    return make_store(tmp_path / "store", steps=3)
+
+
+def _frame_of(small: SmallStore, step: int, tensor: str) -> tuple[Path, int, int]:
+    """The pack in which the first bytes of a tensor lie, the number of the frame and its place."""
+    with small.open() as store:
+        tier = store._tier
+        (listing,) = (listing for listing in tier.manifests.checkpoints("default") if listing.ref.step == step)
+        manifest = tier.manifests.read("default", listing.ref, listing.manifests[0])
+        name = manifest.extents(manifest.names().index(tensor))[0].digest
+        for pack_id in tier.pack_ids():
+            pack = tier.open_pack(pack_id)
+            pack.close()
+            if name in pack.digests():
+                sequence = pack.digests().index(name)
+                return pack.path, sequence, int(pack.entries[sequence]["offset"])
+    raise AssertionError("no pack has it")
+
+
+def _reasons(small: SmallStore, step: int | None = 2) -> str:
+    with small.open() as store, pytest.raises(InconsistentCheckpointError) as caught:
+        store.load(step)
+    assert len(caught.value.reasons) == 1
+    assert caught.value.reasons[0] in str(caught.value)
+    assert "run 'default'" in str(caught.value)
+    assert str(small.path) in str(caught.value)
+    assert "run asymcheck verify" in str(caught.value)
+    return caught.value.reasons[0]
+
+
+def test_a_damaged_payload(small: SmallStore) -> None:
+    """Names frame, pack, tensor, step and the next command; the fallback's warning says the same."""
+    path, sequence, offset = _frame_of(small, 2, "model.embed")
+    with flipped(path, (offset + 200) * 8):
+        reason = _reasons(small)
+    where = f"frame {sequence} of pack {path.stem}"
+    assert re.fullmatch(
+        rf"{WHICH}: digest mismatch in {where}; needed by tensor model\.embed, {WHICH}; run asymcheck verify", reason
+    )
+    path, sequence, offset = _frame_of(small, 3, "model.embed")
+    with flipped(path, (offset + 200) * 8), small.open() as store:
+        with pytest.warns(SkippedCheckpointWarning, match=f"passed over step 3 .*frame {sequence} of pack {path.stem}"):
+            state = store.load()
+        assert same(state, small.states[2])
+
+
+def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
+    """The structure that is wrong is named, and the tensor as well."""
+    path, sequence, offset = _frame_of(small, 2, "model.embed")
+    where = f"frame {sequence} of pack {path.stem}"
+    for at, what in ((0, "no frame begins here"), (16, "header checksum mismatch"), (110, "placement checksum")):
+        with flipped(path, (offset + at) * 8):
+            assert re.fullmatch(
+                rf"{WHICH}: {where}: {what}.*; needed by tensor model\.embed, {WHICH}; run asymcheck verify",
+                _reasons(small),
+            )
+
+
+def test_bundled_tensors_are_named_together(small: SmallStore) -> None:
+    """A partition that holds several tensors: three of their names are enough."""
+    path, _, offset = _frame_of(small, 2, "moments.0")
+    with flipped(path, (offset + 200) * 8):
+        assert "needed by tensor moments.0" in _reasons(small)
+
+
+def test_a_pack_that_is_cut_short_or_gone(small: SmallStore) -> None:
+    """Names the pack's file, the tensor, the step and the next command."""
+    path, sequence, offset = _frame_of(small, 2, "model.embed")
+    data = path.read_bytes()
+    with content(path, data[: offset + 500]):
+        assert f"pack {path.name}" in _reasons(small)
+    path.unlink()
+    reason = _reasons(small)
+    assert f"pack {path.name} does not exist" in reason
+    assert re.search(rf"; needed by tensor model\.\w+.*, {WHICH}; run asymcheck verify$", reason)
+    assert sequence >= 0
+
+
+def test_a_frame_that_the_device_cannot_read(small: SmallStore) -> None:
+    """An I/O error says also which frame it hit and who needs it."""
+    path, sequence, offset = _frame_of(small, 2, "model.embed")
+
+    class Worn(Files):
+        def pread(self, descriptor: int, buffer: memoryview, at: int, name: Path) -> int:
+            """Fail for one frame."""
+            if name == path and at == offset:
+                with translated("read", name):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().pread(descriptor, buffer, at, name)
+
+    with Store(NvmeTier(small.path, CONFIG, read_only=True, files=Worn())) as store:
+        with pytest.raises(InconsistentCheckpointError) as caught:
+            store.load(2)
+        (finding,) = store.verify()
+    (reason,) = caught.value.reasons
+    assert re.search(f"frame {sequence} of pack {path.stem}.*Input/output error", reason)
+    assert "needed by tensor model.embed" in reason
+    assert "model.embed" in finding.tensors
+    assert "Input/output error" in finding.message
+
+
+def test_a_damaged_manifest(small: SmallStore) -> None:
+    """Names the file by its path in the store, and the step."""
+    (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
+    with flipped(path, 4000):
+        assert re.fullmatch(
+            rf"{WHICH}: manifest default/{path.parent.name}/{path.name}: "
+            "the content does not have the digest in the name",
+            _reasons(small),
+        )
+
+
+def test_a_damaged_head_record(small: SmallStore) -> None:
+    """Which checkpoint is newest cannot be known: the error names the record and says to name a step."""
+    path = small.path / "heads" / "default" / "00000002.head"
+    with flipped(path, 80), flipped(path, 8 * 4096 + 80), small.open() as store:
+        with pytest.raises(HeadRecordError, match=r"default/00000002\.head: both copies .*name the step .*step=") as no:
+            store.load()
+        assert "newest" in str(no.value)
+        assert same(store.load(3), small.states[3])
+
+
+def test_findings_of_a_lost_tensor(small: SmallStore) -> None:
+    """Verify names file, frame, tensor and checkpoint, and the same digest mismatch."""
+    path, sequence, offset = _frame_of(small, 2, "model.embed")
+    with flipped(path, (offset + 200) * 8), small.open() as store:
+        (finding,) = store.verify()
+    assert finding.kind == "damaged-frame"
+    assert finding.where == f"packs/{path.name} frame {sequence} of pack {path.stem}"
+    assert finding.message == f"digest mismatch in frame {sequence} of pack {path.stem}"
+    assert finding.tensors == ("model.embed",)
+    assert re.fullmatch(rf"default {WHICH}", finding.checkpoints[0])
+
+
+def _filled(small: SmallStore) -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.zeros(1000) for number in range(6)}
+
+
+def test_a_fill_that_fails_half_way_lists_what_is_overwritten_and_what_to_restore(tmp_path: Path) -> None:
+    """Tensors before the damaged frame hold new bytes, those after it the old ones, and the list says which."""
+    states = {step: {f"t{number}": torch.full((1000,), step * 10.0 + number) for number in range(6)} for step in (1, 2)}
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        for step, state in states.items():
+            store.save(state, step=step)
+    small = SmallStore(tmp_path / "store", states)
+    order = sorted((*_frame_of(small, 2, f"t{number}")[:2], f"t{number}") for number in range(6))
+    path, _, offset = _frame_of(small, 2, order[3][2])
+    flip(path, (offset + 200) * 8)
+    target = {name: torch.zeros(1000) for name in states[2]}
+    with small.open() as store:
+        with pytest.raises(PartialRestoreError) as caught:
+            store.load(into=target)
+        error = caught.value
+        assert sorted(error.overwritten) == sorted(name for *_, name in order[:3])
+        for name, tensor in target.items():
+            assert same(tensor, states[2][name] if name in error.overwritten else torch.zeros(1000))
+        assert error.next_step == 1
+        assert re.search(
+            rf"digest mismatch in {FRAME}; needed by tensor {order[3][2]}, {WHICH}; run asymcheck verify\. "
+            r"3 tensors were overwritten already: t\d, t\d, t\d; restore step 1 \(.*\) instead \(step=1\)",
+            str(error),
+        )
+        store.load(error.next_step, into=target)
+        assert same(target, states[1])
+        store.load(1, into=target)
+    # With the first frame damaged nothing is overwritten yet, so the older checkpoint is taken at once.
+    path, _, offset = _frame_of(small, 2, order[0][2])
+    flip(path, (offset + 200) * 8)
+    with small.open() as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
+        assert same(store.load(into=target), states[1])
+
+
+def test_a_fill_with_no_older_checkpoint_says_so(tmp_path: Path) -> None:
+    """There is nothing else to restore: the error does not pretend that there is."""
+    state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(3)}
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        store.save(state, step=1)
+    small = SmallStore(tmp_path / "store", {1: state})
+    *_, last = sorted((*_frame_of(small, 1, name), name) for name in state)
+    flip(last[0], (last[2] + 200) * 8)
+    with small.open() as store:
+        with pytest.raises(PartialRestoreError, match="no older checkpoint is consistent") as caught:
+            store.load(into={name: torch.zeros(1000) for name in state})
+        assert caught.value.next_step is None
+        assert len(caught.value.overwritten) == 2
+        with pytest.raises(InconsistentCheckpointError) as plain:
+            store.load()
+        assert issubclass(DamagedPartitionError, Exception)
+        assert "needed by tensor" in plain.value.reasons[0]

@@ -1,0 +1,138 @@
+"""Every single bit: whichever of a pack, a manifest or a record flips, it is noticed before a byte is handed out."""
+
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import BadMagicError, ChecksumError, FormatError
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.recovery.fetch import read_checked
+from asymcheck.recovery.locate import Copy
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import NvmeTier, Slot
+from asymcheck.types import PackId
+from tests.damage.flips import FlippingFiles, covered_bits
+from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> SmallStore:
+    """A store that the tests here only read."""
+    return make_store(tmp_path_factory.mktemp("bits") / "store")
+
+
+@pytest.fixture
+def files() -> FlippingFiles:
+    """The door to the disk that flips a bit on the way."""
+    return FlippingFiles()
+
+
+@pytest.fixture
+def tier(small: SmallStore, files: FlippingFiles) -> NvmeTier:
+    """The store's tier behind that door."""
+    return NvmeTier(small.path, CONFIG, read_only=True, files=files)
+
+
+def _damage(tier: NvmeTier, pack_id: PackId) -> FormatError | None:
+    """What is wrong with the header or the index of a pack, as one opens it anew."""
+    pack = tier.open_pack(pack_id)
+    pack.close()
+    return pack.damage
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(tier: NvmeTier, files: FlippingFiles) -> None:
+    """Each bit of a whole pack: a flip in header or index is noted when it is opened, a flip in a frame refuses it."""
+    packs = [tier.open_pack(pack_id) for pack_id in tier.pack_ids()]
+    pack = max(packs, key=lambda pack: len(set(pack.entries["stored_length"].tolist())))
+    files.path = pack.path
+    slot = Slot(2 * CONFIG.partition_bytes)
+    names = pack.digests()
+    starts = [*pack.entries["offset"].tolist(), pack.header.index_offset]
+    assert len(names) > 1
+    assert starts[0] == BLOCK_BYTES
+    missed = []
+    for bit in covered_bits(pack.path):
+        files.bit = bit
+        byte = files.bit // 8
+        try:
+            if starts[0] <= byte < starts[-1]:
+                sequence = sum(start <= byte for start in starts) - 1
+                read_checked(Copy(pack, sequence), names[sequence], slot)
+            elif _damage(tier, pack.header.pack_id) is not None:
+                continue
+        except FormatError:
+            continue
+        missed.append(bit)
+    for opened in packs:
+        opened.close()
+    assert not missed
+
+
+def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: FlippingFiles) -> None:
+    """The first thing that is wrong is what the error says: the magic, else a checksum, also for a flipped version."""
+    pack = tier.open_pack(tier.pack_ids()[0])
+    files.path = pack.path
+    expected = {0: BadMagicError, 8: ChecksumError, 16: ChecksumError, 100: ChecksumError, 120: ChecksumError}
+    for offset, kind in expected.items():
+        files.bit = offset * 8
+        damage = _damage(tier, pack.header.pack_id)
+        assert isinstance(damage, kind)
+        assert pack.path.name in str(damage)
+        files.bit = (int(pack.entries[0]["offset"]) + offset) * 8
+        with pytest.raises(kind, match=f"frame 0 of pack {pack.header.pack_id.hex()}"):
+            read_checked(Copy(pack, 0), pack.digests()[0], Slot(2 * CONFIG.partition_bytes))
+    pack.close()
+
+
+def test_no_flipped_bit_of_a_manifest_is_read_as_if_nothing_were_wrong(
+    tier: NvmeTier, small: SmallStore, files: FlippingFiles
+) -> None:
+    """Each bit of every manifest: the content no longer has the digest in the name."""
+    for listing in tier.manifests.checkpoints("default"):
+        (name,) = listing.manifests
+        files.path = tier.manifests.directory("default", listing.ref) / str(name)
+        for bit in covered_bits(files.path):
+            files.bit = bit
+            with pytest.raises(ChecksumError):
+                tier.manifests.read("default", listing.ref, name)
+
+
+def test_a_record_survives_each_flip_and_the_flip_is_counted(
+    tier: NvmeTier, small: SmallStore, files: FlippingFiles
+) -> None:
+    """Each bit of every head record and of the store descriptor: the other copy is read, and one counts as damaged."""
+    expected = {generation: tier.manifests.read_head("default", generation) for generation in (1, 2)}
+    for generation, intact in expected.items():
+        assert intact is not None
+        files.path = small.path / "heads" / "default" / f"{generation:08d}.head"
+        for bit in covered_bits(files.path):
+            files.bit = bit
+            assert tier.manifests.read_head("default", generation) == (intact[0], 1)
+    files.path = small.path / "asymcheck.store"
+    for bit in covered_bits(files.path):
+        files.bit = bit
+        assert tier._read_descriptor() == (tier.descriptor, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pattern", ["packs/*.pack", "manifests/*/*/*.manifest", "heads/*/*.head", "asymcheck.store"])
+def test_no_flipped_bit_gets_past_a_load_or_past_verify(tmp_path: Path, pattern: str) -> None:
+    """Each bit of a whole store, through the same calls that a user makes.
+
+    Every load gives the exact bytes, or an error of the package, or an older checkpoint with the reason; verify names
+    what was lost; and it reports the flip also when nothing was lost.
+    """
+    small = make_store(tmp_path / "store", tiny=True)
+    files = FlippingFiles()
+
+    def open_flipping() -> Store:
+        return Store(NvmeTier(small.path, CONFIG, read_only=True, files=files))
+
+    for path in small.files(pattern):
+        files.path = path
+        for bit in covered_bits(path):
+            files.bit = bit
+            loads = load_all(small, open_flipping)
+            assert check_findings(small, loads, open_flipping), f"bit {bit} of {path} went unnoticed"

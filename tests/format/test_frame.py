@@ -1,0 +1,189 @@
+"""Frames: a header that is checked to the last bit, and lengths that follow from one number."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.errors import (
+    BadMagicError,
+    ChecksumError,
+    FormatError,
+    LimitError,
+    StructureError,
+    TruncatedError,
+    UnsupportedCodecError,
+)
+from asymcheck.format import registry
+from asymcheck.format.digest import digest, sum8
+from asymcheck.format.frame import (
+    DESCRIPTOR,
+    HEADER_BYTES,
+    PLACEMENT,
+    FrameDescriptor,
+    FrameHeader,
+    check_encoding,
+    check_frame,
+    check_lengths,
+    decode_header,
+    encode_header,
+    frame_length,
+    payload_offset,
+)
+from asymcheck.types import Digest, PackId
+
+PACK = PackId(bytes(range(16)))
+ids = st.binary(min_size=16, max_size=16)
+
+
+def frame(plain: bytes, sequence: int = 0) -> bytes:
+    """A whole frame."""
+    header = encode_header(FrameDescriptor.identity(digest(plain), len(plain)), PACK, sequence)
+    return (header.ljust(payload_offset(len(plain)), b"\0") + plain).ljust(frame_length(len(plain)), b"\0")
+
+
+@pytest.mark.parametrize(
+    ("stored", "offset", "length"),
+    [
+        (1, 128, 4096),
+        (3968, 128, 4096),
+        (3969, 128, 8192),
+        (65535, 128, 69632),
+        (65536, 4096, 69632),
+        (65537, 4096, 73728),
+        (8 << 20, 4096, (8 << 20) + 4096),
+        (1 << 30, 4096, (1 << 30) + 4096),
+    ],
+)
+def test_lengths(stored: int, offset: int, length: int) -> None:
+    """Small payloads share the header's block, large ones begin on a block; a frame ends on one."""
+    assert payload_offset(stored) == offset
+    assert frame_length(stored) == length
+
+
+@given(ids.map(Digest), st.integers(1, registry.PARTITION_BYTES_MAX), ids.map(PackId), st.integers(0, (1 << 64) - 1))
+def test_headers_go_round(name: Digest, length: int, place: PackId, sequence: int) -> None:
+    """A header is read as it was written, and has 128 bytes."""
+    descriptor = FrameDescriptor.identity(name, length)
+    data = encode_header(descriptor, place, sequence)
+    assert len(data) == HEADER_BYTES == DESCRIPTOR.size + PLACEMENT.size == 128
+    assert decode_header(data, "test") == FrameHeader(descriptor, place, sequence)
+
+
+@given(ids.map(PackId), st.integers(0, (1 << 64) - 1))
+def test_the_descriptor_does_not_know_its_place(place: PackId, sequence: int) -> None:
+    """Bytes 0 to 95 are the same in every pack and at every position: a frame can be moved without being encoded."""
+    descriptor = FrameDescriptor.identity(digest(b"x"), 1)
+    assert encode_header(descriptor, place, sequence)[:96] == encode_header(descriptor, PACK, 0)[:96]
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_every_flipped_bit_of_the_header_is_found(bit: int) -> None:
+    """Whatever bit of the 128 bytes flips, the header is refused as damaged, never as somebody's newer format."""
+    data = frame(b"payload")
+    for offset in range(HEADER_BYTES):
+        changed = bytearray(data)
+        changed[offset] ^= 1 << bit
+        with pytest.raises((BadMagicError, ChecksumError)):
+            decode_header(changed, "test")
+
+
+@pytest.mark.parametrize("length", [0, 1, 127])
+def test_a_short_header_is_refused(length: int) -> None:
+    """Fewer than 128 bytes are no header."""
+    with pytest.raises(TruncatedError, match=f"{length} of 128"):
+        decode_header(frame(b"payload")[:length], "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"kind": 1}, UnsupportedCodecError),
+        ({"codec": 1}, UnsupportedCodecError),
+        ({"digest_algorithm": 2}, UnsupportedCodecError),
+        ({"plain_length": 0}, StructureError),
+        ({"stored_length": 0}, StructureError),
+        ({"plain_length": 8}, StructureError),
+        ({"plain_length": registry.PARTITION_BYTES_MAX + 1}, LimitError),
+        ({"stored_length": registry.FRAME_STORED_BYTES_MAX + 1}, LimitError),
+        ({"stored_sum": bytes(8)}, StructureError),
+        ({"base_digest": b"\1" + bytes(15)}, StructureError),
+        ({"codec_parameters": bytes(11) + b"\1"}, StructureError),
+    ],
+    ids=str,
+)
+def test_fields_that_break_a_rule_are_refused(changes: dict[str, object], error: type[FormatError]) -> None:
+    """With all checksums right, a field outside the rules is refused by the error that fits."""
+    sound = FrameDescriptor.identity(digest(b"payload"), 7)
+    broken = dataclasses.replace(sound, **changes)  # type: ignore[arg-type]  # fields by name
+    with pytest.raises(error):
+        decode_header(encode_header(broken, PACK, 0), "test")
+
+
+@pytest.mark.parametrize("offset", [13, 14, 15])
+def test_reserved_bytes_are_refused(offset: int) -> None:
+    """A reserved byte that is not zero may mean something to a later version: it is not skipped."""
+    changed = bytearray(frame(b"payload")[:HEADER_BYTES])
+    changed[offset] = 1
+    changed[88:96] = sum8(bytes(changed[:88]))
+    changed[120:128] = sum8(bytes(changed[88:120]))
+    with pytest.raises(StructureError, match="reserved"):
+        decode_header(changed, "test")
+
+
+@pytest.mark.parametrize("length", [1, 3968, 3969, 65535, 65536])
+def test_a_sound_frame_gives_its_payload(length: int) -> None:
+    """The payload is handed out as it lies, without a copy."""
+    plain = bytes(range(1, 252)) * (length // 251 + 1)
+    data = frame(plain[:length], 5)
+    descriptor, payload = check_frame(memoryview(data), PACK, 5, "test")
+    assert payload == plain[:length]
+    assert descriptor == FrameDescriptor.identity(digest(plain[:length]), length)
+    assert payload.obj is data
+
+
+@pytest.mark.parametrize("length", [300, 65536])
+def test_every_byte_of_padding_is_checked(length: int) -> None:
+    """A byte before or behind the payload that is not zero is refused, wherever it is."""
+    data = frame(b"\7" * length)
+    start = payload_offset(length)
+    for offset in [*range(HEADER_BYTES, start), *range(start + length, len(data))]:
+        changed = bytearray(data)
+        changed[offset] = 1
+        with pytest.raises(StructureError, match="padding"):
+            check_frame(memoryview(changed), PACK, 0, "test")
+
+
+def test_a_frame_in_another_place_is_refused() -> None:
+    """A frame of another pack, or of another position, is an old life of the file: it says where it was written."""
+    data = memoryview(frame(b"payload", 3))
+    for pack, sequence in ((PackId(bytes(16)), 3), (PACK, 4)):
+        with pytest.raises(StructureError, match=f"frame 3 of pack {PACK.hex()}"):
+            check_frame(data, pack, sequence, "test")
+
+
+def test_a_frame_of_another_length_is_refused() -> None:
+    """Fewer bytes than the header says are a cut, more are another place."""
+    data = frame(b"payload")
+    with pytest.raises(TruncatedError):
+        check_frame(memoryview(data)[:-1], PACK, 0, "test")
+    with pytest.raises(StructureError):
+        check_frame(memoryview(data + bytes(4096)), PACK, 0, "test")
+
+
+def test_reserved_numbers_are_refused_by_name() -> None:
+    """Who meets a number that is reserved learns its name; for one that nobody reserved there is none."""
+    for kind, codec, algorithm, words in (
+        (1, 0, 1, r"frame kind 1 \(delta\)"),
+        (0, 1, 1, r"codec 1 \(zstd\)"),
+        (0, 0, 2, r"digest algorithm 2 \(blake3-128\)"),
+        (99, 0, 1, r"frame kind 99 \(unknown\)"),
+    ):
+        with pytest.raises(UnsupportedCodecError, match=words):
+            check_encoding(kind, codec, algorithm, "test")
+
+
+def test_lengths_at_the_limit_pass() -> None:
+    """The largest partition is allowed."""
+    check_lengths(registry.PARTITION_BYTES_MAX, registry.PARTITION_BYTES_MAX, registry.CODEC_IDENTITY, "test")

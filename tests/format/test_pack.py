@@ -1,0 +1,221 @@
+"""Packs: a header and an index of which every byte is checked, and frames that lie end to end."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asymcheck.errors import FormatError, LimitError, StructureError, TruncatedError, UnsupportedCodecError
+from asymcheck.format import registry
+from asymcheck.format.digest import sum8
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.pack import (
+    ENTRY_DTYPE,
+    INDEX_HEADER,
+    PACK_HEADER,
+    Entries,
+    PackHeader,
+    check_entry,
+    decode_index,
+    decode_pack_header,
+    encode_index,
+    encode_pack_header,
+    frame_lengths,
+    round_up,
+)
+from asymcheck.types import Digest, PackId
+
+PACK = PackId(bytes(range(16)))
+lengths = st.integers(1, 1 << 30) | st.sampled_from([1, 3968, 3969, 65535, 65536, 65537, 1 << 30])
+
+
+def entries_of(stored: list[int]) -> tuple[Entries, PackHeader]:
+    """An index of frames of these payloads, end to end, and the header for it."""
+    entries = np.zeros(len(stored), dtype=ENTRY_DTYPE)
+    entries["stored_length"] = entries["plain_length"] = stored
+    entries["digest_algorithm"] = 1
+    offset = 4096
+    for row, length in enumerate(stored):
+        entries[row]["digest"] = np.void(row.to_bytes(16, "big"))
+        entries[row]["offset"] = offset
+        offset += frame_length(length)
+    return entries, PackHeader(PACK, len(stored), offset, 1_790_000_000_000_000_000, "asymcheck test")
+
+
+@given(st.lists(lengths, min_size=1, max_size=50))
+def test_frame_lengths_are_frame_length(stored: list[int]) -> None:
+    """Lengths computed for a whole index at once are those computed one by one."""
+    found = frame_lengths(np.array(stored, dtype=np.uint64))
+    assert found.tolist() == [frame_length(length) for length in stored]
+
+
+@pytest.mark.parametrize("edge", [1, 3968, 4096, 65536, 1 << 20, (1 << 30) + (8 << 20)])
+def test_frame_lengths_agree_around_every_edge(edge: int) -> None:
+    """The same for each length near a border, where an off-by-one would hide."""
+    stored = [length for length in range(edge - 300, edge + 300) if length > 0]
+    assert frame_lengths(np.array(stored, dtype=np.uint64)).tolist() == list(map(frame_length, stored))
+
+
+@given(st.lists(lengths, min_size=1, max_size=80), st.integers(0, (1 << 64) - 1))
+def test_packs_go_round(stored: list[int], created: int) -> None:
+    """Header and index are read as they were written; the header fills a block, the index ends on one."""
+    entries, header = entries_of(stored)
+    header = dataclasses.replace(header, created_ns=created)
+    block, index = encode_pack_header(header), encode_index(PACK, entries)
+    assert (len(block), len(index)) == (4096, round_up(64 + 64 * len(stored)))
+    assert decode_pack_header(block, "test") == header
+    assert header.pack_length == header.index_offset + len(index)
+    assert decode_index(index, header, "test").tobytes() == entries.tobytes()
+
+
+def test_sizes() -> None:
+    """The fixed structures have the sizes of the format."""
+    assert (PACK_HEADER.size, INDEX_HEADER.size, ENTRY_DTYPE.itemsize) == (128, 64, 64)
+
+
+def test_every_changed_byte_of_the_header_is_found() -> None:
+    """Whatever byte of the header block changes, it is refused."""
+    block = encode_pack_header(entries_of([300])[1])
+    for offset in range(4096):
+        changed = bytearray(block)
+        changed[offset] ^= 0x80
+        with pytest.raises(FormatError):
+            decode_pack_header(changed, "test")
+
+
+def test_every_changed_byte_of_the_index_is_found() -> None:
+    """Whatever byte of the index changes, padding included, it is refused."""
+    entries, header = entries_of([300, 70_000])
+    index = encode_index(PACK, entries)
+    for offset in range(len(index)):
+        changed = bytearray(index)
+        changed[offset] ^= 0x80
+        with pytest.raises(FormatError):
+            decode_index(changed, header, "test")
+
+
+@pytest.mark.parametrize("offset", [*range(10, 16), *range(104, 120)])
+def test_every_reserved_byte_of_the_header_is_refused(offset: int) -> None:
+    """A reserved byte that is not zero is refused even when the checksum covers it."""
+    changed = bytearray(encode_pack_header(entries_of([300])[1]))
+    changed[offset] = 1
+    changed[120:128] = sum8(bytes(changed[:120]))
+    with pytest.raises(StructureError, match="reserved"):
+        decode_pack_header(changed, "test")
+
+
+@pytest.mark.parametrize("offset", [*range(12, 16), *range(40, 48)])
+def test_every_reserved_byte_of_the_index_is_refused(offset: int) -> None:
+    """The same in the header of the index."""
+    entries, header = entries_of([300])
+    changed = bytearray(encode_index(PACK, entries))
+    changed[offset] = 1
+    changed[56:64] = sum8(bytes(changed[:56]))
+    with pytest.raises(StructureError, match="reserved"):
+        decode_index(changed, header, "test")
+
+
+@pytest.mark.parametrize("offset", range(59, 64))
+def test_every_reserved_byte_of_an_entry_is_refused(offset: int) -> None:
+    """The same in every entry."""
+    entries, header = entries_of([300, 400])
+    raw = bytearray(entries.tobytes())
+    raw[64 + offset] = 1
+    with pytest.raises(StructureError, match="reserved"):
+        decode_index(encode_index(PACK, np.frombuffer(raw, dtype=ENTRY_DTYPE)), header, "test")
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value", "error"),
+    [
+        (0, "offset", 0, StructureError),
+        (1, "offset", 4096, StructureError),
+        (1, "offset", 12288, StructureError),
+        (1, "offset", (1 << 64) - 4096, StructureError),
+        (1, "stored_length", 0, StructureError),
+        (1, "plain_length", 0, StructureError),
+        (1, "plain_length", 401, StructureError),
+        (1, "stored_length", (1 << 64) - 1, LimitError),
+        (1, "plain_length", (1 << 64) - 1, LimitError),
+        (0, "kind", 1, UnsupportedCodecError),
+        (1, "codec", 1, UnsupportedCodecError),
+        (1, "digest_algorithm", 0, UnsupportedCodecError),
+        (1, "base_digest", np.void(b"\1" + bytes(15)), StructureError),
+    ],
+    ids=str,
+)
+def test_entries_that_break_a_rule_are_refused(row: int, field: str, value: object, error: type[FormatError]) -> None:
+    """With all checksums right, an entry outside the rules is refused by the error that fits."""
+    entries, header = entries_of([300, 400])
+    entries[row][field] = value
+    with pytest.raises(error):
+        decode_index(encode_index(PACK, entries), header, "test")
+
+
+def test_lengths_that_overflow_do_not_fool_the_sum() -> None:
+    """A thousand frames of the largest length are added up exactly."""
+    entries, header = entries_of([registry.PARTITION_BYTES_MAX] * 1000)
+    assert header.index_offset > 1 << 40
+    assert len(decode_index(encode_index(PACK, entries), header, "test")) == 1000
+
+
+def test_a_short_index_is_refused() -> None:
+    """An index that is cut within its padding is cut."""
+    entries, header = entries_of([300])
+    with pytest.raises(TruncatedError, match="4095 of 4096"):
+        decode_index(encode_index(PACK, entries)[:-1], header, "test")
+
+
+def test_the_largest_index_is_bounded() -> None:
+    """An index beyond the limit is refused from the header alone."""
+    count = registry.PACK_INDEX_BYTES_MAX // 64
+    entries, header = entries_of([300])
+    decode_pack_header(encode_pack_header(dataclasses.replace(header, frame_count=count - 1)), "test")
+    with pytest.raises(LimitError):
+        decode_pack_header(encode_pack_header(dataclasses.replace(header, frame_count=count)), "test")
+    assert len(entries) == 1
+
+
+@settings(max_examples=20)
+@given(st.text(st.characters(max_codepoint=127, exclude_characters="\0"), max_size=32))
+def test_the_writer_is_ascii_of_at_most_32(writer: str) -> None:
+    """The writer's name comes back, and a longer one is cut."""
+    _, header = entries_of([300])
+    for name in (writer, writer + "x" * 32):
+        found = decode_pack_header(encode_pack_header(dataclasses.replace(header, writer=name)), "test")
+        assert found.writer == name[:32]
+
+
+def test_an_index_of_100_000_frames_is_read_in_a_moment() -> None:
+    """Reading is done by columns: 100,000 entries take well under a second."""
+    entries, header = entries_of([4096] * 100_000)
+    index = encode_index(PACK, entries)
+    began = time.process_time()
+    decode_index(index, header, "test")
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("digest", np.void(b"\1" * 16)),
+        ("base_digest", np.void(b"\1" * 16)),
+        ("stored_length", 301),
+        ("plain_length", 301),
+        ("kind", 1),
+        ("codec", 1),
+        ("digest_algorithm", 2),
+    ],
+    ids=str,
+)
+def test_an_entry_that_is_not_of_the_frame_is_refused(field: str, value: object) -> None:
+    """Each field that entry and frame share must be equal in both."""
+    entry = entries_of([300])[0][0]
+    frame = FrameDescriptor.identity(Digest(bytes(16)), 300)
+    check_entry(entry, frame, "test")
+    entry[field] = value
+    with pytest.raises(StructureError):
+        check_entry(entry, frame, "test")

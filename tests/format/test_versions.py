@@ -1,0 +1,65 @@
+"""Versions and features: what is refused, with which words."""
+
+import pytest
+
+from asymcheck.errors import ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
+from asymcheck.format import registry
+from asymcheck.format.digest import sum8
+from asymcheck.format.versions import (
+    check_binary_version,
+    check_reader_features,
+    check_version,
+    missing_writer_features,
+)
+
+
+@pytest.mark.parametrize("version", range(registry.FORMAT_MIN_READ, registry.FORMAT_MAX_READ + 1))
+def test_versions_in_the_range_pass(version: int) -> None:
+    """Every version from the oldest to the newest readable one is accepted."""
+    check_version(version, "store")
+
+
+def test_a_newer_version_asks_for_a_newer_program() -> None:
+    """The message names the structure, the version met, the range, and the remedy."""
+    with pytest.raises(UnsupportedVersionError, match=r"store has format version 2; .* reads 1 to 1: install a newer"):
+        check_version(registry.FORMAT_MAX_READ + 1, "store")
+
+
+@pytest.mark.parametrize("version", [0, -1])
+def test_a_version_that_never_was_is_no_newer_program(version: int) -> None:
+    """Below the range nobody is told to install anything."""
+    with pytest.raises(UnsupportedVersionError, match="damaged, or not of this format"):
+        check_version(version, "store")
+
+
+def _sealed(version: int) -> tuple[bytes, bytes]:
+    summed = b"ASYMTEST" + version.to_bytes(2, "little") + b"the rest"
+    return summed, sum8(summed)
+
+
+def test_a_sealed_version_of_the_future_is_believed() -> None:
+    """With its checksum right, a newer version is a newer program's work."""
+    with pytest.raises(UnsupportedVersionError):
+        check_binary_version(*_sealed(2), "frame")
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_a_flipped_bit_in_the_version_is_damage(bit: int) -> None:
+    """Each single flipped bit of a known version is told apart from a newer version."""
+    summed, own = _sealed(registry.FORMAT_WRITE)
+    number = registry.FORMAT_WRITE ^ 1 << bit
+    with pytest.raises(ChecksumError, match="which was 1"):
+        check_binary_version(summed[:8] + number.to_bytes(2, "little") + summed[10:], own, "frame")
+
+
+def test_unknown_reader_features_are_named() -> None:
+    """All unknown features are named, in order, whatever the order in the file."""
+    check_reader_features([], "store")
+    with pytest.raises(UnsupportedFeatureError, match="store needs reader feature\\(s\\) apples, pears: install"):
+        check_reader_features(["pears", "apples", "pears"], "store")
+
+
+def test_missing_writer_features_are_listed() -> None:
+    """Writer features that the program lacks are returned, and raise nothing: the store can still be read."""
+    assert missing_writer_features([]) == []
+    assert missing_writer_features(["b", "a"]) == ["a", "b"]

@@ -1,0 +1,85 @@
+"""The tree as a fuzzing target: what is accepted can be written in one way only."""
+
+import json
+import random
+
+from asymcheck.format.strict_json import parse_json
+from asymcheck.format.tree import Key, Node, decode, encode_integer, encode_plain
+from tests.fuzz import mutate
+
+ROWS = 3
+SEED: Node = [
+    "d",
+    [
+        ["model", ["m", [["w", ["T", 0]], ["tied", ["T", 0]]], ["o", [["", ["d", [["version", 2]]]]]]]],
+        [
+            "plain",
+            ["l", [None, True, False, 0, -5, (1 << 53) - 1, "", "é", ["i", str(1 << 70)], ["i", "-" + "9" * 30]]],
+        ],
+        ["numbers", ["t", [["f", "3ff8000000000000"], ["f", "7ff8000000000001"], ["c", "0" * 16, "8" + "0" * 15]]]],
+        [7, ["b", "AAEC/w=="]],
+        [["i", str(1 << 60)], ["z", [2, 0, ["i", str(1 << 62)]]]],
+        ["array", ["N", 1]],
+        ["scalar", ["n", "float32", "0000803f"]],
+        ["types", ["l", [["y", "bfloat16"], ["v", "cuda:1"], ["n", "complex128", "00" * 16]]]],
+        ["last", ["T", 2]],
+    ],
+]
+
+
+class Rewriter:
+    """Builds the nodes again from what the decoder makes of them."""
+
+    def plain(self, value: object) -> object:
+        """A plain value."""
+        return encode_plain(value)
+
+    def sequence(self, kind: str, items: list[object]) -> object:
+        """A list or a tuple."""
+        return [kind, items]
+
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> object:
+        """A mapping of any kind."""
+        nodes = [[encode_integer(key) if isinstance(key, int) else key, value] for key, value in pairs]
+        return [kind, nodes, metadata] if kind == "m" else [kind, nodes]
+
+    def tensor(self, row: int, as_array: bool) -> object:
+        """A row."""
+        return ["N" if as_array else "T", row]
+
+    def tagged(self, kind: str, value: object) -> object:
+        """A shape, a scalar, a dtype or a device."""
+        if kind == "z":
+            return ["z", [encode_integer(size) for size in value]]  # type: ignore[attr-defined]  # a tuple
+        if kind == "n":
+            dtype, data = value  # type: ignore[misc]  # a pair
+            return ["n", dtype, data.hex()]
+        return [kind, value]
+
+
+def seeds() -> list[bytes]:
+    """One tree with every kind of node."""
+    return [json.dumps(SEED).encode()]
+
+
+def change(data: bytes, dice: random.Random) -> bytes:
+    """Other nodes, of other types, at other depths."""
+    return mutate.dumps(mutate.json_of(json.loads(data), dice))
+
+
+def read(data: bytes) -> object:
+    """Parse, and write again: the same text in other words is refused."""
+    node = parse_json(data, "input")
+    rewritten = decode(node, ROWS, Rewriter(), "input")
+    # As text, because to Python 1, 1.0 and True are equal.
+    assert json.dumps(rewritten) == json.dumps(node)
+    return rewritten
+
+
+def depth(levels: int, kind: str) -> Node:
+    """A tree of so many levels that names all rows at the bottom."""
+    rows: Node = ["l", [["T", row] for row in range(ROWS)]]
+    value: Node = rows
+    for _ in range(levels - 2):
+        value = ["l", [value]] if kind == "l" else [kind, [["k", value]], *([None] if kind == "m" else [])]
+    return value

@@ -1,0 +1,51 @@
+"""RngState: the same numbers are drawn after a restore."""
+
+import random
+
+import numpy as np
+import torch
+
+from asymcheck import RngState
+from asymcheck.types import Stateful
+
+
+def _draw() -> tuple[list[float], list[float], list[float], list[float]]:
+    return (
+        torch.rand(5).tolist(),
+        np.random.random(5).tolist(),  # noqa: NPY002 - the global generator is what is saved
+        [random.random() for _ in range(5)],
+        [random.gauss(0, 1), float(np.random.standard_normal())],  # noqa: NPY002 - as above; both keep a spare number
+    )
+
+
+def test_all_generators_continue_where_they_were() -> None:
+    """Torch, numpy and random draw the same numbers again, also when a spare normal number was pending."""
+    random.gauss(0, 1)
+    np.random.standard_normal()  # noqa: NPY002 - as above
+    state = RngState().state_dict()
+    first = _draw()
+    _draw()
+    RngState().load_state_dict(state)
+    assert _draw() == first
+
+
+def test_a_state_does_not_change_after_it_was_taken() -> None:
+    """What state_dict() returns is a copy: drawing on does not move it."""
+    state = RngState().state_dict()
+    kept = torch.as_tensor(state["torch"]).clone()
+    _draw()
+    assert torch.equal(torch.as_tensor(state["torch"]), kept)
+
+
+def test_it_takes_part_in_a_state() -> None:
+    """It is an object with state_dict() and load_state_dict(), as the store asks for."""
+    assert isinstance(RngState(), Stateful)
+
+
+def test_generators_of_other_devices_are_left_alone_when_their_number_differs() -> None:
+    """A checkpoint from a machine with more devices still restores the host's generators."""
+    state = RngState().state_dict()
+    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 99
+    first = _draw()
+    RngState().load_state_dict(state)
+    assert _draw() == first

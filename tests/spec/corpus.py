@@ -1,0 +1,214 @@
+"""The golden vectors, and how the library reads each kind of structure: by the same ways as from a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from asymcheck.config import StoreConfig
+from asymcheck.format import layout
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.strict_json import parse_json
+from asymcheck.recovery.fetch import read_checked
+from asymcheck.recovery.locate import Copy
+from asymcheck.recovery.shape import RowRef, read_shape
+from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
+from asymcheck.types import CheckpointRef, Digest, PackId
+
+FORMAT_SPEC = Path(__file__).resolve().parents[2] / "format_spec"
+VECTORS = FORMAT_SPEC / "vectors" / "v1"
+STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """One pair of files."""
+
+    folder: str
+    name: str
+
+    @property
+    def data(self) -> bytes:
+        """The bytes."""
+        return (VECTORS / self.folder / f"{self.name}.bin").read_bytes()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the JSON file says."""
+        facts: dict[str, Any] = json.loads((VECTORS / self.folder / f"{self.name}.json").read_text("ascii"))
+        return facts
+
+    def __str__(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+
+def vectors(folder: str) -> list[Vector]:
+    """All vectors of a folder, by name."""
+    return [Vector(folder, path.stem) for path in sorted((VECTORS / folder).glob("*.bin"))]
+
+
+class _OnePack:
+    """A pack of which only one frame is looked at."""
+
+    def __init__(self, pack_id: PackId, frame: bytes, sequence: int) -> None:
+        self.header = SimpleNamespace(pack_id=pack_id)
+        self.entries = {sequence: self._entry_of(frame)}
+        self._frame = frame
+
+    def _entry_of(self, frame: bytes) -> np.void:
+        """The index entry that says what the frame says."""
+        entry = np.zeros(1, dtype=ENTRY_DTYPE)
+        if len(frame) >= 128:
+            fields = struct.unpack_from("<8sHBBB3s16sQQ8s16s", frame)
+            entry["kind"], entry["codec"], entry["digest_algorithm"] = fields[2:5]
+            entry["digest"], entry["base_digest"] = np.void(fields[6]), np.void(fields[10])
+            entry["plain_length"], entry["stored_length"] = fields[7:9]
+        one: np.void = entry[0]
+        return one
+
+    def read_frame(self, _sequence: int, _slot: Slot) -> memoryview:
+        """The frame as it lies."""
+        return memoryview(self._frame)
+
+
+def _tier(root: Path) -> NvmeTier:
+    """The store around a file of it."""
+    descriptor = Descriptor(bytes(16), 0, "tests")
+    (root / layout.DESCRIPTOR_NAME).write_bytes(encode_descriptor(descriptor))
+    return NvmeTier(root, StoreConfig(read_lock_timeout_s=0.0), read_only=True)
+
+
+def read_frame(data: bytes, facts: dict[str, Any], _scratch: Path) -> bytes:
+    """The plain bytes of a frame that should lie at the place that the facts say."""
+    pack = cast(PackFile, _OnePack(PackId(bytes.fromhex(facts["place_id"])), data, facts["sequence"]))
+    name = Digest(data[16:32])
+    return bytes(read_checked(Copy(pack, facts["sequence"]), name, Slot(0)))
+
+
+def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
+    """A pack whose header, index and frames were all checked; it is closed already."""
+    path = scratch / facts["path"]
+    path.parent.mkdir()
+    path.write_bytes(data)
+    pack_id = layout.parse_pack_name(path.name)
+    assert pack_id is not None
+    pack = _tier(scratch).open_pack(pack_id)
+    try:
+        if pack.damage is not None:
+            # The library finds the frames behind a damaged index all the same; the vector is about the index.
+            raise pack.damage
+        for sequence, name in enumerate(pack.digests()):
+            read_checked(Copy(pack, sequence), name, Slot(int(pack.entries["stored_length"].max())))
+    finally:
+        pack.close()
+    return pack
+
+
+def read_manifest(data: bytes, facts: dict[str, Any], scratch: Path) -> Manifest:
+    """A manifest that was checked against its path, tree included."""
+    _, run, checkpoint, file_name = facts["path"].split("/")
+    ref, name = layout.parse_checkpoint_name(checkpoint), layout.parse_manifest_name(file_name)
+    assert isinstance(ref, CheckpointRef)
+    assert isinstance(name, ManifestName)
+    path = scratch / facts["path"]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    manifest = _tier(scratch).manifests.read(run, ref, name)
+    read_shape(manifest)
+    return manifest
+
+
+def read_descriptor(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
+    """A store's descriptor."""
+    return decode_descriptor(data, facts["path"])
+
+
+def read_head(data: bytes, facts: dict[str, Any], scratch: Path) -> object:
+    """A head record that was checked against its path."""
+    path = scratch / facts["path"]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    generation = layout.parse_head_name(path.name)
+    assert generation is not None
+    return _tier(scratch).manifests.read_head(path.parent.name, generation)
+
+
+def read_tree(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
+    """The value of a tree, with placeholders for tensors."""
+    tree = parse_json(data, "vector")
+    header = SimpleNamespace(run="run", ref="vector", rank=0, tree=tree)
+
+    class _Rows(SimpleNamespace):
+        def __len__(self) -> int:
+            return int(facts["rows"])
+
+    return read_shape(cast(Manifest, _Rows(header=header)))
+
+
+READERS: dict[str, Callable[[bytes, dict[str, Any], Path], object]] = {
+    "frame": read_frame,
+    "pack": read_pack,
+    "manifest": read_manifest,
+    "descriptor": read_descriptor,
+    "head": read_head,
+    "tree": read_tree,
+}
+
+
+def _bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _decimal(value: int) -> str:
+    # Python prints no more than 4300 digits at once.
+    sign, rest, text = ("-" if value < 0 else ""), abs(value), ""
+    while rest >= 10**4000:
+        rest, low = divmod(rest, 10**4000)
+        text = f"{low:04000d}{text}"
+    return f"{sign}{rest}{text}"
+
+
+_SCALARS: tuple[tuple[type, str, Callable[[Any], object]], ...] = (
+    (RowRef, "tensor", lambda value: value.row),
+    (type(None), "none", lambda _: None),
+    (bool, "bool", lambda value: value),
+    (torch.Size, "size", lambda value: [str(item) for item in value]),
+    (torch.dtype, "dtype", lambda value: str(value).removeprefix("torch.")),
+    (torch.device, "device", str),
+    (np.generic, "scalar", lambda value: [value.dtype.name, value.tobytes().hex()]),
+    (int, "int", _decimal),
+    (float, "float", _bits),
+    (complex, "complex", lambda value: [_bits(value.real), _bits(value.imag)]),
+    (str, "str", lambda value: value),
+    (bytes, "bytes", bytes.hex),
+    (list, "list", lambda value: [describe(item) for item in value]),
+    (tuple, "tuple", lambda value: [describe(item) for item in value]),
+)
+"""Kinds of values in the order in which they are tried: a bool is an int, and numpy's float64 is a float."""
+
+
+def describe(value: object) -> dict[str, Any]:
+    """Write a value as the vectors of trees do: an object with one key, the kind of value."""
+    if isinstance(value, RowRef) and value.as_array:
+        return {"array": value.row}
+    for kind, name, make in _SCALARS:
+        if isinstance(value, kind):
+            return {name: make(value)}
+    assert isinstance(value, dict)
+    items = [[describe(key), describe(item)] for key, item in value.items()]
+    if type(value) is dict:
+        return {"dict": items}
+    if hasattr(value, "_metadata"):
+        return {"module": {"items": items, "metadata": describe(value._metadata)}}
+    return {"ordered": items}

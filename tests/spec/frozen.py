@@ -1,0 +1,143 @@
+"""The frozen stores: where they are, how a copy is put together, and what must be found in it."""
+
+import dataclasses
+import json
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+import asymcheck
+from asymcheck.format.digest import digest
+from asymcheck.partition.state import flatten
+from tests.spec.corpus import FORMAT_SPEC
+
+STORES = FORMAT_SPEC / "stores"
+DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """One store as it was written by an earlier version, or as a crash left it."""
+
+    whole: Path
+    """Folder of the whole store."""
+    torn: Path | None = None
+    """Folder of what a crash changed in it."""
+
+    def __str__(self) -> str:
+        return self.whole.name if self.torn is None else f"{self.torn.parent.name}/{self.torn.name}"
+
+    @cached_property
+    def _expected(self) -> dict[str, Any]:
+        expected: dict[str, Any] = json.loads((self.whole / "expected.json").read_text("ascii"))
+        return expected
+
+    @cached_property
+    def _crash(self) -> dict[str, Any]:
+        if self.torn is None:
+            return {}
+        crash: dict[str, Any] = json.loads((self.torn / "expected.json").read_text("ascii"))
+        return crash
+
+    @property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """What must be found: each checkpoint with its tree and the digest of every tensor."""
+        return [*self._expected["checkpoints"], *self._crash.get("checkpoints", [])]
+
+    @property
+    def newest(self) -> dict[str, str]:
+        """Save id of the newest checkpoint of each run."""
+        newest = dict(self._expected["newest"])
+        if self._crash:
+            newest["default"] = self._crash["newest"]
+        return newest
+
+    @property
+    def event(self) -> str:
+        """The event right after which the crash came; empty for a whole store."""
+        return str(self._crash.get("event", ""))
+
+    def copy_to(self, path: Path, *, with_catalog: bool = False) -> Path:
+        """Put the store together at ``path``, as the crash left it; return ``path``."""
+        shutil.copytree(self.whole / "store", path)
+        for name in self._crash.get("removed", []):
+            (path / name).unlink()
+        if self.torn is not None and (self.torn / "overlay").exists():
+            shutil.copytree(self.torn / "overlay", path, dirs_exist_ok=True)
+        for name in self._crash.get("empty_directories", []):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        if with_catalog:
+            self._write_catalog(path / "catalog")
+        return path
+
+    @property
+    def catalog(self) -> dict[str, dict[str, str]]:
+        """The catalog's entries in hexadecimal, by database."""
+        dump: dict[str, dict[str, str]] = json.loads(((self.torn or self.whole) / "catalog.json").read_text("ascii"))
+        return dump
+
+    def _write_catalog(self, path: Path) -> None:
+        path.mkdir()
+        with lmdb.open(str(path), map_size=1 << 26, max_dbs=len(DATABASES)) as environment:
+            databases = {name: environment.open_db(name.encode()) for name in DATABASES}
+            with environment.begin(write=True) as transaction:
+                for name, entries in self.catalog.items():
+                    for key, value in entries.items():
+                        transaction.put(bytes.fromhex(key), bytes.fromhex(value), db=databases[name])
+
+
+def whole_stores() -> list[Frozen]:
+    """Every whole store of every version."""
+    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.is_dir() and not path.name.endswith("-torn")]
+
+
+def torn_stores() -> list[Frozen]:
+    """Every store that a crash left, of every version."""
+    return [
+        Frozen(whole.whole, path)
+        for whole in whole_stores()
+        for path in sorted(whole.whole.with_name(f"{whole.whole.name}-torn").iterdir())
+    ]
+
+
+def found_tensors(state: object) -> tuple[object, list[dict[str, Any]]]:
+    """Take a restored state apart: its tree, and of every tensor what `expected.json` says of it."""
+    flat = flatten(state)
+    tensors = []
+    for leaf in flat.leaves:
+        data = bytearray(leaf.nbytes)
+        if data:
+            leaf.copy_bytes(0, memoryview(data))
+        facts = {"name": leaf.name, "aliases": leaf.aliases, "dtype": leaf.dtype, "role": leaf.role}
+        tensors.append({**facts, "shape": list(leaf.shape), "nbytes": leaf.nbytes, "digest": digest(data).hex()})
+    return flat.tree, tensors
+
+
+def check_everything(store: asymcheck.Store, frozen: Frozen) -> None:
+    """Every expected checkpoint is there, on the line or not, and each restores bit for bit; newest is newest."""
+    listed = {(item.run, item.save_id): item for item in store.checkpoints()}
+    assert set(listed) == {(facts["run"], facts["save_id"]) for facts in frozen.checkpoints}
+    for facts in frozen.checkpoints:
+        item = listed[facts["run"], facts["save_id"]]
+        assert item.complete
+        assert item.on_line == facts["on_line"]
+        assert (item.generation, item.step, item.world_size) == (
+            facts["generation"],
+            facts["step"],
+            facts["world_size"],
+        )
+        assert dict(item.metrics) == facts["metrics"]
+        steps = [other["step"] for other in frozen.checkpoints if other["run"] == facts["run"] and other["on_line"]]
+        if not facts["on_line"] and facts["step"] in steps:
+            # An abandoned checkpoint whose step was trained again cannot be asked for by its step alone.
+            continue
+        restored = store.restore(facts["step"], run=facts["run"])
+        assert restored.checkpoint.save_id == facts["save_id"]
+        assert found_tensors(restored.state) == (facts["tree"], facts["tensors"])
+    for run, save_id in frozen.newest.items():
+        restored = store.restore(run=run)
+        assert restored.skipped == ()
+        assert restored.checkpoint.save_id == save_id

@@ -1,0 +1,231 @@
+"""Each invariant of SPEC.md §9, broken in a copy of the frozen store: it is noticed, and named by its number."""
+
+import shutil
+from pathlib import Path
+
+import lmdb
+import pytest
+
+import asymcheck
+from asymcheck import Severity
+from asymcheck.errors import ChecksumError, HeadRecordError, InconsistentCheckpointError, UnsupportedFeatureError
+from asymcheck.format import catalog
+from asymcheck.format.pack import decode_index, decode_pack_header
+from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.types import Location
+from tests.spec.frozen import check_everything, found_tensors, whole_stores
+from tools.vectors_stores import CONFIG
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+FROZEN = whole_stores()[-1]
+NEWEST = max(
+    (facts for facts in FROZEN.checkpoints if facts["run"] == "default" and facts["on_line"]),
+    key=lambda facts: (facts["generation"], facts["step"]),
+)
+
+
+@pytest.fixture
+def store(store_path: Path) -> Path:
+    """A copy of the frozen store, to be damaged."""
+    return FROZEN.copy_to(store_path)
+
+
+def findings(store: Path) -> dict[str, set[tuple[str, Severity]]]:
+    """What verify finds, by invariant: kinds and how much they matter."""
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        found: dict[str, set[tuple[str, Severity]]] = {}
+        for finding in opened.verify():
+            found.setdefault(finding.invariant, set()).add((finding.kind, finding.severity))
+        return found
+
+
+def pack_of_newest(store: Path) -> Path:
+    """The pack that only the newest checkpoint of the default run needs."""
+    (directory,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}")
+    with asymcheck.Store.open(store, config=CONFIG) as opened:
+        kept = set((store / "packs").iterdir())
+        aside = store.with_name("aside")
+        directory.rename(aside)
+        opened.gc()
+    (pack,) = kept - set((store / "packs").iterdir())
+    (store / "pool" / pack.name).rename(pack)
+    aside.rename(directory)
+    shutil.rmtree(store / "catalog")
+    return pack
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_store_is_sound_at_first(store: Path) -> None:
+    """Before anything is broken, verify finds nothing: what it finds below, the test has done."""
+    assert findings(store) == {}
+
+
+def test_i1_a_pack_that_is_cut(store: Path) -> None:
+    """I1, a pack is complete: a cut one is found, and costs the checkpoint that needs it (I2), no other."""
+    pack = pack_of_newest(store)
+    with pack.open("r+b") as file:
+        file.truncate(8192)
+    found = findings(store)
+    assert found["I1"] == {("damaged-pack", Severity.WARNING)}
+    assert found["I2"] == {("missing-partition", Severity.ERROR)}
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        restored = opened.restore()
+    assert restored.checkpoint.step < NEWEST["step"]
+    assert len(restored.skipped) == 1
+
+
+def test_i1_a_pack_under_another_name(store: Path) -> None:
+    """I1, a pack's header names its file: a pack under another name is not read."""
+    pack = pack_of_newest(store)
+    pack.rename(pack.with_name(f"{'0' * 32}.pack"))
+    assert findings(store)["I1"] == {("damaged-pack", Severity.WARNING)}
+
+
+def test_i2_a_pack_that_is_gone(store: Path) -> None:
+    """I2, what a manifest names lies in a pack: a lost pack is an error that names the checkpoint."""
+    pack_of_newest(store).unlink()
+    assert findings(store) == {"I2": {("missing-partition", Severity.ERROR)}}
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        named = {name for finding in opened.verify() for name in finding.checkpoints}
+        assert len(named) == 1
+        assert str(NEWEST["step"]) in named.pop()
+        with pytest.raises(InconsistentCheckpointError):
+            opened.restore(NEWEST["step"])
+
+
+def test_i2_a_frame_that_is_damaged(store: Path) -> None:
+    """I2, the same for a single flipped bit in a payload, which no checksum of index or header covers."""
+    flip(pack_of_newest(store), 4096 + 128)
+    assert findings(store) == {"I2": {("damaged-frame", Severity.ERROR)}}
+
+
+@pytest.mark.parametrize("offset", [0, 100, 3000, -1])
+def test_i3_a_manifest_that_is_damaged(store: Path, offset: int) -> None:
+    """I3, a manifest's name contains its digest: a flipped bit anywhere is found before anything is parsed."""
+    (manifest,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}/*")
+    flip(manifest, offset)
+    assert findings(store)["I3"] == {("damaged-manifest", Severity.ERROR)}
+
+
+def test_i3_a_manifest_under_another_path(store: Path) -> None:
+    """I3, a manifest's header agrees with its path: one that was copied to another step is refused."""
+    (directory,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}")
+    shutil.copytree(directory, directory.with_name(directory.name.replace("-000000000040-", "-000000000041-")))
+    assert findings(store)["I3"] == {("damaged-manifest", Severity.ERROR)}
+
+
+def test_i4_manifests_that_disagree_on_the_world_size(store: Path) -> None:
+    """I4, all manifests of a checkpoint have one world size: else the checkpoint counts as incomplete."""
+    (manifest,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}/*")
+    shutil.copyfile(manifest, manifest.with_name(manifest.name.replace("-of-00001-", "-of-00002-")))
+    assert findings(store)["I4"] == {("incomplete-checkpoint", Severity.WARNING)}
+    with asymcheck.Store.open(store, read_only=True) as opened, pytest.raises(InconsistentCheckpointError):
+        opened.restore(NEWEST["step"])
+
+
+def test_i5_collection_frees_nothing_that_is_named(store: Path) -> None:
+    """I5, a pack named by a manifest is never freed: collection frees nothing here, abandoned checkpoints included."""
+    with asymcheck.Store.open(store) as opened:
+        assert opened.gc().freed_packs == 0
+        check_everything(opened, FROZEN)
+
+
+def test_i5_a_pack_that_was_freed_all_the_same(store: Path) -> None:
+    """I5, were it broken, a lost checkpoint (I2): what lies in the pool is never read, not even when it is intact."""
+    pack = pack_of_newest(store)
+    pack.rename(store / "pool" / pack.name)
+    assert findings(store) == {"I2": {("missing-partition", Severity.ERROR)}}
+
+
+def test_i6_a_head_record_that_is_gone(store: Path) -> None:
+    """I6, a generation above 1 has a head record: without it nobody guesses which checkpoint is newest."""
+    (store / "heads" / "default" / "00000002.head").unlink()
+    assert findings(store) == {"I6": {("missing-head", Severity.ERROR)}}
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        with pytest.raises(HeadRecordError):
+            opened.restore()
+        assert opened.restore(NEWEST["step"]).checkpoint.save_id == NEWEST["save_id"]
+
+
+def test_i6_a_head_record_with_no_intact_copy(store: Path) -> None:
+    """I6, the same when both copies are damaged."""
+    head = store / "heads" / "default" / "00000002.head"
+    flip(head, 10)
+    flip(head, 4096 + 10)
+    assert findings(store) == {"I6": {("damaged-head", Severity.ERROR)}}
+    with asymcheck.Store.open(store, read_only=True) as opened, pytest.raises(HeadRecordError):
+        opened.restore()
+
+
+def test_i7_a_descriptor_that_asks_for_more(store: Path) -> None:
+    """I7, the descriptor asks for no feature that the program lacks: else the store is not opened, even to read."""
+    path = store / "asymcheck.store"
+    known, _ = decode_descriptor(path.read_bytes(), "descriptor")
+    path.write_bytes(encode_descriptor(Descriptor(known.store_id, known.created_ns, known.writer, ("later",))))
+    with pytest.raises(UnsupportedFeatureError, match="later"):
+        asymcheck.Store.open(store, read_only=True)
+
+
+def test_i7_a_descriptor_that_is_damaged(store: Path) -> None:
+    """I7, the descriptor is intact: with both copies damaged the store is not opened."""
+    flip(store / "asymcheck.store", 10)
+    flip(store / "asymcheck.store", 4096 + 10)
+    with pytest.raises(ChecksumError):
+        asymcheck.Store.open(store, read_only=True)
+
+
+def test_i8_a_catalog_that_lies(store_path: Path) -> None:
+    """I8, catalog entries agree with the packs: where they do not, with sound checksums, no save believes them."""
+    FROZEN.copy_to(store_path, with_catalog=True)
+    pack = next(iter(sorted((store_path / "packs").iterdir())))
+    header = decode_pack_header(pack.read_bytes(), "pack")
+    start, end = header.index_offset, header.pack_length
+    held = decode_index(pack.read_bytes()[start:end], header, "pack")["digest"].tobytes()
+    absent = bytes.fromhex(next(name for name in FROZEN.catalog["partitions"] if bytes.fromhex(name) not in held))
+    with lmdb.open(str(store_path / "catalog"), map_size=1 << 26, max_dbs=8) as environment:
+        partitions = environment.open_db(b"partitions")
+        with environment.begin(write=True) as transaction:
+            for key in map(bytes.fromhex, FROZEN.catalog["partitions"]):
+                # Every partition, the one with `absent`'s length included, is said to lie in one pack.
+                old = catalog.decode_location(key, transaction.get(key, db=partitions))
+                assert old is not None
+                wrong = Location(header.pack_id, 4096, old.stored_length, old.plain_length)
+                transaction.put(key, catalog.encode_location(key, wrong), db=partitions)
+    assert absent not in held
+    with asymcheck.Store.open(store_path, config=CONFIG) as opened:
+        check_everything(opened, FROZEN)
+        state = opened.load()
+        saved = opened.save(state, step=NEWEST["step"] + 1)
+        assert saved.written_bytes > 0
+        assert found_tensors(opened.load(saved.step)) == found_tensors(state)
+        assert opened.verify() == []
+
+
+@pytest.mark.parametrize("name", ["asymcheck.store", "heads/default/00000001.head", "heads/default/00000002.head"])
+@pytest.mark.parametrize("copy", [0, 4096], ids=["first", "second"])
+def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> None:
+    """I9, both copies of a record are intact: one damaged copy loses redundancy and nothing else."""
+    flip(store / name, copy + 10)
+    assert findings(store) == {"I9": {("damaged-copy", Severity.WARNING)}}
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        check_everything(opened, FROZEN)
+
+
+def test_i10_files_that_are_not_the_stores(store: Path) -> None:
+    """I10, no file is foreign and no temporary file ownerless: both are hints; collection removes only the second."""
+    for name in ("notes.txt", "packs/notes.txt"):
+        (store / name).write_text("not ours")
+    (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"")
+    hints = {("foreign-file", Severity.HINT), ("stale-temporary", Severity.HINT)}
+    assert findings(store) == {"I10": hints}
+    with asymcheck.Store.open(store) as opened:
+        opened.gc()
+        check_everything(opened, FROZEN)
+    assert findings(store) == {"I10": {("foreign-file", Severity.HINT)}}

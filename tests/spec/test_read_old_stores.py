@@ -1,0 +1,215 @@
+"""Stores that earlier versions wrote, whole and torn by a crash, are read bit for bit and can be written to."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.events import COMMIT_ORDER
+from asymcheck.format import layout, registry
+from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.pack import decode_pack_header
+from tests.spec.corpus import FORMAT_SPEC
+from tests.spec.frozen import STORES, Frozen, check_everything, found_tensors, torn_stores, whole_stores
+from tools.vectors_stores import CONFIG, dump_catalog
+
+# torch says so once in a process, wherever a complex32 tensor is made first.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+WHOLE, TORN = whole_stores(), torn_stores()
+ALL = [*WHOLE, *TORN]
+NEW_STATE = {"weight": torch.arange(40000, dtype=torch.int32), "epoch": 99}
+
+
+def test_there_are_stores() -> None:
+    """At least the store of the first version is there, and a crash at every event of a save."""
+    assert "v1-by-0.1.0" in {frozen.whole.name for frozen in WHOLE}
+    for whole in WHOLE:
+        assert {frozen.event for frozen in TORN if frozen.whole == whole.whole} >= set(COMMIT_ORDER)
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_a_whole_store_restores_where_it_lies(frozen: Frozen) -> None:
+    """Reading needs no catalog and changes nothing: every checkpoint restores bit for bit, and no file is touched."""
+    before = _fingerprint(frozen.whole)
+    with asymcheck.Store.open(frozen.whole / "store", read_only=True) as store:
+        check_everything(store, frozen)
+        assert store.verify() == []
+    assert _fingerprint(frozen.whole) == before
+
+
+def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in path.rglob("*"))
+
+
+@pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
+@pytest.mark.parametrize("frozen", ALL, ids=str)
+def test_a_copy_restores(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
+    """A copy holds exactly the checkpoints that were committed, each bit for bit, and the right one is newest."""
+    frozen.copy_to(store_path, with_catalog=with_catalog)
+    with asymcheck.Store.open(store_path) as store:
+        check_everything(store, frozen)
+
+
+@pytest.mark.parametrize("frozen", ALL, ids=str)
+def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
+    """What a crash leaves is no damage: at most hints of files that collection removes."""
+    frozen.copy_to(store_path)
+    with asymcheck.Store.open(store_path, read_only=True) as store:
+        findings = store.verify()
+    assert all(finding.severity is asymcheck.Severity.HINT for finding in findings), findings
+    temporary = any(path.suffix == ".tmp" for path in (store_path / "packs").iterdir())
+    assert ("stale-temporary" in {finding.kind for finding in findings}) == temporary
+
+
+@pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
+@pytest.mark.parametrize("frozen", ALL, ids=str)
+def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
+    """A save into the copy reuses what is there, collection clears what the crash left, and nothing else is lost."""
+    frozen.copy_to(store_path, with_catalog=with_catalog)
+    with asymcheck.Store.open(store_path, config=CONFIG) as store:
+        newest = store.restore()
+        again = store.save(newest.state, step=newest.checkpoint.step + 1)
+        assert again.written_bytes == 0
+        saved = store.save(NEW_STATE, step=newest.checkpoint.step + 2, metrics={"loss": 0.25})
+        assert saved.written_bytes > 0
+        store.gc()
+        after = store.restore()
+        assert after.checkpoint.save_id == saved.save_id
+        assert found_tensors(after.state) == found_tensors(NEW_STATE)
+        store.delete(again.step)
+        store.delete(saved.step)
+        store.gc()
+        check_everything(store, frozen)
+        assert store.verify() == []
+    assert not list(store_path.rglob("*.tmp"))
+    pins = dump_catalog(store_path / "catalog")["pins"]
+    assert not pins
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_the_rebuilt_catalog_is_the_old_one(frozen: Frozen, store_path: Path) -> None:
+    """Rebuilding from packs and manifests gives, byte for byte, the entries that the old version had made."""
+    frozen.copy_to(store_path)
+    with asymcheck.Store.open(store_path) as store:
+        store.gc(dry_run=True)
+    assert dump_catalog(store_path / "catalog") == frozen.catalog
+    assert frozen.catalog["partitions"]
+    assert frozen.catalog["manifests"]
+
+
+@pytest.mark.parametrize("frozen", [frozen for frozen in TORN if frozen.event == "catalog.pinned"], ids=str)
+def test_a_pin_of_a_dead_process_goes_with_its_pack(frozen: Frozen, store_path: Path) -> None:
+    """After a crash behind the pin, collection drops the pin and frees the pack that nothing names."""
+    frozen.copy_to(store_path, with_catalog=True)
+    assert len(frozen.catalog["pins"]) == 1
+    with asymcheck.Store.open(store_path) as store:
+        assert store.gc().freed_packs == 1
+    assert not dump_catalog(store_path / "catalog")["pins"]
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_an_abandoned_checkpoint_restores(frozen: Frozen, store_path: Path) -> None:
+    """What was trained before a restore and given up is still there, bit for bit."""
+    frozen.copy_to(store_path)
+    abandoned = [facts for facts in frozen.checkpoints if not facts["on_line"]]
+    assert abandoned
+    for facts in abandoned:
+        name = f"{facts['generation']:08d}-{facts['step']:012d}-{facts['save_id']}"
+        for other in (store_path / "manifests" / facts["run"]).glob(f"*-{facts['step']:012d}-*"):
+            if other.name != name:
+                shutil.rmtree(other)
+        with asymcheck.Store.open(store_path, read_only=True) as store:
+            restored = store.restore(facts["step"], run=facts["run"])
+        assert restored.checkpoint.save_id == facts["save_id"]
+        assert found_tensors(restored.state) == (facts["tree"], facts["tensors"])
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path) -> None:
+    """A copy made by a tool that keeps only files, as git does, can be read, written and cleaned."""
+    frozen.copy_to(store_path)
+    shutil.rmtree(store_path / "pool")
+    shutil.rmtree(store_path / "heads")
+    with asymcheck.Store.open(store_path) as store:
+        values = store.restore(run="values")
+        assert store.begin_generation(values.checkpoint, run="values") == 2
+        store.save(NEW_STATE, step=1, run="values")
+        store.delete(1, run="values")
+        assert store.gc().pooled_packs == 1
+        assert store.restore(run="values").checkpoint.save_id == values.checkpoint.save_id
+
+
+def _nodes(node: Any) -> Iterator[str]:  # noqa: ANN401 - as JSON has it
+    """The kinds of all nodes of a tree; only the shapes of the format's table are looked into."""
+    if not isinstance(node, list):
+        yield type(node).__name__
+        return
+    yield node[0]
+    if node[0] in "lt":
+        for item in node[1]:
+            yield from _nodes(item)
+    elif node[0] in "dom":
+        for key, item in node[1]:
+            yield f"key {type(key).__name__}"
+            yield from _nodes(item)
+        for item in node[2:]:
+            yield from _nodes(item)
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_the_store_has_everything(frozen: Frozen) -> None:
+    """The frozen store is worth reading: every node and dtype of its version, and every way in which bytes can lie."""
+    nodes = {node for facts in frozen.checkpoints for node in _nodes(facts["tree"])}
+    assert nodes >= {*"ifcbltzdomTNnyv", "str", "int", "bool", "NoneType", "key str", "key int", "key list"}
+    tensors = [tensor for facts in frozen.checkpoints for tensor in facts["tensors"]]
+    frozen_registry = json.loads((frozen.whole / "registry.json").read_text("ascii"))
+    assert {tensor["dtype"] for tensor in tensors} == set(frozen_registry["dtypes"])
+    assert any(tensor["aliases"] for tensor in tensors)
+    assert any(tensor["nbytes"] == 0 for tensor in tensors)
+    rows = [row for path in frozen.whole.rglob("*.manifest") for row in _rows(path)]
+    assert any(row.inline for row in rows)
+    assert any(len(row.extents) >= 3 for row in rows)
+    assert any(extent.length < extent.partition_length for row in rows for extent in row.extents)
+    packs = sorted((frozen.whole / "store" / "packs").glob("*.pack"))
+    headers = [decode_pack_header(path.read_bytes(), path.name) for path in packs]
+    assert len(packs) >= 2
+    assert any(header.frame_count > 1 for header in headers)
+    assert any(path.stat().st_size > header.pack_length for path, header in zip(packs, headers, strict=True))
+    lengths = [extent.partition_length for row in rows for extent in row.extents]
+    assert max(lengths) >= registry.ALIGNED_PAYLOAD_MIN_BYTES
+    assert {facts["generation"] for facts in frozen.checkpoints} >= {1, 2}
+    assert len(list((frozen.whole / "store" / "pool").glob("*.pack"))) == 1
+
+
+def _rows(path: Path) -> list[Any]:
+    manifest = decode_manifest(path.read_bytes(), path.name)
+    return list(manifest.rows(range(len(manifest))))
+
+
+@pytest.mark.parametrize("frozen", WHOLE, ids=str)
+def test_the_registry_is_append_only(frozen: Frozen) -> None:
+    """Every number, name and limit that a version had still means the same; only a reserved number may come alive."""
+    old = json.loads((frozen.whole / "registry.json").read_text("ascii"))
+    new = json.loads((FORMAT_SPEC / "registry.json").read_text("ascii"))
+    assert set(old) <= set(new)
+    for table in ("digests", "frame_kinds", "codecs"):
+        for number, entry in old[table].items():
+            now = new[table][number]
+            assert {**now, "status": entry["status"]} == entry
+            assert entry["status"] in (now["status"], "reserved")
+    for table in ("magics", "dtypes", "pack_states", "limits", "reader_features", "writer_features"):
+        assert old[table].items() <= new[table].items()
+    assert new["roles"][: len(old["roles"])] == old["roles"]
+    assert new["format"]["min_read"] <= old["format"]["write"] <= new["format"]["max_read"]
+
+
+def test_frozen_stores_hold_no_lmdb() -> None:
+    """The catalog's binary form depends on the machine: it is frozen as JSON."""
+    names = {path.name for path in STORES.rglob("*")}
+    assert not names & {"data.mdb", "lock.mdb", layout.CATALOG}

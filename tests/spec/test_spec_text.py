@@ -1,0 +1,386 @@
+"""SPEC.md, registry.json, the vectors and the code say the same: no table of the text drifts from what is written."""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from asymcheck import errors
+from asymcheck.format import catalog, frame, layout, pack, registry, tree
+from asymcheck.format.digest import digest, sum8
+from asymcheck.format.manifest import SCHEMA
+from asymcheck.format.record import encode_record
+from asymcheck.tiers.nvme import catalog as lmdb_catalog
+from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
+from tests.spec import spec_text
+from tests.spec.corpus import FORMAT_SPEC, VECTORS, Vector, vectors
+from tests.spec.spec_text import HexExample, code, hex_text, sections, table, tables
+
+REPOSITORY = FORMAT_SPEC.parent
+REGISTRY: dict[str, Any] = json.loads((FORMAT_SPEC / "registry.json").read_text("ascii"))
+
+TABLES = {
+    *("name_grammar", "record_block", "descriptor_record", "head_record", "frame_header", "pack_header"),
+    *("pack_index_header", "pack_index_entry", "manifest_columns", "manifest_header", "tree_nodes"),
+    *("catalog_databases", "catalog_partition", "catalog_pack", "invariants", "error_kinds"),
+    *("registry_magics", "registry_digests", "registry_frame_kinds", "registry_codecs", "registry_pack_states"),
+    *("registry_dtypes", "registry_roles", "registry_limits"),
+}
+
+LETTERS = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+SIZES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
+
+STRUCTS = {
+    "frame_header": frame.DESCRIPTOR.format + frame.PLACEMENT.format.removeprefix("<"),
+    "pack_header": pack.PACK_HEADER.format,
+    "pack_index_header": pack.INDEX_HEADER.format,
+    "catalog_partition": catalog.PARTITION.format,
+    "catalog_pack": catalog.PACK.format,
+}
+
+
+def test_every_table_is_known() -> None:
+    """The tagged tables are exactly those that are compared here: a new table needs a new comparison."""
+    assert set(tables()) == TABLES
+    assert spec_text.text().count("<!-- table:") == len(TABLES)
+
+
+def fields(name: str) -> list[tuple[int, int, str, str]]:
+    """The rows of a binary table: offset, size, type, field."""
+    return [(int(row["offset"]), int(row["size"]), row["type"], row["field"]) for row in table(name)]
+
+
+@pytest.mark.parametrize("name", [*STRUCTS, "pack_index_entry"])
+def test_offsets_and_sizes_add_up(name: str) -> None:
+    """Each field begins where the one before it ends, and integers have the size of their type."""
+    end = 0
+    for offset, size, kind, field in fields(name):
+        assert offset == end, field
+        assert kind == "bytes" or SIZES[kind] == size, field
+        end += size
+    assert len({field for *_, field in fields(name)}) == len(fields(name))
+
+
+@pytest.mark.parametrize(("name", "form"), STRUCTS.items(), ids=STRUCTS)
+def test_the_tables_are_the_structs(name: str, form: str) -> None:
+    """The struct formats of the code have the sizes and integer types of the tables, in their order, little-endian."""
+    assert form.startswith("<")
+    letters = re.findall(r"(\d*)([a-zA-Z])", form)
+    assert [struct.calcsize(f"<{count}{letter}") for count, letter in letters] == [
+        size for _, size, _, _ in fields(name)
+    ]
+    for (_, letter), (_, _, kind, field) in zip(letters, fields(name), strict=True):
+        # Four reserved bytes may be unpacked as one integer, which is zero all the same.
+        assert letter == LETTERS.get(kind, "s") or field.startswith("reserved"), field
+
+
+def test_the_table_of_the_entry_is_the_dtype() -> None:
+    """The numpy dtype of index entries has the names, offsets and types of the table."""
+    dtype = pack.ENTRY_DTYPE
+    assert dtype.fields is not None
+    found = [(dtype.fields[name][1], dtype.fields[name][0].itemsize, name) for name in dtype.names or ()]
+    assert found == [(offset, size, field) for offset, size, _, field in fields("pack_index_entry")]
+    kinds = {
+        name: "bytes" if dtype.fields[name][0].kind == "V" else f"u{8 * dtype.fields[name][0].itemsize}"
+        for name in dtype.names or ()
+    }
+    assert kinds == {field: kind for _, _, kind, field in fields("pack_index_entry")}
+
+
+def parse(name: str, data: bytes) -> dict[str, object]:
+    """Read a binary structure with nothing but its table of SPEC.md."""
+    found: dict[str, object] = {}
+    for offset, size, kind, field in fields(name):
+        raw = data[offset : offset + size]
+        found[field] = raw if kind == "bytes" else int.from_bytes(raw, "little")
+    return found
+
+
+def plain(value: object) -> object:
+    """A field as the vectors write it: bytes in hexadecimal, text as it is."""
+    if not isinstance(value, bytes):
+        return value
+    text = value.rstrip(b"\0")
+    return text.decode() if text.startswith((b"ASYM", b"asymcheck")) else value.hex()
+
+
+def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
+    """Every binary structure in the vectors: its table, its bytes, and the fields that the JSON says it has."""
+    for vector in vectors("frame"):
+        yield "frame_header", vector.data, vector.facts["value"]
+    for vector in vectors("pack"):
+        data, value = vector.data, vector.facts["value"]
+        header = value["header"]
+        yield "pack_header", data, header
+        start = header["index_offset"]
+        index = {"magic": "ASYMINDX", "format": 1, "entry_size": 64, "entry_count": len(value["entries"])}
+        yield "pack_index_header", data[start:], {**index, "pack_id": header["pack_id"]}
+        for number, entry in enumerate(value["entries"]):
+            yield "pack_index_entry", data[start + 64 + 64 * number :], entry
+            yield "frame_header", data[entry["offset"] :], entry
+    for vector in vectors("catalog"):
+        name = {"partitions": "catalog_partition", "packs": "catalog_pack"}.get(vector.facts["database"])
+        if name and vector.facts["value"]:
+            yield name, vector.data, vector.facts["value"]
+
+
+def test_the_tables_read_the_vectors() -> None:
+    """A reader that knows only the tables finds in every vector the fields that the JSON names, and zero in between."""
+    seen = set()
+    for name, data, value in _structures():
+        found = {field: plain(item) for field, item in parse(name, data).items()}
+        named = value.keys() & found.keys()
+        assert {field: found[field] for field in named} == {field: value[field] for field in named}
+        assert len(named) >= 2
+        for field, item in parse(name, data).items():
+            assert not field.startswith("reserved") or item == bytes(len(item)), field  # type: ignore[arg-type]  # bytes
+        seen.add(name)
+    assert seen == {*STRUCTS, "pack_index_entry"}
+
+
+def test_the_sums_cover_what_the_tables_say() -> None:
+    """Each field that the tables call the sum8 of some bytes is that, in every vector."""
+    checked = set()
+    for name, data, _ in _structures():
+        for row in table(name):
+            covered = re.fullmatch(r"sum8 of bytes (\d+)–(\d+)", row["meaning"])
+            if covered:
+                value = parse(name, data)[row["field"]]
+                assert value == sum8(data[int(covered[1]) : int(covered[2]) + 1]), row["field"]
+                checked.add((name, row["field"]))
+    assert len(checked) == 4
+    assert ("frame_header", "placement_sum") in checked
+
+
+def test_registry_tables_are_the_registry() -> None:
+    """§15 and registry.json have the same numbers, names and states."""
+    assert {row["structure"]: code(row["magic"]) for row in table("registry_magics")} == REGISTRY["magics"]
+    for name in ("frame_kinds", "codecs"):
+        rows = {row["number"]: {"name": row["name"], "status": row["status"]} for row in table(f"registry_{name}")}
+        assert rows == REGISTRY[name]
+    digests = {
+        row["number"]: {"name": row["name"], "bytes": int(row["bytes"]), "status": row["status"]}
+        for row in table("registry_digests")
+    }
+    assert digests == REGISTRY["digests"]
+    assert {row["number"]: row["name"] for row in table("registry_pack_states")} == REGISTRY["pack_states"]
+    assert [(row["dtype"], int(row["bytes"])) for row in table("registry_dtypes")] == list(REGISTRY["dtypes"].items())
+    assert [row["role"] for row in table("registry_roles")] == REGISTRY["roles"]
+    assert {row["limit"]: int(row["value"]) for row in table("registry_limits")} == REGISTRY["limits"]
+
+
+def test_the_registry_is_the_code() -> None:
+    """registry.json and asymcheck/format/registry.py have the same numbers, and the same ones are supported."""
+    versions = {
+        "min_read": registry.FORMAT_MIN_READ,
+        "max_read": registry.FORMAT_MAX_READ,
+        "write": registry.FORMAT_WRITE,
+    }
+    assert versions == REGISTRY["format"]
+    magics = {"frame": registry.FRAME_MAGIC, "pack": registry.PACK_MAGIC, "pack_index": registry.PACK_INDEX_MAGIC}
+    assert {name: magic.decode() for name, magic in magics.items()} == REGISTRY["magics"]
+    for name, names, supported in (
+        ("digests", registry.DIGESTS, registry.SUPPORTED_DIGESTS),
+        ("frame_kinds", registry.FRAME_KINDS, registry.SUPPORTED_KINDS),
+        ("codecs", registry.CODECS, registry.SUPPORTED_CODECS),
+    ):
+        assert {str(number): word for number, word in names.items()} == {
+            number: entry["name"] for number, entry in REGISTRY[name].items()
+        }
+        assert {str(number) for number in supported} == {
+            number for number, entry in REGISTRY[name].items() if entry["status"] != "reserved"
+        }
+    assert {entry["bytes"] for entry in REGISTRY["digests"].values()} == {registry.DIGEST_BYTES}
+    assert {str(number): name for number, name in registry.PACK_STATES.items()} == REGISTRY["pack_states"]
+    assert {name: getattr(registry, name.upper()) for name in REGISTRY["limits"]} == REGISTRY["limits"]
+    assert REGISTRY["dtypes"] == registry.DTYPE_BYTES
+    assert list(registry.ROLES) == REGISTRY["roles"]
+    assert set(REGISTRY["reader_features"]) == registry.READER_FEATURES
+    assert set(REGISTRY["writer_features"]) == registry.WRITER_FEATURES
+
+
+def test_the_format_version_is_stated() -> None:
+    """§0 names the version that the code writes."""
+    assert f"Format version: **{registry.FORMAT_WRITE}**." in spec_text.text()
+
+
+def test_the_columns_are_the_schema() -> None:
+    """The table of manifest columns is the Arrow schema: names, order, types, and which may be null."""
+    rows = [(code(row["column"]), row["Arrow type"], row["nullable"] == "yes") for row in table("manifest_columns")]
+    found = [(field.name, str(field.type).replace("string", "utf8"), field.nullable) for field in SCHEMA]
+    assert rows == found
+    assert {row["nullable"] for row in table("manifest_columns")} == {"yes", "no"}
+
+
+def _types(value: object) -> set[str]:
+    """The words of the tables for the type of a JSON value."""
+    match value:
+        case None:
+            return {"object or null"}
+        case int():
+            return {"integer", "node"}
+        case str():
+            return {"string", "node"}
+        case list():
+            return {"list of strings", "node"}
+    return {"object", "object or null"}
+
+
+@pytest.mark.parametrize(
+    ("name", "vector"),
+    [
+        ("descriptor_record", Vector("record", "descriptor")),
+        ("head_record", Vector("record", "head")),
+        ("head_record", Vector("record", "head-from-nothing")),
+        ("manifest_header", Vector("manifest", "extents")),
+    ],
+    ids=str,
+)
+def test_the_keys_are_those_that_are_written(name: str, vector: Vector) -> None:
+    """The tables of JSON objects name exactly the keys that are written, with their types."""
+    value = vector.facts["value"]
+    if name == "manifest_header":
+        with pa.ipc.open_file(pa.py_buffer(vector.data)) as reader:
+            value = json.loads(reader.schema.metadata[b"asymcheck"])
+    rows = {code(row["key"]): row["type"] for row in table(name)}
+    assert set(rows) == set(value)
+    for key, kind in rows.items():
+        assert kind in _types(value[key]), key
+
+
+def test_a_record_is_what_the_table_says() -> None:
+    """A block built step by step from the table of §6 is what the code writes, twice."""
+    assert [int(row["order"]) for row in table("record_block")] == list(range(1, 7))
+    value = {"kind": "store", "format": 1, "b": ["\u00e4"]}
+    text = b'{"b":["\\u00e4"],"format":1,"kind":"store"}'
+    block = text + b"\n" + digest(text).hex().encode() + b"\n"
+    block += b" " * (4095 - len(block)) + b"\n"
+    assert encode_record(value) == block * 2
+
+
+def test_the_nodes_are_those_of_the_decoder() -> None:
+    """The table of nodes has exactly the tags that the decoder knows, and their count of arguments."""
+    nodes = [row["node"] for row in table("tree_nodes")]
+    tags = {match[1] for node in nodes if (match := re.match(r'`\["(\w)"', node))}
+    decoder = tree._Decoder(0, bytearray(), None, "")  # type: ignore[arg-type]  # only its table is looked at
+    assert tags == set(decoder.kinds)
+    assert [node for node in nodes if not node.startswith("`[")] == [
+        "`null`, `true`, `false`",
+        "a string",
+        "an integer n, with absolute value < 2^53",
+    ]
+    in_vectors = {vector.data[2:3].decode() for vector in vectors("tree") if vector.data.startswith(b'["')}
+    assert tags <= in_vectors
+
+
+def test_catalog_databases_are_those_of_the_code() -> None:
+    """The catalog has exactly the databases of the table, and a vector shows an entry of each."""
+    names = [code(row["database"]) for row in table("catalog_databases")]
+    assert names == list(lmdb_catalog._DATABASES)
+    assert {vector.facts["database"] for vector in vectors("catalog")} == set(names)
+
+
+def test_names_follow_the_grammar() -> None:
+    """Names made of the parts of §4 are parsed by the code; with a digit more or less in any part they are foreign."""
+    grammar = {row["part"]: row["grammar"] for row in table("name_grammar")}
+    assert grammar["run"].startswith(f"`{layout._RUN.pattern.removesuffix(chr(92) + 'Z').split(')')[-1]}`")
+    run = code(next(row["example"] for row in table("name_grammar") if row["part"] == "run"))
+    assert layout.is_run(run)
+    digits = {part: int(rule.split()[0]) for part, rule in grammar.items() if part != "run"}
+    assert digits == {"generation": 8, "step": 12, "save id, pack id, digest": 32, "rank": 5, "world size": 5}
+    for change in (-1, 0, 1):
+        for part, count in digits.items():
+            size = {**digits, part: count + change}
+            generation, step = "1".rjust(size["generation"], "0"), "0" * size["step"]
+            rank, world = "0" * size["rank"], "1".rjust(size["world size"], "0")
+            name = "a" * size["save id, pack id, digest"]
+            parsed = {
+                ("generation",): layout.parse_head_name(f"{generation}.head"),
+                ("save id, pack id, digest",): layout.parse_pack_name(f"{name}.pack"),
+                ("generation", "step", "save id, pack id, digest"): layout.parse_checkpoint_name(
+                    f"{generation}-{step}-{name}"
+                ),
+                ("rank", "world size", "save id, pack id, digest"): layout.parse_manifest_name(
+                    f"{rank}-of-{world}-{name}.manifest"
+                ),
+            }
+            for parts, value in parsed.items():
+                assert (value is None) == (change != 0 and part in parts), (part, change, parts)
+
+
+def test_the_layout_is_that_of_the_code() -> None:
+    """The picture in §4 shows the names that the code makes."""
+    picture = spec_text.text().split("## 4. Layout and names")[1].split("```")[1]
+    shown = [line.strip().split("  ")[0] for line in picture.splitlines() if line.startswith("  ")]
+    assert {path.split("/")[0] for path in shown} == layout.TOP_LEVEL
+    ref = CheckpointRef(1, 2, SaveId(bytes(16)))
+    words = {"run": "r", "generation": "00000001", "step": f"{2:012d}", "save id": "0" * 32, "pack id": "0" * 32}
+    words |= {"rank": "00000", "world size": "00001", "digest": "0" * 32}
+    made = {re.sub("<([a-z ]+)>", lambda match: words[match[1]], path) for path in shown if "<" in path or "." in path}
+    assert made == {
+        layout.DESCRIPTOR_NAME,
+        f"heads/r/{layout.head_name(1)}",
+        f"manifests/r/{layout.checkpoint_name(ref)}/{layout.ManifestName(0, 1, Digest(bytes(16)))}",
+        f"packs/{layout.pack_name(PackId(bytes(16)))}",
+        f"packs/{layout.pack_temporary_name(PackId(bytes(16)))}",
+        f"pool/{layout.pack_name(PackId(bytes(16)))}",
+    } | {path for path in shown if path.startswith("catalog")} - {"catalog/"}
+
+
+def test_error_kinds_are_those_of_the_code() -> None:
+    """The table of refusals has exactly the kinds of the format errors, and of vectors."""
+    kinds = {code(row["kind"]) for row in table("error_kinds")}
+    below = errors.FormatError.__subclasses__()
+    leaves = {leaf.kind for error in below for leaf in (error.__subclasses__() or [error])}
+    assert kinds == leaves
+    assert kinds == {vector.facts["error_kind"] for vector in vectors("invalid")}
+
+
+INVARIANTS = [row["number"] for row in table("invariants")]
+
+
+def test_invariants_are_numbered() -> None:
+    """Invariants are numbered without gaps, and each says what is lost with it."""
+    assert [f"I{number}" for number in range(1, len(INVARIANTS) + 1)] == INVARIANTS
+    assert {row["level"] for row in table("invariants")} == {"must", "should"}
+    assert all(row["what is lost if it is broken"] for row in table("invariants"))
+
+
+@pytest.mark.parametrize("number", INVARIANTS)
+def test_each_invariant_is_checked_and_tested(number: str) -> None:
+    """The checker names each invariant where it checks it, and a test breaks it on purpose."""
+    cited = re.compile(rf"\b{number}\b")
+    assert cited.search((REPOSITORY / "asymcheck" / "verify" / "checker.py").read_text("utf-8"))
+    here = Path(__file__)
+    tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != here]
+    assert [path.name for path in tests if cited.search(path.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("example", spec_text.hex_examples(), ids=str)
+def test_worked_examples_are_slices_of_vectors(example: HexExample) -> None:
+    """A worked example in the text is what lies in the vector."""
+    data = (FORMAT_SPEC / example.vector).read_bytes()
+    assert example.text == hex_text(data, example.start, example.end)
+
+
+def test_there_are_worked_examples() -> None:
+    """The text shows a record, a frame header, a pack header and an index entry byte by byte."""
+    found = [(example.vector.split("/")[2], example.start) for example in spec_text.hex_examples()]
+    assert found == [("record", 0), ("frame", 0), ("pack", 0), ("pack", 8192)]
+    assert spec_text.text().count("<!-- hex:") == len(found)
+    assert all((VECTORS.parents[1] / example.vector).exists() for example in spec_text.hex_examples())
+
+
+def test_the_text_refers_to_sections_that_exist() -> None:
+    """Every § in the text, in the code and in the tests is a section of SPEC.md."""
+    own = re.findall(r"§(\d+(?:\.\d+)?)", spec_text.text())
+    assert len(own) > 20
+    sources = [*(REPOSITORY / "asymcheck").rglob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
+    named = re.findall(r"SPEC\.md §(\d+(?:\.\d+)?)", "\n".join(path.read_text("utf-8") for path in sources))
+    assert len(named) > 20
+    assert {*own, *named} <= sections()

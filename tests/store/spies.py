@@ -1,0 +1,59 @@
+"""Counting what is read and written, below the store."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from asymcheck.tiers.nvme import PackFile, Slot
+from asymcheck.tiers.nvme.files import Files
+
+
+class FramesRead:
+    """The frames that were read: the plain length of each."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.lengths)
+
+    @property
+    def total_bytes(self) -> int:
+        """Plain bytes of all of them."""
+        return sum(self.lengths)
+
+
+@contextlib.contextmanager
+def frames_read() -> Iterator[FramesRead]:
+    """Note every frame that is read inside the `with` block."""
+    seen = FramesRead()
+    real = PackFile.read_frame
+
+    def read_frame(self: PackFile, sequence: int, slot: Slot) -> memoryview:
+        seen.lengths.append(int(self.entries[sequence]["plain_length"]))
+        return real(self, sequence, slot)
+
+    with mock.patch.object(PackFile, "read_frame", read_frame):
+        yield seen
+
+
+class CountingFiles(Files):
+    """Counts the bytes that go through the door to the operating system."""
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Count and read."""
+        count = super().pread(descriptor, buffer, offset, path)
+        self.read_bytes += count
+        return count
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Count and write."""
+        super().pwrite(descriptor, data, offset, path)
+        self.written_bytes += len(data)

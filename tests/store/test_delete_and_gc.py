@@ -1,0 +1,203 @@
+"""Deleting and collecting: what nothing names any more gives its room to later saves, and nothing else is touched."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Collected, Store, StoreConfig
+from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from tests.store.equality import assert_same, directory_content
+
+MIB = 1 << 20
+
+
+def _state(seed: int, mebibytes: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randint(256, (mebibytes * MIB,), dtype=torch.uint8, generator=generator)}
+
+
+def _inodes(folder: Path) -> dict[int, int]:
+    return {path.stat().st_ino: path.stat().st_size for path in folder.iterdir()}
+
+
+def _durable_content(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All but LMDB's table of readers, which every look into the catalog changes."""
+    return {name: found for name, found in directory_content(root).items() if name != "catalog/lock.mdb"}
+
+
+def test_a_deleted_checkpoint_is_gone_and_the_others_stay(store: Store) -> None:
+    """It is returned, listed no more, cannot be loaded, and the next older one is the newest."""
+    for step in (1, 2, 3):
+        store.save(_state(step), step=step, metrics={"loss": step / 2})
+    deleted = store.delete(3)
+    assert [(c.step, c.metrics, c.complete, c.state_bytes) for c in deleted] == [(3, {"loss": 1.5}, True, 4 * MIB)]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
+    with pytest.raises(CheckpointNotFoundError, match="steps 1, 2"):
+        store.load(3)
+    assert_same(store.load(), _state(2))
+
+
+def test_deleting_what_is_not_there_is_an_error_and_changes_nothing(store: Store) -> None:
+    """Another step, another run, another generation."""
+    store.save(_state(1), step=1)
+    before = directory_content(store.path / "manifests")
+    for step, options in [(2, {}), (1, {"run": "other"}), (1, {"generation": 2})]:
+        with pytest.raises(CheckpointNotFoundError):
+            store.delete(step, **options)  # type: ignore[arg-type]  # options differ in type
+    assert directory_content(store.path / "manifests") == before
+
+
+def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
+    """Without a generation all attempts at the step go."""
+    for seed in (1, 2):
+        store.save(_state(seed), step=5)
+        store.begin_generation(None)
+    store.save(_state(3), step=5)
+    assert [checkpoint.generation for checkpoint in store.delete(5, generation=2)] == [2]
+    assert [checkpoint.generation for checkpoint in store.checkpoints()] == [1, 3]
+    assert [checkpoint.generation for checkpoint in store.delete(5)] == [1, 3]
+    assert store.checkpoints() == []
+
+
+def test_collecting_frees_what_nothing_names(store: Store) -> None:
+    """Packs of a deleted checkpoint move into the pool; the checkpoints that are left can be loaded."""
+    for step in (1, 2, 3):
+        store.save(_state(step), step=step)
+    files = _inodes(store.path / "packs")
+    store.delete(2)
+    collected = store.gc()
+    freed = _inodes(store.path / "pool")
+    assert len(freed) == 1
+    assert freed.items() <= files.items()
+    assert collected == Collected(freed_packs=1, freed_bytes=sum(freed.values()), pooled_packs=1, kept_packs=2)
+    assert_same(store.load(1), _state(1))
+    assert_same(store.load(3), _state(3))
+    assert store.verify() == []
+
+
+def test_a_dry_run_says_what_the_real_run_does(store_path: Path) -> None:
+    """In every number, also where the pool has room for some of the packs only; and it changes nothing."""
+    with Store.open(store_path, config=StoreConfig(pool_bytes=9 * MIB)) as store:
+        for step in range(6):
+            store.save(_state(step), step=step)
+        (store_path / "packs" / f"{'ab' * 16}.tmp").write_bytes(b"left by a crash")
+        for step in range(4):
+            store.delete(step)
+        before = _durable_content(store_path)
+        expected = store.gc(dry_run=True)
+        assert _durable_content(store_path) == before
+        assert store.gc() == expected
+        assert (expected.freed_packs, expected.pooled_packs, expected.kept_packs) == (4, 2, 2)
+        assert expected.removed_temporaries == 1
+        nothing = Collected(kept_packs=2)
+        assert store.gc(dry_run=True) == store.gc() == nothing
+
+
+def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:
+    """A pack that a reader holds open is counted as busy by both, and is freed once the reader is gone."""
+    store.save(_state(1), step=1)
+    store.delete(1)
+    (pack,) = store._tier.pack_ids()
+    reader = store._tier.open_pack(pack)
+    try:
+        expected = store.gc(dry_run=True)
+        assert store.gc() == expected == Collected(busy_packs=1)
+    finally:
+        reader.close()
+    assert store.gc().freed_packs == 1
+
+
+def test_a_freed_file_is_overwritten_by_the_next_save(store: Store) -> None:
+    """Recycled, not written anew: the same inode under a new name."""
+    store.save(_state(1), step=1)
+    (inode,) = _inodes(store.path / "packs")
+    (name,) = [path.name for path in (store.path / "packs").iterdir()]
+    store.delete(1)
+    store.gc()
+    store.save(_state(2), step=2)
+    assert list(_inodes(store.path / "packs")) == [inode]
+    assert [path.name for path in (store.path / "packs").iterdir()] != [name]
+    assert list((store.path / "pool").iterdir()) == []
+    assert_same(store.load(), _state(2))
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(("old", "new"), [(16, 2), (16, 15), (2, 16), (5, 5)])
+def test_a_recycled_file_may_have_any_size(store: Store, old: int, new: int) -> None:
+    """What is left of its earlier life behind the end is ignored; one that is mostly tail is cut."""
+    store.save(_state(1, old), step=1)
+    store.delete(1)
+    store.gc()
+    store.save(_state(2, new), step=2)
+    (size,) = _inodes(store.path / "packs").values()
+    assert size <= 2 * (new * MIB + 16 * 4096)
+    assert_same(store.load(), _state(2, new))
+    assert store.verify() == []
+
+
+def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Store) -> None:
+    """Keeping two: the files of the third are used again and again, and no new one is made."""
+    inodes: set[int] = set()
+    for step in range(12):
+        store.save(_state(step), step=step)
+        inodes |= set(_inodes(store.path / "packs"))
+        if step >= 2:
+            store.delete(step - 2)
+            store.gc()
+        assert_same(store.load(), _state(step))
+    assert len(inodes) == 3
+    assert store.verify() == []
+
+
+def test_a_small_pool_unlinks_what_it_cannot_keep(store_path: Path) -> None:
+    """Without room in the pool the disk gets its room back at once."""
+    with Store.open(store_path, config=StoreConfig(pool_bytes=0)) as store:
+        store.save(_state(1), step=1)
+        store.delete(1)
+        collected = store.gc()
+    assert (collected.freed_packs, collected.pooled_packs) == (1, 0)
+    assert list((store_path / "pool").iterdir()) == list((store_path / "packs").iterdir()) == []
+
+
+def test_a_pack_stays_as_long_as_one_partition_of_it_is_needed(store: Store) -> None:
+    """Deduplicated bytes keep the pack in which they were first written."""
+    shared = _state(1)["x"]
+    store.save({"shared": shared, "own": _state(2)["x"]}, step=1)
+    store.save({"shared": shared, "own": _state(3)["x"]}, step=2)
+    store.delete(1)
+    assert store.gc() == Collected(kept_packs=2)
+    assert_same(store.load(), {"shared": shared, "own": _state(3)["x"]})
+    store.delete(2)
+    assert store.gc().freed_packs == 2
+
+
+def test_a_collected_partition_is_written_again_when_it_is_needed(store: Store) -> None:
+    """The catalog forgets what was freed: the same state costs its bytes once more."""
+    for step in range(3):
+        assert store.save(_state(1), step=step).written_bytes == 4 * MIB
+        store.delete(step)
+        store.gc()
+        assert store.checkpoints() == []
+
+
+def test_collecting_an_empty_store_is_nothing(store: Store) -> None:
+    """No checkpoint, no pack: all zeros."""
+    assert store.gc() == store.gc(dry_run=True) == Collected()
+
+
+def test_a_damaged_manifest_stops_the_collection(store: Store) -> None:
+    """What it needs is unknown, so nothing is freed until that checkpoint is deleted."""
+    for step in (1, 2):
+        store.save(_state(step), step=step)
+    store.delete(1)
+    (manifest,) = (store.path / "manifests").rglob("*.manifest")
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    for dry_run in (True, False):
+        with pytest.raises(InconsistentCheckpointError, match="delete that checkpoint"):
+            store.gc(dry_run=dry_run)
+    assert len(_inodes(store.path / "packs")) == 2
+    store.delete(2)
+    assert store.gc().freed_packs == 2

@@ -1,0 +1,221 @@
+"""Filling a given state in place: the same objects and the same memory, with the stored values."""
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Store
+from tests.store.equality import assert_same, tensor_bytes
+
+
+def _filled(store: Store, stored: torch.Tensor, target: torch.Tensor) -> None:
+    """Save one tensor, fill another of the same shape from it, and check the values."""
+    store.save({"x": stored}, step=1)
+    address, strides = target.data_ptr(), target.stride()
+    into = {"x": target}
+    assert store.load(into=into) is into
+    assert into["x"] is target
+    assert (target.data_ptr(), target.stride()) == (address, strides)
+    assert tensor_bytes(target) == tensor_bytes(stored)
+
+
+SHAPE = (2, 6, 50, 40)
+TARGETS = {
+    "contiguous": torch.empty(SHAPE),
+    "channels last": torch.empty(SHAPE).to(memory_format=torch.channels_last),
+    "transposed": torch.empty(SHAPE[::-1]).permute(3, 2, 1, 0),
+    "strided": torch.empty(2, 6, 100, 120)[:, :, ::2, ::3],
+    "window": torch.empty(4, 8, 60, 60)[1:3, 2:, 5:55, 10:50],
+    "contiguous part": torch.empty(5, 6, 50, 40)[2:4],
+    "negative": torch.empty(SHAPE, dtype=torch.complex64).conj().imag,
+    "parameter": torch.nn.Parameter(torch.empty(SHAPE)),
+    "in use by autograd": torch.empty(SHAPE, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tensors_of_any_layout_are_filled_where_they_are(store: Store, name: str) -> None:
+    """Memory and strides stay; a strided one is filled as a whole."""
+    values = torch.randn(SHAPE)
+    values[0, 0, 0, :2] = torch.tensor([-0.0, float("nan")])
+    _filled(store, values, TARGETS[name])
+
+
+def test_only_the_elements_of_a_view_are_written(store: Store) -> None:
+    """What lies between the elements of a strided target is somebody else's."""
+    base = torch.zeros(1000, 6)
+    store.save({"x": torch.ones(1000, 2)}, step=1)
+    store.load(into={"x": base[:, 1:4:2]})
+    assert base.sum(0).tolist() == [0, 1000, 0, 1000, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e5m2])
+def test_strided_targets_of_other_dtypes(store: Store, dtype: torch.dtype) -> None:
+    """Bits, not numbers, are what a strided target gets."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    high = 2 if dtype == torch.bool else 256
+    stored = torch.randint(high, (3000 * size,), dtype=torch.uint8).view(dtype).reshape(60, 50)
+    _filled(store, stored, torch.empty(50, 60, dtype=dtype).t())
+
+
+def test_a_conjugate_target_means_the_stored_numbers(store: Store) -> None:
+    """Its memory holds their conjugates afterwards."""
+    numbers = torch.randn(3000, dtype=torch.complex128)
+    _filled(store, numbers, torch.empty(3000, dtype=torch.complex128).conj())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (1, 1)], ids=str)
+def test_the_smallest_targets(store: Store, shape: tuple[int, ...]) -> None:
+    """Numbers and empty tensors."""
+    _filled(store, torch.ones(shape), torch.zeros(shape))
+
+
+def _objects(state: dict[str, Any]) -> list[object]:
+    """The containers and tensors of the state below."""
+    return [state["model"], state["model"]["w"], state["history"], *state["history"], state["pair"][0]]
+
+
+def test_nested_states_keep_their_objects(store: Store) -> None:
+    """Containers and tensors stay the same objects; plain values are replaced; what is not named stays."""
+    stored = {
+        "model": OrderedDict(w=torch.randn(4000), b=torch.randn(3)),
+        "history": [torch.randn(3000), {"best": 0.5}],
+        "pair": (torch.randn(2000), "text"),
+        "epoch": 7,
+        "seed": 1,
+    }
+    store.save(stored, step=1)
+    into: dict[str, Any] = {
+        "epoch": 0,
+        "model": OrderedDict(w=torch.zeros(4000)),
+        "history": [torch.zeros(3000), {"best": 0.0}],
+        "pair": (torch.zeros(2000), None),
+    }
+    objects = _objects(into)
+    assert store.load(into=into) is into
+    assert all(one is other for one, other in zip(objects, _objects(into), strict=True))
+    assert list(into) == ["epoch", "model", "history", "pair"]
+    assert_same(into["model"], OrderedDict(w=stored["model"]["w"]))  # type: ignore[index]  # a mapping, as written above
+    assert_same([into["history"], into["pair"], into["epoch"]], [stored["history"], stored["pair"], 7])
+
+
+def test_a_missing_value_is_created(store: Store) -> None:
+    """None, or another plain value, in the place of a tensor or a container is replaced by what is stored."""
+    store.save({"t": torch.arange(3000), "c": {"x": [torch.ones(2), 1]}, "n": np.arange(3)}, step=1)
+    into: dict[str, object] = {"t": None, "c": None, "n": 0}
+    store.load(into=into)
+    assert_same(into, {"t": torch.arange(3000), "c": {"x": [torch.ones(2), 1]}, "n": np.arange(3)})
+
+
+def test_a_whole_state_can_be_a_tensor_a_list_or_a_tuple(store: Store) -> None:
+    """A tuple cannot be filled itself, but the tensors in it are, and an equal tuple is returned."""
+    stored = torch.randn(3000)
+    target = torch.zeros(3000)
+    store.save(stored, step=1)
+    assert store.load(into=target) is target
+    store.save([stored, 1], step=2)
+    into: list[object] = [target.zero_(), 0]
+    assert store.load(into=into) is into
+    assert into[1] == 1
+    store.save((stored, 1), step=3)
+    filled = store.load(into=(target.zero_(), 0))
+    assert filled == (target, 1)
+    assert torch.equal(target, stored)
+
+
+ARRAYS = {
+    "C order": np.empty((30, 50)),
+    "Fortran order": np.empty((30, 50), order="F"),
+    "strided": np.empty((60, 150))[::2, ::3],
+    "0-d": np.empty(()),
+    "empty": np.empty((0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_are_filled_where_they_are(store: Store, name: str) -> None:
+    """The same array object with the stored values, in its own order."""
+    target = ARRAYS[name]
+    stored = np.random.default_rng(1).random(target.shape)
+    store.save({"x": stored}, step=1)
+    into = {"x": target}
+    store.load(into=into)
+    assert into["x"] is target
+    assert np.array_equal(target, stored)
+
+
+def test_an_array_can_be_filled_from_a_tensor_and_a_tensor_from_an_array(store: Store) -> None:
+    """Bytes are bytes; what the caller gives decides what it is."""
+    values = torch.arange(3000, dtype=torch.int32)
+    store.save({"tensor": values, "array": values.numpy()}, step=1)
+    array, tensor = np.zeros(3000, dtype=np.int32), torch.zeros(3000, dtype=torch.int32)
+    store.load(into={"tensor": array, "array": tensor})
+    assert np.array_equal(array, values.numpy())
+    assert torch.equal(tensor, values)
+
+
+def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -> None:
+    """It has no state yet, so its moments are made by the load: once, and not copied again."""
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, 100)).sum().backward()
+    optimizer.step()
+    store.save({"optimizer": optimizer}, step=1)
+    fresh = torch.optim.AdamW(model.parameters())
+    store.load(into={"optimizer": fresh})
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    moments = [state[name] for state in fresh.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len({moment.data_ptr() for moment in moments}) == len(moments) == 4
+
+
+def test_a_loaded_state_is_independent_of_the_store(store: Store) -> None:
+    """Changing it and loading again brings the stored values back."""
+    model = torch.nn.Linear(50, 50)
+    store.save({"model": model}, step=1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.mul_(0)
+        store.load(into={"model": model})
+        assert_same(dict(model.state_dict()), expected)
+
+
+def test_filling_does_not_break_a_running_graph_silently(store: Store) -> None:
+    """Parameters keep their gradients and stay leaves that require them."""
+    model = torch.nn.Linear(50, 50)
+    store.save({"model": model}, step=1)
+    model(torch.randn(2, 50)).sum().backward()
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.clone()
+    store.load(into={"model": model})
+    assert model.weight.is_leaf
+    assert model.weight.requires_grad
+    assert torch.equal(model.weight.grad, gradient)
+
+
+def test_new_tensors_are_made_on_the_device_asked_for(store: Store) -> None:
+    """Tensors that are filled in place stay where they are; others are made on `device`."""
+    store.save({"x": torch.ones(3), "large": torch.ones(5000), "array": np.ones(3)}, step=1)
+    for device in ("cpu", torch.device("cpu")):
+        loaded = store.load(device=device)
+        assert isinstance(loaded, dict)
+        assert loaded["x"].device == loaded["large"].device == torch.device("cpu")
+        assert isinstance(loaded["array"], np.ndarray)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_state_on_a_gpu_goes_there_and_back(store: Store) -> None:
+    """Saved from the GPU, loaded to either side, and filled in place on either side, strided ones too."""
+    stored = {"x": torch.randn(3_000_000, device="cuda"), "t": torch.randn(40, 50, device="cuda").t(), "n": np.ones(3)}
+    store.save(stored, step=1)
+    assert_same(store.load(device="cuda"), stored)
+    into = {"x": torch.zeros(3_000_000, device="cuda"), "t": torch.zeros(40, 50, device="cuda").t()}
+    store.load(into=into)
+    assert torch.equal(into["x"], stored["x"])  # type: ignore[arg-type]  # a tensor, as written above
+    assert torch.equal(into["t"], stored["t"])  # type: ignore[arg-type]  # as above
+    loaded = store.load()
+    assert isinstance(loaded, dict)
+    assert torch.equal(loaded["x"], into["x"].cpu())

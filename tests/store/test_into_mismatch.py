@@ -1,0 +1,191 @@
+"""A state that does not fit the checkpoint is refused before a byte of it is overwritten."""
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import PartialRestoreError, StateMismatchError
+
+BIG = 3_000_000
+
+
+def _read_only() -> np.ndarray:
+    array = np.zeros(4)
+    array.flags.writeable = False
+    return array
+
+
+MISFITS: dict[str, tuple[object, object, str]] = {
+    "shape": (torch.ones(4), torch.zeros(5), r"b: float32 \[5\] is given, but float32 \[4\] is stored"),
+    "dimensions": (torch.ones(4), torch.zeros(4, 1), r"\[4, 1\]"),
+    "dtype": (torch.ones(4), torch.zeros(4, dtype=torch.bfloat16), "bfloat16 .* is given, but float32"),
+    "dtype of an array": (np.ones(4), np.zeros(4, dtype=np.float32), "float32 .* is given, but float64"),
+    "dtype without a name": (np.ones(4), np.zeros(4, dtype=">f8"), "portable"),
+    "a number where a tensor is given": (1.0, torch.zeros(4), "a tensor is given, but float is stored"),
+    "a mapping where a tensor is given": ({"x": 1}, torch.zeros(4), "a tensor is given, but dict is stored"),
+    "a tensor where a mapping is given": (torch.ones(4), {"x": 1}, "a mapping is given"),
+    "a list where a mapping is given": ([1], {"x": 1}, "a mapping is given, but list is stored"),
+    "a key that is not stored": ({"x": 1}, {"x": 1, "y": 1}, r"b\.y: is not in the checkpoint"),
+    "a longer list": ([1, 2], [1, 2, 3], "a list of 3 is given"),
+    "a shorter list": ([1, 2], [1], "a list of 1 is given"),
+    "a tuple for a list": ([1, 2], (1, 2), "a tuple of 2 is given"),
+    "an object for a number": (3, torch.nn.Linear(2, 2), "an object with load_state_dict"),
+    "a key of another type": ({1: 2}, {"1": 2}, r"b\.1: is not in the checkpoint"),
+    "a read-only array": (np.ones(4), _read_only(), "b: .*read-only"),
+    "an array that runs backwards": (np.ones(4), np.zeros(4)[::-1], "b: .*strides"),
+    "an expanded tensor": (torch.ones(4, 3), torch.zeros(4, 1).expand(4, 3), "b: .*expanded"),
+    "a tensor without memory": (torch.ones(4), torch.zeros(4, device="meta"), "b: .*meta"),
+    "an object that cannot be filled": ({"x": 1}, object(), "b: .*object"),
+    "a mapping that cannot be filled": ({"x": 1}, UserDict(x=2), "b: .*UserDict"),
+    "a set": ([1], {1}, "b: .*set"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_nothing_is_overwritten_when_something_does_not_fit(store: Store, name: str) -> None:
+    """The error says where and why; the tensors that would fit keep their values."""
+    stored, given, message = MISFITS[name]
+    store.save({"a": torch.ones(BIG), "b": stored, "c": torch.ones(3)}, step=1)
+    into = {"c": torch.zeros(3), "a": torch.zeros(BIG), "b": given}
+    with pytest.raises(StateMismatchError, match=message):
+        store.load(into=into)
+    assert into["a"].count_nonzero() == into["c"].count_nonzero() == 0  # type: ignore[attr-defined]  # tensors, see above
+    assert into["b"] is given
+
+
+def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
+    """All at once, not one for each attempt; beyond twenty they are counted."""
+    store.save({f"t{i}": torch.ones(2) for i in range(30)}, step=1)
+    with pytest.raises(StateMismatchError, match="and 10 more") as caught:
+        store.load(into={f"t{i}": torch.zeros(3) for i in range(30)})
+    assert str(caught.value).count("is stored") == 20
+
+
+def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
+    """A state of another kind altogether."""
+    store.save({"a": 1}, step=1)
+    for into in ([1], torch.ones(2), (1,), object()):
+        with pytest.raises(StateMismatchError):
+            store.load(into=into)
+
+
+def _net(width: int, *, bias: bool = True) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, width, bias=bias))
+
+
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "another width": (lambda: _net(7), r"model\.1\.weight: float32 \[7, 1000\] is given, but float32 \[5, 1000\]"),
+    "a parameter more": (lambda: torch.nn.Sequential(*_net(5), torch.nn.Linear(2, 2)), r"model\.2\.weight: is not in"),
+    "a parameter less": (lambda: _net(5, bias=False), r"model\.1\.bias: is stored, but not in"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_does_not_fit_keeps_its_values(store: Store, name: str) -> None:
+    """`load_state_dict` would refuse it half-way; the load sees it first."""
+    store.save({"model": _net(5), "a": torch.ones(BIG)}, step=1)
+    make, message = MODULES[name]
+    model = make()
+    into = {"a": torch.zeros(BIG), "model": model}
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(StateMismatchError, match=message):
+        store.load(into=into)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert into["a"].count_nonzero() == 0  # type: ignore[operator]  # a tensor, as written above
+
+
+def test_a_module_of_another_dtype_is_filled_with_rounded_values(store: Store) -> None:
+    """`load_state_dict` converts, so a float32 checkpoint can go into a bfloat16 model."""
+    model = torch.nn.Linear(100, 100)
+    store.save({"model": model}, step=1)
+    other = torch.nn.Linear(100, 100).bfloat16()
+    store.load(into={"model": other})
+    assert torch.equal(other.weight, model.weight.bfloat16())
+
+
+def test_a_module_that_renames_old_parameters_may_do_so(store: Store) -> None:
+    """Where a hook prepares what is stored for the module, names are the hook's business."""
+
+    class Renamed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.new = torch.nn.Linear(60, 60)
+            self.register_load_state_dict_pre_hook(self._rename)
+
+        @staticmethod
+        def _rename(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+            del module, rest
+            for name in ("weight", "bias"):
+                state[f"{prefix}new.{name}"] = state.pop(f"{prefix}old.{name}")
+
+    old = torch.nn.ModuleDict({"old": torch.nn.Linear(60, 60)})
+    store.save({"model": old}, step=1)
+    model = Renamed()
+    store.load(into={"model": model})
+    assert torch.equal(model.new.weight, old["old"].weight)  # type: ignore[arg-type]  # a parameter
+
+
+def test_an_optimizer_of_other_groups_is_refused(store: Store) -> None:
+    """Another number of groups or of parameters; the model beside it keeps its values."""
+    model = torch.nn.Linear(1000, 1000)
+    store.save({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, step=1)
+    for groups in ([model.weight], [{"params": [model.weight]}, {"params": [model.bias]}]):
+        other = torch.nn.Linear(1000, 1000)
+        before = other.weight.detach().clone()
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        with pytest.raises(StateMismatchError, match=r"optimizer\.param_groups"):
+            store.load(into={"model": other, "optimizer": optimizer})
+        assert torch.equal(other.weight, before)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Picky:
+    """An object that refuses what it is given."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(2000)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return its tensor."""
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Refuse."""
+        message = "not today"
+        raise ValueError(message)
+
+
+def test_an_object_that_refuses_at_the_end_is_named_with_what_was_overwritten(store: Store) -> None:
+    """That cannot be known before; so the error lists the tensors that hold restored bytes by then."""
+    store.save({"a": torch.ones(2000), "picky": Picky()}, step=1)
+    into = {"a": torch.zeros(2000), "picky": Picky()}
+    with pytest.raises(PartialRestoreError, match=r"picky.*not today") as caught:
+        store.load(into=into)
+    assert set(caught.value.overwritten) == {"a", "picky.tensor"}
+    assert isinstance(caught.value.__cause__, PartialRestoreError | ValueError)
+
+
+def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
+    """Untied in the checkpoint, tied in the given state: filling it would leave a mixture of both."""
+    store.save({"a": torch.full((BIG,), 1.0), "b": torch.full((BIG,), 2.0)}, step=1)
+    tensor = torch.zeros(BIG)
+    for into in ({"a": tensor, "b": tensor}, {"a": tensor, "b": tensor.detach()}):
+        with pytest.raises(StateMismatchError, match=r"b: is the same memory as a"):
+            store.load(into=into)
+        assert tensor.count_nonzero() == 0
+
+
+def test_a_module_that_ties_what_the_checkpoint_does_not_takes_the_last(store: Store) -> None:
+    """As `load_state_dict` does with such a state: one of the two tensors, whole, never a mixture."""
+    untied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
+    tied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
+    tied[1].weight = tied[0].weight
+    store.save({"model": untied}, step=1)
+    store.load(into={"model": tied})
+    assert tied[0].weight is tied[1].weight
+    assert torch.equal(tied[1].weight, untied[1].weight)

@@ -1,0 +1,256 @@
+"""Which checkpoint is the newest: the line of training, its branches, and steps out of order."""
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from asymcheck import Checkpoint, Store
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+    StepOrderWarning,
+)
+
+
+def _save(store: Store, step: int, value: object = None, generation: int | None = None) -> Checkpoint:
+    return store.save({"value": f"{step}" if value is None else value}, step=step, generation=generation)
+
+
+def _value(state: object) -> object:
+    assert isinstance(state, dict)
+    return state["value"]
+
+
+def _listing(store: Store) -> list[tuple[int, int, bool]]:
+    return [(c.generation, c.step, c.on_line) for c in store.checkpoints()]
+
+
+def _checkpoint(store: Store, generation: int, step: int) -> Checkpoint:
+    (found,) = [c for c in store.checkpoints() if (c.generation, c.step) == (generation, step)]
+    return found
+
+
+def test_the_newest_is_the_highest_step(store: Store) -> None:
+    """Without a restore in between there is one line, and it is listed from the oldest on."""
+    for step in (1, 5, 10):
+        assert _save(store, step).on_line
+    assert _value(store.load()) == "10"
+    assert _listing(store) == [(1, 1, True), (1, 5, True), (1, 10, True)]
+
+
+def test_an_earlier_step_warns_and_is_not_the_newest(store: Store) -> None:
+    """The warning points at the caller, and says how to train on from an earlier step."""
+    _save(store, 10)
+    with pytest.warns(StepOrderWarning, match="restore it with a Checkpointer first") as caught:
+        store.save({"value": "late"}, step=4)
+    assert caught[0].filename == __file__
+    assert _value(store.load()) == "10"
+    assert _value(store.load(4)) == "late"
+
+
+def test_a_step_saved_twice_is_there_twice_and_the_later_counts(store: Store) -> None:
+    """Both by the step and as the newest."""
+    first, second = _save(store, 3, "first"), _save(store, 3, "second")
+    assert first.save_id < second.save_id
+    assert _value(store.load()) == _value(store.load(3)) == "second"
+    assert [c.save_id for c in store.checkpoints()] == [first.save_id, second.save_id]
+
+
+def test_going_on_from_an_older_step_abandons_what_came_after(store: Store) -> None:
+    """The newest is of the new line, however high the abandoned steps are; they can be loaded by their step."""
+    for step in range(1, 6):
+        _save(store, step)
+    assert store.begin_generation(_checkpoint(store, 1, 2)) == 2
+    assert _listing(store) == [(1, 1, True), (1, 2, True), (1, 3, False), (1, 4, False), (1, 5, False)]
+    assert _value(store.load()) == "2"
+    _save(store, 3, "again")
+    assert _value(store.load()) == "again"
+    assert _value(store.load(3)) == "again"
+    assert _value(store.load(5)) == "5"
+    restored = store.restore(5)
+    assert (restored.checkpoint.generation, restored.checkpoint.on_line) == (1, False)
+    assert store.restore(3).checkpoint.on_line
+
+
+def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
+    """Until its first save there is no newest checkpoint; then it is that one, though its step is lower."""
+    _save(store, 100)
+    store.begin_generation(None)
+    with pytest.raises(CheckpointNotFoundError, match="it has steps 100"):
+        store.load()
+    _save(store, 1, "new")
+    assert _value(store.load()) == "new"
+    assert _listing(store) == [(1, 100, False), (2, 1, True)]
+
+
+def test_the_line_is_followed_through_many_generations(store: Store) -> None:
+    """Each restore cuts a little off; what leads to the present is what was kept each time."""
+    for generation in range(1, 6):
+        base = 10 * generation
+        for step in range(base, base + 4):
+            _save(store, step)
+        store.begin_generation(_checkpoint(store, generation, base + 1))
+    assert [step for _, step, on_line in _listing(store) if on_line] == [10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
+    assert _value(store.load()) == "51"
+
+
+def test_an_abandoned_branch_can_be_taken_up_again(store: Store) -> None:
+    """Its checkpoints are on the line once more, and the other branch is abandoned."""
+    for step in (1, 2, 3):
+        _save(store, step)
+    store.begin_generation(_checkpoint(store, 1, 1))
+    _save(store, 2, "other")
+    store.begin_generation(_checkpoint(store, 1, 3))
+    assert _listing(store) == [(1, 1, True), (1, 2, True), (1, 3, True), (2, 2, False)]
+    assert _value(store.load()) == "3"
+    assert _value(store.load(2)) == "2"
+
+
+def test_a_step_on_no_line_is_taken_from_the_newest_generation_that_has_it(store: Store) -> None:
+    """Two abandoned branches have the step; asked for it, the later one is given."""
+    for generation in (1, 2):
+        _save(store, 7, f"branch {generation}")
+        store.begin_generation(None)
+    assert _value(store.load(7)) == "branch 2"
+
+
+def test_attempts_at_one_step_in_front_of_the_limit_are_told_apart(store: Store) -> None:
+    """The line ends at one attempt of a step, so a later attempt at it is abandoned as well."""
+    first = _save(store, 5, "first")
+    _save(store, 5, "second")
+    store.begin_generation(first)
+    assert _value(store.load()) == _value(store.load(5)) == "first"
+
+
+def test_deleting_what_the_line_goes_on_from_does_not_break_it(store: Store) -> None:
+    """The head record names it, and is kept; the next older one becomes the newest."""
+    for step in (1, 2, 3):
+        _save(store, step)
+    store.begin_generation(_checkpoint(store, 1, 2))
+    store.delete(2)
+    assert _value(store.load()) == "1"
+    _save(store, 3, "new")
+    assert _value(store.load()) == "new"
+
+
+def test_a_save_can_go_to_an_abandoned_generation_and_says_so(store: Store) -> None:
+    """A trainer that was overtaken goes on saving; what it saves is kept, and is not on the line."""
+    _save(store, 1)
+    store.begin_generation(None)
+    assert not _save(store, 2, "stale", generation=1).on_line
+    assert _save(store, 1, "present", generation=2).on_line
+    assert _value(store.load()) == "present"
+    assert _value(store.load(2)) == "stale"
+
+
+@pytest.mark.parametrize("generation", [0, -1, 2, 99_999_999, 100_000_000, 1.0, "1", True], ids=repr)
+def test_a_generation_that_was_never_opened_is_refused(store: Store, generation: int) -> None:
+    """It would hide every later checkpoint: which one is newest could not be known any more."""
+    _save(store, 1)
+    with pytest.raises(InvalidInputError, match="generation"):
+        _save(store, 2, generation=generation)
+    assert _listing(store) == [(1, 1, True)]
+
+
+def test_generations_that_are_opened_at_once_get_different_numbers(store: Store) -> None:
+    """The number is taken by creating its file: of two, one is second."""
+    _save(store, 1)
+    numbers: list[int] = []
+    start = threading.Barrier(8)
+
+    def open_some() -> None:
+        start.wait()
+        numbers.extend([store.begin_generation(None) for _ in range(5)])
+
+    threads = [threading.Thread(target=open_some) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(2, 42))
+
+
+def test_runs_have_lines_of_their_own(store: Store) -> None:
+    """A new generation of one run leaves the other alone."""
+    for run in ("a", "b"):
+        store.save({"value": run}, step=1, run=run)
+    store.begin_generation(None, run="a")
+    with pytest.raises(CheckpointNotFoundError):
+        store.load(run="a")
+    assert _value(store.load(run="b")) == "b"
+
+
+def _damage_newest(store: Store) -> None:
+    newest = max((store.path / "manifests").rglob("*.manifest"))
+    data = bytearray(newest.read_bytes())
+    data[-20] ^= 1
+    newest.write_bytes(data)
+
+
+def _lose_newest_rank(store: Store) -> None:
+    newest = max((store.path / "manifests").rglob("*.manifest"))
+    newest.rename(newest.with_name(newest.name.replace("of-00001", "of-00002")))
+
+
+@pytest.mark.parametrize("damage", [_damage_newest, _lose_newest_rank])
+def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_warning(
+    store: Store, damage: Callable[[Store], None]
+) -> None:
+    """The next older one is loaded; the warning points at the caller and names the step; `restore` returns it."""
+    for step in (1, 2):
+        _save(store, step)
+    damage(store)
+    with pytest.warns(SkippedCheckpointWarning, match="step 2") as caught:
+        assert _value(store.load()) == "1"
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored = store.restore()
+    assert restored.checkpoint.step == 1
+    assert [reason.split(" ")[:2] for reason in restored.skipped] == [["step", "2"]]
+
+
+def test_asked_for_a_step_no_other_is_given(store: Store) -> None:
+    """A damaged step is an error when it was asked for by name; the reasons are listed."""
+    for step in (1, 2):
+        _save(store, step)
+    _damage_newest(store)
+    with pytest.raises(InconsistentCheckpointError) as caught:
+        store.load(2)
+    assert len(caught.value.reasons) == 1
+    assert "step 2" in caught.value.reasons[0]
+
+
+def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
+    """Which checkpoint is newest cannot be known; a step that is there once can still be loaded."""
+    _save(store, 1)
+    store.begin_generation(None)
+    _save(store, 2)
+    store.begin_generation(_checkpoint(store, 2, 2))
+    heads = sorted((store.path / "heads" / "default").iterdir())
+    heads[0].unlink()
+    with pytest.raises(HeadRecordError, match="generation 2 has no head record"):
+        store.load()
+    assert _value(store.load(1)) == "1"
+    assert {c.on_line for c in store.checkpoints()} == {False}
+    heads[1].unlink()
+    with pytest.raises(HeadRecordError, match="a head record was lost"):
+        store.load()
+
+
+def test_the_parent_of_a_checkpoint_is_the_one_before_it_on_the_line(store: Store) -> None:
+    """Within a generation, and across a restore."""
+    refs = [_save(store, step).ref for step in (1, 2, 3)]
+    store.begin_generation(_checkpoint(store, 1, 2))
+    refs.append(_save(store, 3).ref)
+    manifests = store._tier.manifests
+    parents = [
+        manifests.read(listing.run, listing.ref, listing.manifests[0]).header.parent
+        for listing in manifests.checkpoints("default")
+    ]
+    assert parents == [None, refs[0], refs[1], refs[1]]

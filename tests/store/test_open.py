@@ -1,0 +1,301 @@
+"""Opening: what becomes a store, what is one, and what is left alone."""
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store, StoreConfig, events
+from asymcheck.errors import (
+    AsymcheckError,
+    ClosedStoreError,
+    ForkedStoreError,
+    InvalidInputError,
+    ReadOnlyStoreError,
+    StoreNotFoundError,
+    UnsupportedFileSystemError,
+)
+from asymcheck.tiers.nvme import catalog as catalog_module
+from asymcheck.tiers.nvme import mounts, tier
+from tests.store.equality import assert_same, directory_content
+
+NAMES = {"asymcheck.store", "heads", "manifests", "packs", "pool"}
+
+
+def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
+    """With its parents; a path may be given as text."""
+    (tmp_path / "empty").mkdir()
+    for location in (tmp_path / "a" / "b" / "c", str(tmp_path / "text"), tmp_path / "empty"):
+        with Store.open(location) as store:
+            assert {path.name for path in Path(location).iterdir()} == NAMES
+            assert store.path == Path(location)
+            assert store.checkpoints() == []
+
+
+def test_an_existing_store_is_opened_and_not_made_anew(store_path: Path) -> None:
+    """The descriptor stays as it is, byte for byte."""
+    with Store.open(store_path) as store:
+        store.save({"x": 1}, step=1)
+    before = directory_content(store_path)["asymcheck.store"]
+    with Store.open(store_path) as store:
+        assert store.load() == {"x": 1}
+    assert directory_content(store_path)["asymcheck.store"] == before
+
+
+def _with_file(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+def _with_hidden_file(path: Path) -> None:
+    path.mkdir()
+    (path / ".git").mkdir()
+
+
+def _with_a_folder_of_the_same_name(path: Path) -> None:
+    (path / "packs").mkdir(parents=True)
+    (path / "packs" / "linux.tar").write_text("mine")
+
+
+def _without_its_descriptor(path: Path) -> None:
+    with Store.open(path) as store:
+        store.save({"x": torch.ones(5000)}, step=1)
+    (path / "asymcheck.store").unlink()
+
+
+@pytest.mark.parametrize(
+    "make", [_with_file, _with_hidden_file, _with_a_folder_of_the_same_name, _without_its_descriptor]
+)
+def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Neither reading nor writing: what it is, and what is in it, stays."""
+    path = tmp_path / "other"
+    make(path)
+    before = directory_content(path)
+    for read_only in (False, True):
+        with pytest.raises(StoreNotFoundError):
+            Store.open(path, read_only=read_only)
+    assert directory_content(path) == before
+
+
+def test_what_an_interrupted_creation_left_is_no_obstacle(tmp_path: Path) -> None:
+    """Empty folders and temporary files are all that is there before the descriptor."""
+    for name in ("heads", "manifests", "packs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0123.tmp").write_bytes(b"half a descriptor")
+    with Store.open(tmp_path) as store:
+        store.save({"x": 1}, step=1)
+        assert store.load() == {"x": 1}
+
+
+def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
+    """Also as a part of the way there."""
+    (tmp_path / "file").write_text("mine")
+    for location in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(AsymcheckError):
+            Store.open(location)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("location", ["hdfs://host/x", "s3://bucket/x", "file:///x"])
+def test_other_kinds_of_locations_are_refused(location: str) -> None:
+    """Not taken for a relative path."""
+    with pytest.raises(InvalidInputError, match="local drive"):
+        Store.open(location)
+
+
+def test_reading_needs_an_existing_store(store_path: Path) -> None:
+    """Nothing is created by looking."""
+    with pytest.raises(StoreNotFoundError, match="does not exist"):
+        Store.open(store_path, read_only=True)
+    assert not store_path.exists()
+
+
+def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
+    """Loads, listings and checks work; everything that would write is refused, and not a byte differs."""
+    state = {"x": torch.arange(5000), "y": 1}
+    with Store.open(store_path) as store:
+        saved = store.save(state, step=1)
+    before = directory_content(store_path)
+    with Store.open(store_path, read_only=True) as store:
+        assert_same(store.load(), state)
+        assert_same(store.load(tensors="x"), {"x": state["x"]})
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+        assert store.verify() == []
+        for call in (
+            lambda: store.save(state, step=2),
+            lambda: store.delete(1),
+            store.gc,
+            lambda: store.gc(dry_run=True),
+            lambda: store.begin_generation(saved),
+        ):
+            with pytest.raises(ReadOnlyStoreError, match="read_only=True"):
+                call()
+    assert directory_content(store_path) == before
+
+
+def test_a_reader_needs_no_catalog(store_path: Path) -> None:
+    """Not to open, not to load: it may be missing or destroyed."""
+    with Store.open(store_path) as store:
+        store.save({"x": torch.arange(5000)}, step=1)
+    (store_path / "catalog" / "data.mdb").write_bytes(b"not LMDB")
+    with Store.open(store_path, read_only=True) as store:
+        assert_same(store.load(), {"x": torch.arange(5000)})
+
+
+def test_a_closed_store_says_so(store: Store) -> None:
+    """Closing twice is no error; using it afterwards is."""
+    saved = store.save({"x": 1}, step=1)
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.save({}, step=2),
+        store.load,
+        store.restore,
+        store.checkpoints,
+        lambda: store.delete(1),
+        store.gc,
+        store.verify,
+        lambda: store.begin_generation(saved),
+    ):
+        with pytest.raises(ClosedStoreError, match="is closed"):
+            call()
+
+
+def test_a_forked_child_must_open_the_store_itself(store: Store) -> None:
+    """Locks and maps do not survive a fork; a data loader's worker that saves would harm its parent."""
+    store.save({"x": 1}, step=1)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            store.load()
+        except ForkedStoreError:
+            store.close()
+            with Store.open(store.path) as own:
+                status = 0 if own.load() == {"x": 1} else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.load() == {"x": 1}
+    store.save({"x": 2}, step=2)
+
+
+def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog would be damaged there. Reading does not need it, and is allowed."""
+    with Store.open(store_path) as store:
+        store.save({"x": 1}, step=1)
+    mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {store_path} rw shared:7 - nfs4 server:/x rw\n"
+
+    def refuse(path: Path) -> None:
+        mounts.refuse_network(path, mountinfo)
+
+    monkeypatch.setattr(tier, "refuse_network", refuse)
+    with pytest.raises(UnsupportedFileSystemError, match=r"network file system \(nfs4\)"):
+        Store.open(store_path)
+    with pytest.raises(UnsupportedFileSystemError):
+        Store.open(store_path / "new")
+    assert not (store_path / "new").exists()
+    with Store.open(store_path, read_only=True) as store:
+        assert store.load() == {"x": 1}
+    with Store.open(store_path.parent / "local") as store:
+        store.save({"x": 1}, step=1)
+
+
+WRONG: list[dict[str, object]] = [
+    {"partition_bytes": 0},
+    {"partition_bytes": 4095},
+    {"partition_bytes": 4097},
+    {"partition_bytes": (1 << 30) + 4096},
+    {"partition_bytes": 8192.0},
+    {"bundle_below_bytes": 8 * 1024 * 1024 + 1},
+    {"bundle_below_bytes": -1},
+    {"inline_bytes": -1},
+    {"inline_bytes": 4097},
+    {"inline_total_bytes": -1},
+    {"slots": 0},
+    {"slots": 1.5},
+    {"slots": True},
+    {"pack_bytes": 0},
+    {"pack_bytes": 1 << 40},
+    {"pool_bytes": -1},
+    {"catalog_map_bytes": 0},
+    {"catalog_readers": 0},
+    {"lock_timeout_s": -1.0},
+    {"read_lock_timeout_s": float("nan")},
+    {"commit_attempts": 0},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: dict[str, object]) -> None:
+    """By the name of the field, before a directory is made."""
+    config = dataclasses.replace(StoreConfig(), **fields)  # type: ignore[arg-type]  # wrong on purpose
+    (name,) = fields
+    with pytest.raises(InvalidInputError, match=name):
+        Store.open(store_path, config=config)
+    assert not store_path.exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"partition_bytes": 4096, "bundle_below_bytes": 4096},
+        {"partition_bytes": 1 << 30},
+        {"bundle_below_bytes": 0},
+        {"inline_bytes": 0},
+        {"inline_bytes": 4096},
+        {"inline_total_bytes": 0},
+        {"slots": 1},
+        {"pack_bytes": 1},
+        {"pack_bytes": 8 << 30},
+        {"pool_bytes": 0},
+        {"lock_timeout_s": 0.0},
+        {"commit_attempts": 1},
+    ],
+    ids=str,
+)
+def test_the_limits_of_a_configuration_work(store_path: Path, fields: dict[str, int]) -> None:
+    """The extreme values that are allowed give a store that saves and loads."""
+    state = {"a": torch.arange(3), "b": torch.arange(20_000), "c": torch.empty(0), "d": torch.ones(2_000_000)}
+    with Store.open(store_path, config=dataclasses.replace(StoreConfig(), **fields)) as store:
+        store.save(state, step=1)
+        assert_same(store.load(), state)
+        assert store.verify() == []
+
+
+def test_two_threads_that_open_the_catalog_at_once_share_one(store_path: Path) -> None:
+    """And closing the store closes it: no descriptor, lock or mark is left behind."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def observer(event: events.Event) -> None:
+        if event.name == "catalog.rebuilt":
+            entered.set()
+            go_on.wait(0.3)
+
+    with events.observe(observer), Store.open(store_path) as store:
+        first = threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": "a"})
+        second = threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": "b"})
+        first.start()
+        assert entered.wait(60)
+        second.start()
+        first.join()
+        second.join()
+    assert catalog_module._open_catalogs == {}
+    assert list((store_path / "catalog" / "open").iterdir()) == []
+
+
+def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None:
+    """Also by another name of it; the last one closes the catalog."""
+    (store_path.parent / "link").symlink_to(store_path)
+    state = {"x": torch.arange(5000)}
+    with Store.open(store_path) as one, Store.open(store_path.parent / "link") as other:
+        one.save(state, step=1)
+        assert other.save(state, step=2).written_bytes == 0
+        one.close()
+        other.save({"x": torch.arange(5001)}, step=3)
+        assert [checkpoint.step for checkpoint in other.checkpoints()] == [1, 2, 3]
+    assert catalog_module._open_catalogs == {}

@@ -1,0 +1,207 @@
+"""What cannot be stored is refused by name, before anything is written."""
+
+import enum
+import threading
+from collections import Counter, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import InvalidInputError, UnsupportedValueError
+from tests.store.equality import directory_content
+
+
+class Level(enum.IntEnum):
+    """A number that is more than a number."""
+
+    LOW = 1
+
+
+class Text(str):
+    """A string that is more than a string."""
+
+    __slots__ = ()
+
+
+class HalfStateful:
+    """An object that could be saved and never filled."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return something."""
+        return {"x": 1}
+
+
+class TensorChild(torch.Tensor):
+    """A subclass of the tensor."""
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def _cyclic() -> object:
+    state: dict[str, object] = {}
+    state["self"] = [state]
+    return state
+
+
+def _deep() -> object:
+    state: object = 1
+    for _ in range(64):
+        state = {"k": state}
+    return state
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "object": object,
+    "set": lambda: {1, 2},
+    "frozenset": lambda: frozenset({1}),
+    "function": lambda: _deep,
+    "lambda": lambda: lambda: None,
+    "class": lambda: dict,
+    "module class": lambda: torch.nn.Linear,
+    "lock": threading.Lock,
+    "generator": torch.Generator,
+    "half of the protocol": HalfStateful,
+    "bytearray": lambda: bytearray(b"x"),
+    "memoryview": lambda: memoryview(b"x"),
+    "range": lambda: range(3),
+    "slice": lambda: slice(3),
+    "ellipsis": lambda: ...,
+    "decimal": lambda: Decimal(1),
+    "fraction": lambda: Fraction(1, 2),
+    "enum": lambda: Level.LOW,
+    "subclass of str": lambda: Text("x"),
+    "subclass of tuple": lambda: Pair(1, 2),
+    "subclass of dict": lambda: defaultdict(int, a=1),
+    "counter": lambda: Counter("ab"),
+    "user dict": lambda: UserDict(a=1),
+    "mapping proxy": lambda: MappingProxyType({"a": 1}),
+    "lone surrogate": lambda: "\ud800",
+    "array of objects": lambda: np.array([None, object()]),
+    "array of texts": lambda: np.array(["a", "bc"]),
+    "array of bytes": lambda: np.array([b"a"]),
+    "array of times": lambda: np.array(["2026-01-01"], dtype="datetime64[s]"),
+    "array of records": lambda: np.zeros(2, dtype=[("a", "i4")]),
+    "array of the other byte order": lambda: np.arange(3, dtype=">f4"),
+    "array of long doubles": lambda: np.zeros(2, dtype=np.longdouble),
+    "masked array": lambda: np.ma.masked_array([1, 2, 3], [0, 1, 0]),
+    "text scalar": lambda: np.str_("x"),
+    "time scalar": lambda: np.datetime64("2026-01-01"),
+    "long double": lambda: np.longdouble(1),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "tensor subclass": lambda: torch.ones(2).as_subclass(TensorChild),
+    "uninitialized parameter": torch.nn.UninitializedParameter,
+    "dtype without a name": lambda: torch.quint8,
+    "tensor of bits": lambda: torch.empty(3, dtype=torch.bits8),
+}
+
+STORAGELESS: dict[str, Callable[[], object]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+"""These warn when they are made: torch is about to drop them, or calls them a prototype."""
+
+KEYS: dict[str, object] = {
+    "bool": True,
+    "none": None,
+    "float": 1.0,
+    "tuple": (1, 2),
+    "bytes": b"k",
+    "numpy integer": np.int64(3),
+    "enum": Level.LOW,
+    "subclass of str": Text("k"),
+    "lone surrogate": "\udfff",
+}
+
+
+def _refuse(store: Store, state: object, path: str) -> None:
+    """Check that a save of `state` is refused at `path`, and that it left no trace."""
+    before = directory_content(store.path)
+    with pytest.raises(UnsupportedValueError) as caught:
+        store.save(state, step=2)
+    assert caught.value.path == path
+    assert path in str(caught.value)
+    assert directory_content(store.path) == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stored_is_refused_by_its_path(store: Store, name: str) -> None:
+    """The error names the path, and the store's directory is as it was, to the byte."""
+    store.save({"big": torch.ones(2_000_000)}, step=1)
+    _refuse(store, {"big": torch.zeros(2_000_000), "a": [0, {"b": REFUSED[name]()}]}, "a.1.b")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", STORAGELESS)
+def test_tensors_without_plain_memory_are_refused(store: Store, name: str) -> None:
+    """They have no elements at an address, so not even that may be asked for."""
+    _refuse(store, {"big": torch.zeros(2_000_000), "a": [0, {"b": STORAGELESS[name]()}]}, "a.1.b")
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_are_texts_and_integers_and_nothing_else(store: Store, name: str) -> None:
+    """The path is that of the mapping, since the key is what cannot be named."""
+    _refuse(store, {"a": [{"fine": torch.ones(2000)}, {KEYS[name]: 1}]}, "a.1")
+
+
+def test_a_state_that_contains_itself_is_refused(store: Store) -> None:
+    """It would be infinitely deep; the path shows the way round."""
+    _refuse(store, _cyclic(), "self.0.self.0.self.0…")
+
+
+def test_a_state_that_is_too_deep_is_refused(store: Store) -> None:
+    """65 levels are one more than the format has."""
+    _refuse(store, _deep(), "k.k.k.k.k.k…")
+
+
+def test_a_huge_integer_as_a_key_does_not_hide_the_path(store: Store) -> None:
+    """Python refuses to print integers of more than 4300 digits; the error is about the set."""
+    _refuse(store, {10**5000: {1}}, "1" + "0" * 5000)
+
+
+def test_the_root_itself_can_be_what_is_refused(store: Store) -> None:
+    """It has no path; the error says so."""
+    with pytest.raises(UnsupportedValueError, match="<root>") as caught:
+        store.save({1, 2}, step=1)
+    assert caught.value.path == ""
+
+
+def test_an_object_that_fails_to_give_its_state_fails_the_save(store: Store) -> None:
+    """Its own error comes through, and nothing was written."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, object]:
+            raise ZeroDivisionError
+
+        def load_state_dict(self, state_dict: dict[str, object]) -> None:
+            del state_dict
+
+    before = directory_content(store.path)
+    with pytest.raises(ZeroDivisionError):
+        store.save({"x": torch.ones(2_000_000), "broken": Broken()}, step=1)
+    assert directory_content(store.path) == before
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, 1.0, "1", None, True], ids=repr)
+def test_steps_are_integers_within_the_limits(store: Store, step: int) -> None:
+    """12 digits, from 0; a bool is not a step."""
+    before = directory_content(store.path)
+    with pytest.raises(InvalidInputError, match="step"):
+        store.save({"x": torch.ones(2_000_000)}, step=step)
+    assert directory_content(store.path) == before
+
+
+@pytest.mark.parametrize("step", [0, 1, 10**12 - 1])
+def test_the_first_and_the_last_step_can_be_saved(store: Store, step: int) -> None:
+    """The limits themselves are allowed."""
+    store.save({"x": step}, step=step)
+    assert store.load(step) == {"x": step}

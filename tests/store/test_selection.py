@@ -1,0 +1,149 @@
+"""Loading a part: only what is asked for is read, and only that is returned."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asymcheck import Store, StoreConfig
+from asymcheck.errors import CheckpointNotFoundError, StateMismatchError
+from asymcheck.tiers.nvme import NvmeTier
+from tests.store.equality import assert_same
+from tests.store.spies import CountingFiles, frames_read
+
+MIB = 1 << 20
+
+
+def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """About 4 MiB of weights, of large and of small tensors, and twice as much of optimizer state."""
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.Linear(500, 1000), torch.nn.LayerNorm(1000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 1000)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_weights_alone_are_read_without_a_byte_of_the_optimizer(store: Store) -> None:
+    """The frames that are read hold exactly the bytes of the model that are not in the manifest itself."""
+    model, optimizer = _training()
+    store.save({"model": model, "optimizer": optimizer}, step=1)
+    with frames_read() as seen:
+        loaded = store.load(tensors="model.*")
+    assert_same(loaded, {"model": model.state_dict()})
+    weights = [tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()]
+    assert seen.total_bytes == sum(size for size in weights if size > 1024)
+    with frames_read() as all_seen:
+        store.load()
+    assert all_seen.total_bytes > 2.9 * seen.total_bytes
+
+
+def test_weights_alone_cost_the_device_little_more_than_their_size(store_path: Path) -> None:
+    """Counted at the door to the operating system: manifest, indexes and headers come on top, no optimizer state."""
+    model, optimizer = _training()
+    files = CountingFiles()
+    with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:
+        store.save({"model": model, "optimizer": optimizer}, step=1)
+        files.read_bytes = 0
+        store.load(tensors="model.*", into={"model": model})
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    assert weights < files.read_bytes < weights + 200_000
+
+
+def test_filling_a_part_reads_that_part_only(store: Store) -> None:
+    """What `into` does not name is not read either."""
+    model, optimizer = _training()
+    store.save({"model": model, "optimizer": optimizer}, step=1)
+    with frames_read() as seen:
+        store.load(into={"model": model})
+    assert seen.total_bytes < 4.2 * MIB
+    with frames_read() as seen:
+        store.load(into={"model": {"0.bias": torch.zeros(500)}})
+    assert seen.count == 1
+
+
+def test_tensors_in_the_manifest_need_no_frame(store: Store) -> None:
+    """Small ones are read with the manifest: no pack is touched."""
+    store.save({"small": torch.arange(10), "large": torch.zeros(MIB)}, step=1)
+    with frames_read() as seen:
+        assert_same(store.load(tensors="small"), {"small": torch.arange(10)})
+    assert seen.count == 0
+
+
+STATE: dict[str, Any] = {
+    "model": OrderedDict([("a.weight", torch.arange(3)), ("a.bias", torch.arange(2)), ("b.weight", torch.arange(1))]),
+    "optimizer": {"state": {0: {"step": torch.tensor(1)}, 10: {"step": torch.tensor(2)}}, "groups": [{"lr": 0.1}]},
+    "list": [torch.tensor(5), {"x": torch.tensor(6), "y": 1}, torch.tensor(7)],
+    "tuple": (torch.tensor(8), 2),
+    "plain": {"epoch": 3, "empty": {}},
+    "[odd]": 1,
+}
+
+SELECTED: dict[str, object] = {
+    "*": STATE,
+    "model.*": {"model": STATE["model"]},
+    "model.a.*": {"model": OrderedDict(list(STATE["model"].items())[:2])},
+    "*.weight": {"model": OrderedDict([("a.weight", torch.arange(3)), ("b.weight", torch.arange(1))])},
+    "optimizer.state.1*": {"optimizer": {"state": {10: {"step": torch.tensor(2)}}}},
+    "optimizer.groups.0.lr": {"optimizer": {"groups": [{"lr": 0.1}]}},
+    "list.0": {"list": [torch.tensor(5), None, None]},
+    "list.1.x": {"list": [None, {"x": torch.tensor(6)}, None]},
+    "tuple.0": {"tuple": (torch.tensor(8), None)},
+    "plain.*": {"plain": {"epoch": 3}},
+    "epoch": {},
+    "MODEL.*": {},
+    "[[]odd]": {"[odd]": 1},
+    "?lain.epoch": {"plain": {"epoch": 3}},
+    "": {},
+}
+
+
+@pytest.mark.parametrize("pattern", SELECTED)
+def test_a_glob_selects_leaves_by_their_dotted_names(store: Store, pattern: str) -> None:
+    """Types and order of the containers stay; what ends up empty is dropped, and gaps in sequences are None."""
+    store.save(STATE, step=1)
+    assert_same(store.load(tensors=pattern), SELECTED[pattern])
+
+
+def test_a_module_is_filled_by_what_a_selection_leaves(store: Store) -> None:
+    """The versions of a module stay with a selected part of it."""
+    model = torch.nn.BatchNorm1d(3)
+    store.save({"model": model}, step=1)
+    loaded = store.load(tensors="model.running_*")
+    assert isinstance(loaded, dict)
+    assert list(loaded["model"]) == ["running_mean", "running_var"]
+    assert loaded["model"]._metadata[""] == {"version": 2}
+
+
+def test_filling_what_the_selection_leaves_out_is_a_mismatch(store: Store) -> None:
+    """Asking for a tensor and excluding it at once is an error, not a tensor that silently keeps its values."""
+    store.save({"a": torch.ones(3), "b": torch.ones(3)}, step=1)
+    into = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(StateMismatchError, match="b: is not in the checkpoint"):
+        store.load(tensors="a", into=into)
+    assert into["a"].sum() == 0
+
+
+def test_a_bare_tensor_has_the_empty_name(store: Store) -> None:
+    """Only `*` and the like select it."""
+    store.save(torch.arange(3), step=1)
+    assert_same(store.load(tensors="**"), torch.arange(3))
+    assert store.load(tensors="x*") == {}
+
+
+def test_selecting_from_an_empty_store_finds_no_checkpoint(store: Store) -> None:
+    """The error is about the checkpoint, not the pattern."""
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+        store.load(tensors="model.*")
+
+
+def test_a_selection_of_one_layer_reads_one_layer(store_path: Path) -> None:
+    """Of 32 layers of 1 MiB each, one is one frame."""
+    state = {"model": {f"h.{i}.weight": torch.full((MIB // 4,), float(i)) for i in range(32)}}
+    with Store.open(store_path) as store:
+        store.save(state, step=1)
+        with frames_read() as seen:
+            loaded = store.load(tensors="model.h.7.*")
+    assert_same(loaded, {"model": {"h.7.weight": torch.full((MIB // 4,), 7.0)}})
+    assert (seen.count, seen.total_bytes) == (1, MIB)

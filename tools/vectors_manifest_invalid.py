@@ -1,0 +1,368 @@
+"""Vectors of manifests that break one rule each (SPEC.md §7.3), most of them written by pyarrow itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from asymcheck.format.digest import digest
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, TensorRow, encode_manifest
+from asymcheck.format.record import canonical_json
+from tools.vectors_base import Vector, fixed_bytes, flipped, invalid, partition_digest, patched
+from tools.vectors_manifest import (
+    BUNDLED_ROWS,
+    CUT_ROW,
+    HEADER,
+    header_for,
+    header_json,
+    inline_row,
+    manifest_path,
+    row_json,
+)
+
+Columns = dict[str, list[object]]
+
+_ROWS = [CUT_ROW, *BUNDLED_ROWS, inline_row("optimizer.state.0.step", "float32", (), b"\0\0\x80\x3f")]
+_HEADER = header_for(["l", [["T", row] for row in range(len(_ROWS))]])
+_GOOD = encode_manifest(_HEADER, _ROWS)
+
+
+def columns_of(rows: list[TensorRow]) -> Columns:
+    """Return rows as columns of plain values, which a vector may change as it likes."""
+    columns: Columns = {name: [] for name in SCHEMA.names}
+    for row in rows:
+        values = row_json(row)
+        extents = [{**dataclasses.asdict(item), "digest": item.digest} for item in row.extents]
+        inline_digest = None if row.inline is None else digest(row.inline)
+        values.update(inline=row.inline, inline_digest=inline_digest, extents=extents)
+        for name, value in values.items():
+            columns[name].append(value)
+    return columns
+
+
+def arrow_file(
+    columns: Columns,
+    header: bytes,
+    schema: pa.Schema = SCHEMA,
+    options: pa.ipc.IpcWriteOptions | None = None,
+    batches: int = 1,
+    metadata: Mapping[bytes, bytes] | None = None,
+) -> bytes:
+    """Return an Arrow IPC file, whether or not a manifest may look like that."""
+    arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
+    full = schema.with_metadata({METADATA_KEY: header} if metadata is None else metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, full, options=options) as writer:
+        for _ in range(batches):
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=full))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def header_bytes(**changes: object) -> bytes:
+    """Return the header of a good manifest with some keys changed."""
+    return canonical_json({**header_json(_HEADER), **changes})
+
+
+def _manifest(name: str, data: bytes, kind: str, why: str, path: str | None = None, also: str | None = None) -> Vector:
+    return invalid("manifest", name, data, kind, why, path=path or manifest_path(data), also=also)
+
+
+def manifest_damage_vectors() -> Iterator[Vector]:
+    """Yield every malformed manifest."""
+    yield from _files()
+    yield from _schemas()
+    yield from _header_text()
+    yield from _header_values()
+    yield from _paths()
+    yield from _nulls()
+    yield from _shapes()
+    yield from _inline()
+    yield from _extents()
+    yield from _buffers()
+
+
+def _files() -> Iterator[Vector]:
+    yield _manifest("empty", b"", "bad-magic", "no bytes")
+    yield _manifest("not-arrow", fixed_bytes("not arrow", 2000), "bad-magic", "bytes of something else")
+    yield _manifest("magic", b"PARQUE" + _GOOD[6:], "bad-magic", "another magic in front")
+    yield _manifest("magic-only", b"ARROW1\0\0", "bad-structure", "the magic and nothing more")
+    yield _manifest("last-magic", _GOOD[:-1] + b"2", "bad-structure", "another magic at the end")
+    yield _manifest("cut", _GOOD[:-100], "bad-structure", "the file ends within its footer")
+    yield _manifest("more-behind", _GOOD + bytes(8), "bad-structure", "bytes after the end")
+    yield _manifest(
+        "footer-length", patched(_GOOD, (len(_GOOD) - 10, b"\xff\xff\xff\x7f")), "bad-structure", "a footer of 2 GiB"
+    )
+    yield _manifest(
+        "flipped", flipped(_GOOD, len(_GOOD) // 2), "bad-checksum", "a bit is flipped", manifest_path(_GOOD)
+    )
+    yield _manifest("other-digest", _GOOD, "bad-checksum", "the name has another digest", manifest_path(_GOOD + b"\0"))
+    # The stream format has the same messages without the file's frame.
+    start = 8
+    yield _manifest("stream", _GOOD[start:], "bad-magic", "Arrow's stream format, not its file format")
+
+
+def _schemas() -> Iterator[Vector]:
+    columns, header = columns_of(_ROWS), header_bytes()
+
+    def replaced(name: str, field: pa.Field) -> pa.Schema:
+        return SCHEMA.set(SCHEMA.get_field_index(name), field)
+
+    backwards = pa.schema(list(SCHEMA)[::-1])
+    extra = SCHEMA.append(pa.field("strides", pa.int64(), nullable=True))
+    more: Columns = {**columns, "strides": [None] * len(_ROWS)}
+    dictionary = pa.field("dtype", pa.dictionary(pa.int32(), pa.utf8()), nullable=False)
+    for name, schema, why in (
+        ("column-missing", SCHEMA.remove(SCHEMA.get_field_index("role")), "a column is missing"),
+        ("column-order", backwards, "the columns are in another order"),
+        ("column-more", extra, "a column that is not in the schema"),
+        ("nullable", replaced("name", pa.field("name", pa.utf8(), nullable=True)), "a column that may be null"),
+        ("int32", replaced("nbytes", pa.field("nbytes", pa.int32(), nullable=False)), "lengths of 32 bits"),
+        ("large-utf8", replaced("name", pa.field("name", pa.large_utf8(), nullable=False)), "another string type"),
+        (
+            "item-nullable",
+            replaced("shape", pa.field("shape", pa.list_(pa.int64()), nullable=False)),
+            "items may be null",
+        ),
+        ("dictionary", replaced("dtype", dictionary), "a column in dictionary encoding"),
+    ):
+        yield _manifest(f"schema-{name}", arrow_file(more, header, schema), "bad-structure", why)
+    for codec in ("lz4", "zstd"):
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        yield _manifest(
+            f"compressed-{codec}", arrow_file(columns, header, options=options), "bad-structure", "a compressed body"
+        )
+    yield _manifest("no-batch", arrow_file(columns, header, batches=0), "bad-structure", "no record batch")
+    yield _manifest("two-batches", arrow_file(columns, header, batches=2), "bad-structure", "two record batches")
+    yield _manifest("metadata-none", arrow_file(columns, header, metadata={}), "bad-structure", "no header at all")
+    both = {METADATA_KEY: header, b"pandas": b"{}"}
+    yield _manifest("metadata-more", arrow_file(columns, header, metadata=both), "bad-structure", "a second entry")
+    other = {b"Asymcheck": header}
+    yield _manifest("metadata-key", arrow_file(columns, header, metadata=other), "bad-structure", "another key")
+
+
+def _header_text() -> Iterator[Vector]:
+    columns, good = columns_of(_ROWS), header_bytes()
+    deep = b"[" * 100_000 + b"]" * 100_000
+    for name, text, why in (
+        ("not-json", b"{", "the header is not JSON"),
+        ("not-an-object", b"[]", "the header is not an object"),
+        ("empty", b"", "the header has no bytes"),
+        ("key-twice", good[:-1] + b',"step":1201}', "a key is there twice"),
+        ("nan", good.replace(b"3.25", b"NaN"), "NaN is not JSON; it is written as a string"),
+        ("utf-16", good.decode().encode("utf-16-le"), "JSON that is not UTF-8"),
+        ("byte-order-mark", b"\xef\xbb\xbf" + good, "a byte order mark before the JSON"),
+        ("not-utf-8", good.replace(b"asymcheck 0.1.0", b"asymcheck \xff"), "bytes that are not UTF-8"),
+        ("deep", good.replace(b'"tree":', b'"remark":' + deep + b',"tree":'), "nesting that a parser may choke on"),
+    ):
+        yield _manifest(f"header-{name}", arrow_file(columns, text), "bad-structure", why)
+    for key in header_json(_HEADER):
+        fields = {name: value for name, value in header_json(_HEADER).items() if name != key}
+        data = arrow_file(columns, canonical_json(fields))
+        yield _manifest(f"header-no-{key}", data, "bad-structure", f"{key} is missing")
+
+
+def _header_values() -> Iterator[Vector]:
+    columns = columns_of(_ROWS)
+    save, pack = HEADER.ref.save_id.hex(), HEADER.packs[0].hex()
+    parent = {"generation": 2, "step": 1, "save_id": save}
+    many = {f"metric-{number}": 0 for number in range(257)}
+    for name, changes, kind, why in (
+        ("format-2", {"format": 2}, "unsupported-version", "a newer major version"),
+        ("format-0", {"format": 0}, "unsupported-version", "a version that never was"),
+        ("format-true", {"format": True}, "bad-structure", "true is not the integer 1"),
+        ("format-string", {"format": "1"}, "bad-structure", "a version that is no integer"),
+        ("reader-feature", {"reader_features": ["a-feature-of-later"]}, "unsupported-feature", "an unknown feature"),
+        ("features-object", {"reader_features": {}}, "bad-structure", "features that are no list"),
+        ("run-grammar", {"run": "../run"}, "bad-structure", "a run that cannot be a name"),
+        ("run-number", {"run": 1}, "bad-structure", "a run that is no string"),
+        ("generation-0", {"generation": 0}, "bad-structure", "generations count from 1"),
+        ("generation-9-digits", {"generation": 10**8}, "bad-structure", "a generation of 9 digits"),
+        ("generation-float", {"generation": 3.0}, "bad-structure", "a generation that is no integer"),
+        ("step-negative", {"step": -1}, "bad-structure", "a negative step"),
+        ("step-13-digits", {"step": 10**12}, "bad-structure", "a step of 13 digits"),
+        ("step-true", {"step": True}, "bad-structure", "true is not an integer"),
+        ("save-id-short", {"save_id": save[:-2]}, "bad-structure", "a save id of 30 digits"),
+        ("save-id-upper", {"save_id": save.upper()}, "bad-structure", "a save id in upper case"),
+        ("save-id-spaces", {"save_id": f"{save[:2]} {save[2:]}"}, "bad-structure", "a save id with a space in it"),
+        ("save-id-list", {"save_id": [save]}, "bad-structure", "a save id that is no string"),
+        ("rank-world-size", {"rank": 1}, "bad-structure", "a rank that is not less than the world size"),
+        ("rank-negative", {"rank": -1}, "bad-structure", "a negative rank"),
+        ("world-size-limit", {"world_size": 100000}, "bad-structure", "a world size of 6 digits"),
+        ("parent-list", {"parent": []}, "bad-structure", "a parent that is neither object nor null"),
+        ("parent-save-id", {"parent": {**parent, "save_id": "x"}}, "bad-structure", "a parent with a wrong save id"),
+        ("parent-no-step", {"parent": {**parent, "step": None}}, "bad-structure", "a parent without a step"),
+        ("created-negative", {"created_ns": -1}, "bad-structure", "a negative time"),
+        ("created-too-large", {"created_ns": 1 << 64}, "bad-structure", "a time of more than 64 bits"),
+        ("writer-list", {"writer": []}, "bad-structure", "a writer that is no string"),
+        ("metrics-list", {"metrics": []}, "bad-structure", "metrics that are no object"),
+        ("metrics-limit", {"metrics": many}, "limit-exceeded", "257 metrics"),
+        ("metrics-string", {"metrics": {"loss": "nan"}}, "bad-structure", "not one of the three strings"),
+        ("metrics-true", {"metrics": {"loss": True}}, "bad-structure", "true is not a number"),
+        ("metrics-huge", {"metrics": {"loss": 10**400}}, "bad-structure", "a number that no binary64 holds"),
+        ("plan-list", {"plan": []}, "bad-structure", "a plan that is no object"),
+        ("plan-no-number", {"plan": {"kind": "canonical"}}, "bad-structure", "a plan without a number"),
+        ("plan-no-kind", {"plan": {"number": 0}}, "bad-structure", "a plan without a kind"),
+        ("packs-string", {"packs": pack}, "bad-structure", "packs that are no list"),
+        ("packs-short", {"packs": [pack[:-1]]}, "bad-structure", "a pack id of 31 digits"),
+        ("packs-upper", {"packs": [pack.upper()]}, "bad-structure", "a pack id in upper case"),
+        ("packs-number", {"packs": [1]}, "bad-structure", "a pack id that is no string"),
+        ("tree-row-range", {"tree": ["l", [["T", 0], ["T", 4]]]}, "bad-structure", "the tree names row 4 of 4"),
+        ("tree-row-unnamed", {"tree": ["l", [["T", 0], ["T", 1], ["T", 2]]]}, "bad-structure", "row 3 is in no node"),
+        ("tree-unknown", {"tree": ["P", "os.system"]}, "bad-structure", "a node with an unknown tag"),
+    ):
+        yield _manifest(f"header-{name}", arrow_file(columns, header_bytes(**changes)), kind, why)
+    number = arrow_file(columns, header_bytes(reader_features=[1]))
+    why = "a feature that is no string"
+    yield _manifest("header-features-number", number, "bad-structure", why, also="unsupported-feature")
+
+
+def _paths() -> Iterator[Vector]:
+    path = manifest_path(_GOOD)
+    name = ManifestName(0, 1, digest(_GOOD))
+    for what, other in (
+        ("run", path.replace("gpt2-run1", "gpt2-run2")),
+        ("generation", path.replace("/00000003-", "/00000004-")),
+        ("step", path.replace("-000000001200-", "-000000001201-")),
+        ("save-id", path.replace(HEADER.ref.save_id.hex(), fixed_bytes("another save", 16).hex())),
+        ("rank", path.replace(str(name), str(dataclasses.replace(name, rank=1, world_size=2)))),
+        ("world-size", path.replace(str(name), str(dataclasses.replace(name, world_size=2)))),
+    ):
+        assert other != path
+        yield _manifest(f"path-{what}", _GOOD, "bad-structure", f"the header's {what} is not that of the path", other)
+
+
+def _row_file(changes: Mapping[str, object], row: int = 0) -> bytes:
+    """Return a manifest in which some values of one row are others."""
+    columns = columns_of(_ROWS)
+    for name, value in changes.items():
+        columns[name][row] = value
+    return arrow_file(columns, header_bytes())
+
+
+def _nulls() -> Iterator[Vector]:
+    for name in SCHEMA.names:
+        if not SCHEMA.field(name).nullable:
+            yield _manifest(f"null-{name}", _row_file({name: None}), "bad-structure", f"{name} is null")
+    for name in ("aliases", "shape", "global_shape", "offset"):
+        yield _manifest(
+            f"null-in-{name}", _row_file({name: [None, None]}), "bad-structure", f"an item of {name} is null"
+        )
+    good = columns_of(_ROWS)["extents"][0]
+    assert isinstance(good, list)
+    yield _manifest("null-extent", _row_file({"extents": [None, *good[1:]]}), "bad-structure", "an extent is null")
+    for key in good[0]:
+        extents = [{**good[0], key: None}, *good[1:]]
+        yield _manifest(
+            f"null-extent-{key}", _row_file({"extents": extents}), "bad-structure", f"an extent's {key} is null"
+        )
+
+
+def _shapes() -> Iterator[Vector]:
+    ones = [1] * 65
+    large = [1 << 62, 4, 1]
+    for name, changes, why in (
+        ("dimensions-differ", {"offset": [0]}, "a shape of 2 dimensions and an offset of 1"),
+        ("global-differs", {"global_shape": [40]}, "a shape of 2 dimensions and a global shape of 1"),
+        ("shape-negative", {"shape": [-40, -64]}, "negative extents whose product is right"),
+        ("offset-negative", {"offset": [-1, 0]}, "a negative offset"),
+        ("outside", {"offset": [1, 0]}, "the piece ends beyond the whole tensor"),
+        ("outside-overflow", {"offset": [(1 << 63) - 1, 0]}, "offset + shape is beyond 2^63"),
+        ("larger-than-whole", {"global_shape": [40, 63]}, "the piece is larger than the whole tensor"),
+        ("nbytes", {"nbytes": 10236}, "nbytes is not the product of the shape"),
+        ("nbytes-negative", {"nbytes": -10240}, "negative nbytes"),
+        (
+            "product-overflow",
+            {"shape": large, "global_shape": large, "offset": [0, 0, 0]},
+            "a product of 2^64 elements",
+        ),
+        ("dimensions-65", {"shape": ones, "global_shape": ones, "offset": [0] * 65}, "65 dimensions"),
+        ("dtype", {"dtype": "float128"}, "a dtype that the registry lacks"),
+        ("dtype-case", {"dtype": "Float32"}, "a dtype in another spelling"),
+        ("role", {"role": "bias"}, "a role that the registry lacks"),
+    ):
+        yield _manifest(f"row-{name}", _row_file(changes), "bad-structure", why)
+    # 2^62 in each of 40 000 dimensions: whoever multiplies before counting is busy for minutes.
+    many = [1 << 62] * 40_000
+    data = _row_file({"shape": many, "global_shape": many, "offset": [0] * len(many)})
+    yield _manifest("row-dimensions-many", data, "bad-structure", "40 000 dimensions of 2^62")
+
+
+def _inline() -> Iterator[Vector]:
+    data = b"\0\0\x80\x3f"
+    long = bytes(4100)
+    good = columns_of(_ROWS)["extents"][0]
+    one = {"shape": [1], "global_shape": [1], "offset": [0]}
+    for name, changes, why in (
+        ("digest", {"inline_digest": digest(b"other")}, "inline_digest is that of other bytes"),
+        ("no-digest", {"inline_digest": None}, "inline bytes without a digest"),
+        ("short", {"inline": data[:3], "inline_digest": digest(data[:3])}, "3 inline bytes for 4"),
+        ("long", {"inline": data + b"\0", "inline_digest": digest(data + b"\0")}, "5 inline bytes for 4"),
+        ("and-extents", {"extents": [{**good[0], "offset": 0, "length": 4}]}, "inline bytes and extents"),  # type: ignore[index]  # columns are untyped
+        ("neither", {"inline": None, "inline_digest": None}, "4 bytes, neither inline nor in extents"),
+        ("null-but-digest", {"inline": None}, "inline_digest where inline is null"),
+    ):
+        yield _manifest(f"inline-{name}", _row_file(changes, row=3), "bad-structure", why)
+    limit = {**{key: [1025] if key != "offset" else [0] for key in one}, "nbytes": 4100}
+    beyond = {**limit, "inline": long, "inline_digest": digest(long)}
+    yield _manifest("inline-limit", _row_file(beyond, row=3), "limit-exceeded", "4100 inline bytes")
+    empty = {"shape": [0], "global_shape": [0], "offset": [0], "nbytes": 0, "inline": None, "inline_digest": None}
+    yield _manifest(
+        "inline-none-for-empty", _row_file(empty, row=3), "bad-structure", "an empty tensor that is not inline"
+    )
+
+
+def _extents() -> Iterator[Vector]:
+    good = columns_of(_ROWS)["extents"][0]
+    assert isinstance(good, list)
+    first, second, third = good
+    other = {**third, "digest": partition_digest("longer", 4096), "partition_length": 4096}
+    for name, extents, why in (
+        ("sum-short", [first, second], "the extents have fewer bytes than the tensor"),
+        ("sum-long", [first, second, {**other, "length": 2049}], "the extents have more bytes than the tensor"),
+        ("none", [], "no extents and no inline bytes"),
+        ("length-0", [first, second, third, {**third, "length": 0}], "an extent of no bytes"),
+        (
+            "length-negative",
+            [first, second, other, {**other, "length": 2048}, {**other, "length": -2048}],
+            "a negative length",
+        ),
+        ("offset-negative", [{**first, "offset": -1}, second, third], "a negative offset"),
+        ("outside", [{**first, "offset": 1}, second, third], "an extent ends beyond its partition"),
+        ("outside-overflow", [{**first, "offset": (1 << 63) - 1}, second, third], "offset + length is beyond 2^63"),
+        ("two-lengths", [first, {**first, "partition_length": 8192}, third], "one partition with two lengths"),
+    ):
+        yield _manifest(f"extents-{name}", _row_file({"extents": extents}), "bad-structure", why)
+    beyond = _row_file({"extents": [{**first, "partition_length": (1 << 30) + 1}, second, third]})
+    why = "a partition of more than 2^30 bytes"
+    yield _manifest("extents-partition-limit", beyond, "limit-exceeded", why, also="bad-structure")
+    across = [{**first, "length": 512, "partition_length": 4097}]
+    data = _row_file({"extents": across}, row=2)
+    yield _manifest("extents-two-lengths-across", data, "bad-structure", "two rows give one partition two lengths")
+
+
+def _buffers() -> Iterator[Vector]:
+    """Yield files whose buffers contradict each other, which only a full validation finds."""
+    names = np.cumsum([0, *(len(row.name) for row in _ROWS)]).tolist()
+    dimensions = np.cumsum([0, *(len(row.shape) for row in _ROWS)]).tolist()
+
+    def offsets(good: list[int], row: int, wrong: int) -> bytes:
+        found = _GOOD.index(struct.pack(f"<{len(good)}i", *good))
+        return patched(_GOOD, (found + 4 * row, struct.pack("<i", wrong)))
+
+    for name, data, why in (
+        ("utf-8", _GOOD.replace(b"model.h.0.weight", b"model.h.0.w\xffight"), "a name that is not UTF-8"),
+        ("offsets-fall", offsets(names, 2, names[1] - 1), "offsets of names that fall"),
+        ("offsets-beyond", offsets(names, 4, 1 << 30), "an offset beyond the names"),
+        ("offsets-negative", offsets(names, 1, -1), "a negative offset of a name"),
+        ("list-offsets-fall", offsets(dimensions, 2, dimensions[1] - 1), "offsets of shapes that fall"),
+        ("list-offsets-beyond", offsets(dimensions, 4, 1 << 30), "a shape that ends beyond all dimensions"),
+        ("list-offsets-negative", offsets(dimensions, 1, -1), "a shape with a negative offset"),
+    ):
+        assert data != _GOOD
+        yield _manifest(f"arrow-{name}", data, "bad-structure", why)

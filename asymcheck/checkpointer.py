@@ -46,7 +46,7 @@ class Checkpointer:
     def restore(self, step: int | None = None) -> Checkpoint | None:
         """Bring the state back from the newest consistent checkpoint, or from that of ``step``.
 
-        None when there is none yet.
+        Returns None when there is none yet.
 
         Opens a new generation before it returns: what lies after the restored checkpoint is abandoned from now on.
 

@@ -156,9 +156,7 @@ class Store:
         device: str | torch.device | None = None,
         run: str = DEFAULT_RUN,
     ) -> object:
-        """Return a stored state, every byte verified: the newest consistent one on the line of training.
-
-        Or that of ``step``.
+        """Return a stored state, every byte verified: that of ``step``, or the newest consistent one on the line.
 
         Args:
             step: which one; None for the newest.
@@ -267,9 +265,9 @@ class Store:
     def verify(
         self, step: int | None = None, *, run: str | None = None, progress: Progress | None = None
     ) -> list[Finding]:
-        """Read and check every byte of the store, or what one step needs; return what is wrong.
+        """Read and check every byte of the store, or what one step needs.
 
-        Nothing when all is well.
+        Returns what is wrong; nothing when all is well.
         """
         self._tier.check_usable()
         if step is not None:
@@ -313,7 +311,7 @@ class Store:
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
         """Say, durably, that training goes on from ``parent`` (None: from nothing).
 
-        Return the number of the new generation.
+        Returns the number of the new generation.
 
         What was saved after ``parent`` stays, but is no longer on the line of training.
         """

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from asymcheck.format.digest import digest, sum8
+from asymcheck.format.frame import FrameDescriptor, encode_header
 from tools.vectors_base import Vector, fixed_bytes, flipped, invalid, pack_id, patched, plain_bytes
 from tools.vectors_pack import PACK_ID, PACK_PATH, PackParts, make_frame, make_pack
 
@@ -113,6 +114,9 @@ def _frame_contents() -> Iterator[Vector]:
     version = patched(_FRAME, (8, u16(2)))
     why = "only the version is damaged, as the checksum tells"
     yield _frame("format-flipped", version, "bad-checksum", why, also="unsupported-version")
+    nothing = FrameDescriptor(digest(b""), 0, 0, digest(b"")[8:])
+    empty = encode_header(nothing, PACK_ID, 0).ljust(4096, b"\0")
+    yield _frame("no-bytes", empty, "bad-structure", "all is consistent, but a partition has at least one byte")
     yield _frame("padding-first", patched(_FRAME, (428, b"\1")), "bad-structure", "the first byte after the payload")
     yield _frame("padding-last", patched(_FRAME, (4095, b"\1")), "bad-structure", "the last byte of the block")
     yield _frame("gap-first", patched(_ALIGNED, (128, b"\1")), "bad-structure", "the first byte after the header")
@@ -173,8 +177,7 @@ def _pack_headers() -> Iterator[Vector]:
         ("writer", 72, "Käse".encode(), "bad-structure", "a writer that is not ASCII"),
     ):
         yield _pack(name, _with_header(_PACK, (offset, change)), kind, why)
-    zero = ((32, u64(0)), (48, u64(64)))
-    yield _pack("no-frames", _with_header(_PACK, *zero), "bad-structure", "no frames, and lengths that agree with that")
+    yield _pack("no-frames", make_pack([]).data, "bad-structure", "all is consistent, but a pack has a frame")
     many = (1 << 28) // 64
     over = ((32, u64(many)), (48, u64(64 + 64 * many)), (56, u64(end + (1 << 28))))
     yield _pack(
@@ -252,6 +255,9 @@ def _pack_entries() -> Iterator[Vector]:
     entries = _PACK.index[64:192]
     swapped = _with_index(_PACK, (64, entries[64:] + entries[:64]))
     yield _pack("entry-order", swapped, "bad-structure", "entries are not in the order in which the frames lie")
+    nothing = ((64 + 40, u64(0)), (64 + 48, u64(0)))
+    why = "all is consistent, but a partition has at least one byte"
+    yield _pack("entry-no-bytes", _with_index(_PACK, *nothing), "bad-structure", why)
     longer = ((second + 40, u64(9000)), (second + 48, u64(9000)))
     yield _pack(
         "entry-end", _with_index(_PACK, *longer), "bad-structure", "the last frame does not end at index_offset"

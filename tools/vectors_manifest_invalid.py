@@ -51,11 +51,12 @@ def arrow_file(
     schema: pa.Schema = SCHEMA,
     options: pa.ipc.IpcWriteOptions | None = None,
     batches: int = 1,
-    metadata: Mapping[bytes, bytes] | None = None,
+    metadata: Mapping[bytes, bytes] | pa.KeyValueMetadata | None = None,
 ) -> bytes:
     """Return an Arrow IPC file, whether or not a manifest may look like that."""
     arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
-    full = schema.with_metadata({METADATA_KEY: header} if metadata is None else metadata)
+    entries = {METADATA_KEY: header} if metadata is None else metadata
+    full = schema.with_metadata(entries) if entries else schema
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, full, options=options) as writer:
         for _ in range(batches):
@@ -76,6 +77,7 @@ def _manifest(name: str, data: bytes, kind: str, why: str, path: str | None = No
 def manifest_damage_vectors() -> Iterator[Vector]:
     """Yield every malformed manifest."""
     yield from _files()
+    yield from _contradictions()
     yield from _schemas()
     yield from _header_text()
     yield from _header_values()
@@ -105,6 +107,19 @@ def _files() -> Iterator[Vector]:
     # The stream format has the same messages without the file's frame.
     start = 8
     yield _manifest("stream", _GOOD[start:], "bad-magic", "Arrow's stream format, not its file format")
+
+
+def _contradictions() -> Iterator[Vector]:
+    """Yield files whose first message and footer, which both hold the schema, differ."""
+    for name, good, other in (
+        ("schema", b"global_shape", b"global_shapf"),
+        ("header", b'"step":1200', b'"step":1201'),
+    ):
+        assert _GOOD.count(good) == 2
+        first = _GOOD.replace(good, other, 1)
+        yield _manifest(f"{name}-in-message", first, "bad-structure", f"the first message has another {name}")
+        footer = patched(_GOOD, (_GOOD.rindex(good), other))
+        yield _manifest(f"{name}-in-footer", footer, "bad-structure", f"the footer has another {name}")
 
 
 def _schemas() -> Iterator[Vector]:
@@ -142,6 +157,8 @@ def _schemas() -> Iterator[Vector]:
     yield _manifest("metadata-none", arrow_file(columns, header, metadata={}), "bad-structure", "no header at all")
     both = {METADATA_KEY: header, b"pandas": b"{}"}
     yield _manifest("metadata-more", arrow_file(columns, header, metadata=both), "bad-structure", "a second entry")
+    twice = pa.KeyValueMetadata([(METADATA_KEY, header), (METADATA_KEY, header_bytes(step=1201))])
+    yield _manifest("metadata-twice", arrow_file(columns, header, metadata=twice), "bad-structure", "two headers")
     other = {b"Asymcheck": header}
     yield _manifest("metadata-key", arrow_file(columns, header, metadata=other), "bad-structure", "another key")
 
@@ -211,6 +228,7 @@ def _header_values() -> Iterator[Vector]:
         ("packs-string", {"packs": pack}, "bad-structure", "packs that are no list"),
         ("packs-short", {"packs": [pack[:-1]]}, "bad-structure", "a pack id of 31 digits"),
         ("packs-upper", {"packs": [pack.upper()]}, "bad-structure", "a pack id in upper case"),
+        ("packs-object", {"packs": {pack: 1}}, "bad-structure", "packs that are an object"),
         ("packs-number", {"packs": [1]}, "bad-structure", "a pack id that is no string"),
         ("tree-row-range", {"tree": ["l", [["T", 0], ["T", 4]]]}, "bad-structure", "the tree names row 4 of 4"),
         ("tree-row-unnamed", {"tree": ["l", [["T", 0], ["T", 1], ["T", 2]]]}, "bad-structure", "row 3 is in no node"),

@@ -14,9 +14,9 @@ from tools.vectors_base import fixed_bytes
 
 def training_state(step: int, change: int | None = None) -> dict[str, object]:
     """Return a model and its optimizer at a step; ``change`` is the third of the large weight that differs."""
-    weight = torch.arange(5000, dtype=torch.float32).reshape(50, 100)
+    weight = torch.arange(3000, dtype=torch.float32).reshape(30, 100)
     if change is not None:
-        weight[20 * change + 5] = float(step)
+        weight[10 * change + 5] = float(step)
     embedding = torch.linspace(0, step, 256).reshape(16, 16)
     model: OrderedDict[str, object] = OrderedDict()
     model["wte.weight"] = model["lm_head.weight"] = embedding

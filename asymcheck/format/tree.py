@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
+import reprlib
 import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -18,6 +20,7 @@ Node = object
 Key = str | int
 
 _EXACT_INTEGER = 1 << 53
+_BIG_INTEGER = re.compile(r"-?[1-9][0-9]*\Z", re.ASCII)
 _SIZE_END = 1 << 63
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -42,9 +45,10 @@ class TreeBuilder(Protocol[_T_co]):
         ...
 
     def tagged(self, kind: str, value: object) -> _T_co:
-        """Make a tensor shape (``z``, tuple of int), a numpy scalar (``n``, dtype and bytes), a dtype (``y``.
+        """Make a value of a type that is not Python's own.
 
-        Name) or a device (``v``, name).
+        A tensor shape (``z``) from a tuple of int, a numpy scalar (``n``) from its dtype and bytes, a dtype (``y``) or
+        a device (``v``) from its name.
         """
         ...
 
@@ -92,7 +96,7 @@ def decode_metric(value: object, where: str) -> float:
     Raises:
         StructureError
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
@@ -116,6 +120,29 @@ def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> obj
     if not all(seen):
         raise StructureError(f"{where}: row {seen.index(0)} of the manifest is not in the tree")
     return value
+
+
+def check(node: Node, rows: int, where: str) -> None:
+    """Check a whole tree as :func:`decode` does, and build nothing.
+
+    Raises:
+        StructureError, LimitError
+    """
+    decode(node, rows, _Nothing(), where)
+
+
+class _Nothing:
+    """Builds nothing."""
+
+    def plain(self, value: object) -> None: ...
+
+    def sequence(self, kind: str, items: list[object]) -> None: ...
+
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> None: ...
+
+    def tensor(self, row: int, as_array: bool) -> None: ...  # noqa: FBT001 - as in the protocol
+
+    def tagged(self, kind: str, value: object) -> None: ...
 
 
 class _Decoder:
@@ -155,7 +182,7 @@ class _Decoder:
         return self.kinds[node[0]](node, depth)
 
     def bad(self, node: Node) -> StructureError:
-        return StructureError(f"{self.where}: not a node of the tree: {str(node)[:80]}")
+        return StructureError(f"{self.where}: not a node of the tree: {reprlib.repr(node)[:80]}")
 
     def _arguments(self, node: list[object], count: int) -> list[object]:
         if len(node) != count + 1:
@@ -167,12 +194,12 @@ class _Decoder:
 
     def _parse_big(self, node: list[object]) -> int:
         (text,) = self._arguments(node, 1)
-        if not isinstance(text, str) or not text.removeprefix("-").isdecimal() or not text.isascii():
+        if not isinstance(text, str) or not _BIG_INTEGER.match(text):
             raise self.bad(node)
-        number = _parse_decimal(text)
-        if abs(number) < _EXACT_INTEGER or _decimal(number) != text:
+        number = _natural(text.removeprefix("-"))
+        if number < _EXACT_INTEGER:
             raise self.bad(node)
-        return number
+        return -number if text.startswith("-") else number
 
     def _float(self, node: list[object], _depth: int) -> object:
         (bits,) = self._arguments(node, 1)
@@ -293,10 +320,11 @@ def _decimal(value: int) -> str:
     return sign + str(value) + "".join(reversed(pieces))
 
 
-def _parse_decimal(text: str) -> int:
-    digits = text.removeprefix("-")
-    value = 0
-    first = len(digits) % _DIGITS
-    for start, end in [(0, first), *((i, i + _DIGITS) for i in range(first, len(digits), _DIGITS))]:
-        value = value * 10 ** (end - start) + int(digits[start:end] or "0")
-    return -value if text.startswith("-") else value
+def _natural(digits: str) -> int:
+    if len(digits) <= _DIGITS:
+        return int(digits)
+    # In halves, because Python multiplies large numbers in less than quadratic time: a file of a few MiB must not keep
+    # its reader busy for hours.
+    low = len(digits) // 2
+    power: int = 10**low
+    return _natural(digits[:-low]) * power + _natural(digits[-low:])

@@ -67,7 +67,13 @@ def flat_bytes(source: Source) -> torch.Tensor:
     if isinstance(source, np.ndarray):
         contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
-    return source.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(source.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a uint8 tensor."""
+    # Not reshape(-1): it keeps the stride of a tensor of one element, which may be any, and then there is no such view.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def make_leaf(source: Source, path: str, group: str) -> Leaf:

@@ -13,7 +13,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.nvme.owners import is_dead
+from asymcheck.tiers.nvme.owners import is_given_up
 from asymcheck.types import Digest, PackId
 
 _ATTEMPTS = 8
@@ -48,6 +48,8 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
     result = Collected()
     if not dry_run:
         result.removed_temporaries = tier.remove_stale_temporaries()
+        # First of all: on a full disk, what follows needs the room.
+        _trim_pool(tier)
     for _ in range(_ATTEMPTS):
         plan = _Plan(tier, catalog)
         result.kept_packs = plan.kept
@@ -71,7 +73,7 @@ class _Plan:
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
         with catalog.read() as transaction:
-            self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_dead(owner)}
+            self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_given_up(key, owner)}
         self.manifests: set[bytes] = set()
         live = self._live()
         self.candidates = self._candidates(live)
@@ -199,6 +201,14 @@ def _path(tier: NvmeTier, pack_id: PackId) -> Path:
 
 def _pinned(transaction: Transaction, dead_pins: set[bytes]) -> set[PackId]:
     return {pack_id for key, (_, packs) in transaction.pins().items() if key not in dead_pins for pack_id in packs}
+
+
+def _trim_pool(tier: NvmeTier) -> None:
+    """Unlink freed packs that are too many, but for those that a writer takes at this moment."""
+    for path in tier.pool.surplus():
+        with tier.locked(path) as held:
+            if held:
+                tier.files.unlink(path)
 
 
 def _remove_empty(tier: NvmeTier, catalog: Catalog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from asymcheck.config import WRITER
@@ -93,8 +94,15 @@ class Flusher:
         digests: list[Digest | None] = [None] * len(partitions)
         self._needed_bytes = sum(frame_length(partition.length) for partition in partitions)
 
+        left = Counter(piece.row for partition in partitions for piece in partition.pieces)
+
         def store(number: int, slot: Slot) -> None:
             digests[number] = self._store(partitions[number], slot)
+            for piece in partitions[number].pieces:
+                with self._lock:
+                    left[piece.row] -= 1
+                if not left[piece.row]:
+                    self._leaves[piece.row].release()
 
         try:
             work_off(

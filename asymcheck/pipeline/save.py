@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -19,7 +20,7 @@ from asymcheck.partition.plan import PLAN_KIND, Cut, Partition, cut
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.flush import Flusher, KnownPartitions
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.tiers.nvme.owners import this_process
+from asymcheck.tiers.nvme.owners import hold, let_go, this_process
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 
@@ -71,6 +72,7 @@ def save(tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveReques
     flusher = Flusher(tier, KnownPartitions(tier, catalog), leaves)
     ref = CheckpointRef(request.generation, request.step, new_save_id())
     pin = pin_key(ref.save_id, request.rank)
+    hold(pin)
     try:
         names = flusher.write(plan.partitions)
         packs = _enter(tier, catalog, flusher, plan.partitions, names, pin)
@@ -80,9 +82,10 @@ def save(tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveReques
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         _finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:
-        _unpin(tier, catalog, request, ref)
+        _take_back(tier, catalog, request, ref)
         raise
     finally:
+        let_go(pin)
         flusher.abandon()
         for leaf in leaves:
             leaf.release()
@@ -140,10 +143,13 @@ def _finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, 
     emit("catalog.committed", str(ref))
 
 
-def _unpin(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef) -> None:
-    """Let collection have what a failed save has stored, unless its manifest is there in spite of the failure."""
+def _take_back(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef) -> None:
+    """Leave no manifest of a failed save, and let collection have what it has stored."""
+    with contextlib.suppress(AsymcheckError, FileNotFoundError):
+        tier.manifests.withdraw(request.run, ref, request.rank)
     try:
         with catalog.write() as transaction:
+            # A manifest that could not be removed keeps its packs.
             if all(name.rank != request.rank for name in tier.manifests.listing(request.run, ref).manifests):
                 transaction.delete_pin(pin_key(ref.save_id, request.rank))
     except AsymcheckError:

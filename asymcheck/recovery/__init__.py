@@ -1,4 +1,4 @@
 """The way up: resolve the newest consistent checkpoint, fetch its partitions, assemble the state.
 
-Rebuild the catalog.
+Rebuilding the catalog from the packs is here too.
 """

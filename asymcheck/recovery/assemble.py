@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from asymcheck.errors import StateMismatchError
+from asymcheck.errors import StateMismatchError, StorageError
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.partition.leaves import as_bytes
 from asymcheck.types import Digest
 
 
@@ -42,7 +43,7 @@ class Target:
             if self._staged is None and any(not _is_plain(tensor) for tensor in self._existing):
                 # A strided tensor cannot be filled by byte ranges: its bytes are gathered first.
                 self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8)
-        flats = [self._staged] if self._staged is not None else [_flat(tensor) for tensor in self._existing]
+        flats = [self._staged] if self._staged is not None else [as_bytes(tensor.detach()) for tensor in self._existing]
         for flat in flats:
             _copy(flat[start : start + len(data)], data)
         with self._lock:
@@ -59,13 +60,19 @@ def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
 
     Raises:
         StateMismatchError: this torch has no such dtype.
+        StorageError: torch refused to make it; it may be too large for the memory of ``device``.
     """
     dtype = TORCH_DTYPES.get(row.dtype)
     if dtype is None:
         raise StateMismatchError(
             f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks: install a newer torch"
         )
-    return torch.empty(row.shape, dtype=dtype, device=device)
+    try:
+        return torch.empty(row.shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise StorageError(
+            f"tensor {row.name} ({row.nbytes} bytes, {row.dtype} {list(row.shape)}) cannot be made on {device}: {error}"
+        ) from error
 
 
 class Assembly:
@@ -117,10 +124,6 @@ class Assembly:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _copy(flat: torch.Tensor, data: memoryview) -> None:

@@ -19,10 +19,7 @@ class Line:
     generation: int
     """The present generation."""
     limits: dict[int, CheckpointRef | None]
-    """For each generation on the line, the last checkpoint that belongs to it; None for the present one.
-
-    Which has no end.
-    """
+    """For each generation on the line, the last checkpoint that belongs to it; None for the present one: it is open."""
 
     def __contains__(self, ref: CheckpointRef) -> bool:
         """Tell whether a checkpoint lies on the line."""

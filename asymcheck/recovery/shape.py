@@ -78,9 +78,13 @@ def _known(dtypes: Mapping[str, _T], name: str, library: str) -> _T:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise StateMismatchError(f"the state has the device {name!r} as a value, which this torch lacks") from error
+    if str(device) != name:
+        # A large index wraps round.
+        raise StateMismatchError(f"the state has the device {name!r} as a value, of which this torch makes {device}")
+    return device
 
 
 def read_shape(manifest: Manifest) -> object:
@@ -126,8 +130,9 @@ def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
 def _array(tensor: torch.Tensor) -> object:
     try:
         return tensor.cpu().numpy()
-    except TypeError as error:
-        raise StateMismatchError(f"the state has an array of {tensor.dtype}, which numpy lacks") from error
+    except (TypeError, ValueError) as error:
+        shape = list(tensor.shape)
+        raise StateMismatchError(f"the state has an array of {tensor.dtype} {shape}, which numpy lacks") from error
 
 
 def with_tensors(shape: object, tensors: Mapping[int, torch.Tensor]) -> object:

@@ -18,6 +18,7 @@ from asymcheck.format.frame import check_frame
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import check_entry
 from asymcheck.format.registry import CODEC_IDENTITY
+from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier, PackFile, Slot
 from asymcheck.types import Digest, PackId
 from asymcheck.verify.findings import Finding, Severity
@@ -117,6 +118,7 @@ class _Checker:
             for manifest_name in listing.manifests:
                 try:
                     manifest = self.tier.manifests.read(run, listing.ref, manifest_name)
+                    check_tree(manifest.header.tree, len(manifest), f"manifest {where}/{manifest_name}")
                 except AsymcheckError as error:
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:

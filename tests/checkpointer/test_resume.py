@@ -30,9 +30,8 @@ class Net(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Predict a token from its neighbour."""
         hidden = self.norm(torch.nn.functional.dropout(self.embedding(tokens), 0.2, self.training))
-        return torch.as_tensor(
-            self.head(torch.nn.functional.dropout(torch.relu(self.hidden(hidden)), 0.2, self.training))
-        )
+        hidden = torch.nn.functional.dropout(torch.relu(self.hidden(hidden)), 0.2, self.training)
+        return torch.as_tensor(self.head(hidden))
 
 
 def _parts() -> dict[str, Any]:
@@ -99,36 +98,33 @@ def test_losses_and_the_final_state_are_the_same_to_the_bit(tmp_path: Path, ever
 
 
 CHILD = """
-import random, sys
-import numpy as np, torch
-from pathlib import Path
+import sys
 sys.path.insert(0, sys.argv[1])
-from asymcheck import Checkpointer, Store
-from tests.checkpointer.test_resume import STEPS, _parts, _seed, _train
+import torch
+from pathlib import Path
+from tests.checkpointer.test_resume import _stretch
 torch.set_num_threads(1)
-_seed(int(sys.argv[3]))
-state = _parts()
-with Store.open(sys.argv[2]) as store:
-    checkpointer = Checkpointer(store, state, every=5)
-    restored = checkpointer.restore()
-    first = restored.step + 1 if restored else 0
-    for loss in _train(state, checkpointer, first, int(sys.argv[4])):
-        print(loss.hex())
+for loss in _stretch(Path(sys.argv[2]), 0, 13):
+    print(loss.hex())
 """
 
 
-def _in_a_process(store: Path, seed: int, stop: int) -> list[str]:
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", CHILD, root, str(store), str(seed), str(stop)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def _stretch(path: Path, seed: int, stop: int) -> list[float]:
+    """Train from what the store has, or from the seed when it has nothing, up to a step."""
+    _seed(seed)
+    state = _parts()
+    with Store.open(path) as store:
+        checkpointer = Checkpointer(store, state, every=5)
+        restored = checkpointer.restore()
+        return _train(state, checkpointer, restored.step + 1 if restored else 0, stop)
 
 
 def test_another_process_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     """Nothing that a resume needs lives in the process: the losses after step 10 are the same."""
-    whole = _in_a_process(tmp_path / "whole", 0, STEPS)
-    first = _in_a_process(tmp_path / "stopped", 0, 13)
-    second = _in_a_process(tmp_path / "stopped", 77, STEPS)
-    assert first == whole[:13]
-    assert second == whole[11:]
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", CHILD, root, str(tmp_path / "stopped")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    whole = _stretch(tmp_path / "whole", 0, STEPS)
+    assert [float.fromhex(loss) for loss in done.stdout.split()] == whole[:13]
+    assert _stretch(tmp_path / "stopped", 77, STEPS) == whole[11:]

@@ -18,6 +18,7 @@ import pytest
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import NvmeTier, owners
 from asymcheck.tiers.nvme.catalog import Catalog
+from asymcheck.tiers.nvme.files import DESCRIPTORS
 from tests.crash.actions import Action, lose_catalog, take
 from tests.crash.faults import CHANGES, Counter, WatchedFiles
 from tests.crash.power import Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
@@ -75,8 +76,8 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
             yield
 
 
-def _live(base: Path, log: list[Entry], script: Sequence[Action], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> int:
-    """Go through a script as a process of its own; return how many operations there were until its end."""
+def _live(base: Path, log: list[Entry], script: Sequence[Action], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> list[str]:
+    """Go through a script as a process of its own; return the names of its operations."""
     boot_id = str(uuid.uuid4())
     monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
     files = _MortalFiles(log, at)
@@ -84,32 +85,55 @@ def _live(base: Path, log: list[Entry], script: Sequence[Action], monkeypatch: p
     with contextlib.suppress(_Killed), files.catalog_dies_too(monkeypatch), recorded_catalog(log):
         with Store(NvmeTier(base / "above" / "store", config, files=files)) as store:
             take(store, LoggedJournal(log), script)
-    return len(files.counter.seen)
+    # The dead hold no locks.
+    DESCRIPTORS.close_in_child()
+    return files.counter.seen
 
 
+def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Kill the first process before its ``at``-th operation, let the second go through its script, lose power."""
+    base, left = folder / "base", folder / "left"
+    shutil.rmtree(base, ignore_errors=True)
+    shutil.rmtree(left, ignore_errors=True)
+    base.mkdir()
+    log: list[Entry] = []
+    _live(base, log, FIRST, patch, at)
+    if catalog_lost and (base / "above" / "store" / "catalog").exists():
+        lose_catalog(base / "above" / "store")
+    killed_after = log[-1][:3] if log else "the start"
+    _live(base, log, second, patch)
+    patch.setattr(owners, "_boot_id", lambda: "the third")
+    owed = after_power_loss(base, log, left, loss="names and data", catalog="missing" if at % 2 else "as it was")
+    try:
+        check_survived(left / "above" / "store", owed)
+    except Exception as error:
+        raise AssertionError(f"killed before operation {at}, after {killed_after}: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of all operations of the first process."""
+    with pytest.MonkeyPatch.context() as patch:
+        return _live(tmp_path_factory.mktemp("count"), [], FIRST, patch)
+
+
+@pytest.mark.parametrize(("second", "catalog_lost"), [(0, False), (1, True), (2, False)])
+def test_killed_before_a_barrier_then_powerless(
+    second: int, catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second process promised is there, whichever barrier the first did not reach."""
+    barriers = [at for at, name in enumerate(operations, start=1) if name.startswith("sync")]
+    assert len(barriers) > 30
+    for at in barriers:
+        _check(SECOND[second], at, catalog_lost=catalog_lost, folder=tmp_path, patch=monkeypatch)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("catalog_lost", [False, True])
 @pytest.mark.parametrize("second", SECOND, ids=["a new state", "its first state", "its last state"])
-def test_killed_then_powerless(
-    second: Sequence[Action], catalog_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_anywhere_then_powerless(
+    second: Sequence[Action], catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the second process promised is there, wherever the first was killed."""
-    (tmp_path / "count").mkdir()
-    operations = _live(tmp_path / "count", [], FIRST, monkeypatch)
-    assert operations > 100
-    base, left = tmp_path / "base", tmp_path / "left"
-    for at in range(1, operations + 1):
-        shutil.rmtree(base, ignore_errors=True)
-        shutil.rmtree(left, ignore_errors=True)
-        base.mkdir()
-        log: list[Entry] = []
-        _live(base, log, FIRST, monkeypatch, at)
-        if catalog_lost and (base / "above" / "store" / "catalog").exists():
-            lose_catalog(base / "above" / "store")
-        killed_at = log[-1][:3] if log else "the start"
-        _live(base, log, second, monkeypatch)
-        monkeypatch.setattr(owners, "_boot_id", lambda: "the third")
-        owed = after_power_loss(base, log, left, loss="names and data", catalog="missing" if at % 2 else "as it was")
-        try:
-            check_survived(left / "above" / "store", owed)
-        except Exception as error:
-            raise AssertionError(f"killed before operation {at}, after {killed_at}: {error}") from error
+    """The same before every single operation."""
+    for at in range(1, len(operations) + 1):
+        _check(second, at, catalog_lost=catalog_lost, folder=tmp_path, patch=monkeypatch)

@@ -27,7 +27,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallStore:
 
 def test_a_flip_in_a_version_is_damage_and_not_a_newer_format(small: SmallStore) -> None:
     """Each bit of the version in pack header, index and frame header: the load falls back, as for any other damage."""
-    for path in small.files("packs/*.pack"):
+    for path in small.files("packs/*.pack")[:2]:
         index = covered_bits(path).stop // 8 - BLOCK_BYTES
         for start in (0, BLOCK_BYTES, index):
             for bit in range((start + 8) * 8, (start + 10) * 8):

@@ -13,6 +13,7 @@ import pyarrow as pa
 from asymcheck.errors import FormatError
 from tests.damage.zygote import limit_memory, unlimit_memory
 from tests.fuzz import mutate
+from tests.fuzz.hostile_manifests import FAMILIES, PERHAPS
 from tests.fuzz.targets import TARGETS, RefusedError, Target
 
 MEMORY_BYTES = 64 << 20
@@ -84,3 +85,16 @@ def _ran_out_of_memory(error: BaseException | None) -> bool:
 def _counter(path: str) -> mmap.mmap:
     with Path(path).open("r+b") as file:
         return mmap.mmap(file.fileno(), 8)
+
+
+def run_cases(family: str) -> dict[str, object]:
+    """Read every hostile manifest of a family; say how each was refused."""
+    pa.set_memory_pool(pa.system_memory_pool())
+    target = TARGETS["manifest"]
+    for data in target.seeds():
+        target.read(data)
+    outcomes = {}
+    for name, data in {**FAMILIES, **PERHAPS}[family]():
+        kind, took = attempt(target, data)
+        outcomes[name] = kind if took <= SECONDS else f"took {took:.1f} s: {kind}"
+    return outcomes

@@ -22,6 +22,7 @@ VIEWS = {
     "channels last": torch.arange(120, dtype=torch.int16).reshape(1, 2, 6, 10).to(memory_format=torch.channels_last),
     "0-d": torch.tensor(-7, dtype=torch.int64),
     "empty": torch.empty(3, 0, 2),
+    "one element": PLAIN[1:2, 2, 3],
     "offset": torch.arange(10, dtype=torch.uint8)[3:],
 }
 

@@ -156,7 +156,8 @@ def _newest(store: Path) -> Path:
 
 
 def _pack(store: Path, number: int) -> Path:
-    return sorted((store / "packs").iterdir())[number % 6]
+    packs = sorted((store / "packs").iterdir())
+    return packs[number % len(packs)]
 
 
 def _flip_pack(store: Path, number: int) -> None:
@@ -181,8 +182,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a bit of one copy of the descriptor": lambda store: _flip(store / "asymcheck.store", 20),
     "no descriptor": lambda store: (store / "asymcheck.store").unlink(),
     "foreign files": _add_foreign_files,
-    **{f"a bit of pack {number}": functools.partial(_flip_pack, number=number) for number in range(12)},
-    **{f"pack {number} is cut": functools.partial(_cut_pack, number=number) for number in range(6)},
+    **{f"a bit of pack {number}": functools.partial(_flip_pack, number=number) for number in range(10)},
+    **{f"pack {number} is cut": functools.partial(_cut_pack, number=number) for number in range(5)},
 }
 
 
@@ -225,6 +226,8 @@ GAPS = {
     ],
     "the kind of the plan is not looked for": ["manifest-header-plan-no-kind"],
     "the items of writer_features are not looked at": ["descriptor-features-number"],
+    "the first message is not compared with the footer": ["manifest-header-in-message", "manifest-schema-in-message"],
+    "the metadata entry may be there twice": ["manifest-metadata-twice"],
     "integers beyond binary64 pass for metrics": ["manifest-header-metrics-huge"],
     "unknown numbers in entries are left to the frames": [
         f"pack-entry-unknown-{n}" for n in ("kind", "codec", "digest")

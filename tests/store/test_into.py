@@ -67,6 +67,12 @@ def test_a_conjugate_target_means_the_stored_numbers(store: Store) -> None:
     _filled(store, numbers, torch.empty(3000, dtype=torch.complex128).conj())
 
 
+@pytest.mark.parametrize("target", [torch.zeros(3)[::3], torch.zeros(3, 5)[:1, 2], torch.zeros(2, 3, 4)[1:, 2:, 3]])
+def test_targets_of_one_element_may_have_any_stride(store: Store, target: torch.Tensor) -> None:
+    """Torch calls them contiguous, whatever their strides say."""
+    _filled(store, torch.full(target.shape, 7.0), target)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (1, 1)], ids=str)
 def test_the_smallest_targets(store: Store, shape: tuple[int, ...]) -> None:
     """Numbers and empty tensors."""

@@ -40,6 +40,7 @@ _NO_DAMAGE = (
     lmdb.TlsFullError,
 )
 _FILES = ("data.mdb", "lock.mdb")
+_READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _CHECK_TIMEOUT_S = 600
 # Runs in a child: a damaged map may kill the process that walks it. It imports nothing of this package, which would
@@ -206,6 +207,7 @@ class Catalog:
         return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
+        self._reserve_lock_file()
         with self._lmdb_errors(), contextlib.ExitStack() as stack:
             self._env = lmdb.open(
                 str(self.path),
@@ -225,6 +227,18 @@ class Catalog:
                     transaction.put_store_id(store_id)
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
+
+    def _reserve_lock_file(self) -> None:
+        # LMDB maps it, and a mapped page for which the disk has no room kills the process (SIGBUS). Closing the file would
+        # drop LMDB's locks on it, so this comes first. Its size is the number of readers, the same for all who map it.
+        descriptor = os.open(self.path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            status = os.fstat(descriptor)
+            size = status.st_size or _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES
+            if status.st_blocks * 512 < size:
+                os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(descriptor)
 
     def _set_aside_if_damaged(self) -> None:
         dead, alive = self._markers()

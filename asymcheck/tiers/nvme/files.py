@@ -163,6 +163,12 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def free_bytes(self, path: Path) -> int:
+        """Return how many bytes the file system of ``path`` has left for this user."""
+        with translated("look at", path):
+            status = os.statvfs(path)
+            return status.f_bavail * status.f_frsize
+
     def list(self, path: Path) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
         with translated("list", path):

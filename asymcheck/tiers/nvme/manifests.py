@@ -139,13 +139,28 @@ class ManifestFiles:
         emit("manifest.committed", str(name), len(data))
         return name
 
+    def withdraw(self, run: str, ref: CheckpointRef, rank: int) -> None:
+        """Take back what a save that failed has published of one rank, durably, with its temporary files."""
+        directory = self.directory(run, ref)
+        names = [name for name in self._files.list(directory) if name.startswith(f"{rank:05d}-")]
+        for name in names:
+            self._files.unlink(directory / name)
+        if names:
+            self._files.sync_directory(directory)
+        if self._files.remove_directory(directory):
+            self._files.sync_directory(directory.parent)
+
     def remove(self, run: str, ref: CheckpointRef) -> None:
         """Delete a checkpoint: its manifests first of all, durably, then its folder."""
         directory = self.directory(run, ref)
         for name in self._files.list(directory):
             if layout.parse_manifest_name(name) is not None:
                 self._files.unlink(directory / name)
-        self._files.sync_directory(directory)
+        try:
+            self._files.sync_directory(directory)
+        except FileNotFoundError:
+            # Collection, or another deletion, has removed the folder by now: then it is its absence that must last.
+            self._files.sync_directory(directory.parent)
         self.remove_empty(run, ref)
 
     def remove_empty(self, run: str, ref: CheckpointRef) -> None:

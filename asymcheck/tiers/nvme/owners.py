@@ -8,6 +8,7 @@ from pathlib import Path
 from asymcheck.types import Owner
 
 _PROC = Path("/proc")
+_held: set[bytes] = set()
 
 
 def this_process() -> Owner:
@@ -23,6 +24,24 @@ def is_dead(owner: Owner) -> bool:
     if owner.pid_namespace != _pid_namespace():
         return False
     return _start_ticks(owner.pid) != owner.start_ticks
+
+
+def hold(pin: bytes) -> None:
+    """Say that a save of this process uses the pin with this key, until :func:`let_go`."""
+    _held.add(pin)
+
+
+def let_go(pin: bytes) -> None:
+    """Say that the save has ended, well or not: nothing more will be committed under this pin."""
+    _held.discard(pin)
+
+
+def is_given_up(pin: bytes, owner: Owner) -> bool:
+    """Tell whether a pin protects nothing more: its owner is dead, or is this process and its save has ended.
+
+    A save that fails for want of space may not be able to remove its pin.
+    """
+    return is_dead(owner) or (owner == this_process() and pin not in _held)
 
 
 def describe(owner: Owner) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -22,12 +23,22 @@ from asymcheck.format.pack import (
     encode_pack_header,
     round_up,
 )
-from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
+from asymcheck.tiers.nvme.files import (
+    DESCRIPTORS,
+    Files,
+    clear_direct,
+    is_same_file,
+    set_direct,
+    try_lock,
+    wait_lock,
+)
 from asymcheck.tiers.nvme.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
 _INDEX_SPACE = 1 << 20
-_POLL_S = 0.01
+_CREATE_ATTEMPTS = 8
+# Longer than collection or verification hold a file that they only look at.
+_LOOK_S = 1.0
 
 
 class PackWriter:
@@ -190,14 +201,30 @@ class Pool:
         for path in self.candidates(needed_bytes + _INDEX_SPACE):
             descriptor = self._claim(path)
             if descriptor is not None:
-                self._files.rename(path, target)
-                return PackWriter(self._files, packs, pack_id, descriptor, recycled=True)
-        descriptor = DESCRIPTORS.add(self._files.open_new(target))
-        if not try_lock(descriptor, exclusive=True) or not is_same_file(descriptor, target):
-            # Collection saw the file between its creation and the lock, and removed it.
+                return self._start(packs, pack_id, descriptor, pooled=path)
+        return self._start(packs, pack_id, self._create(target), pooled=None)
+
+    def _start(self, packs: Path, pack_id: PackId, descriptor: int, pooled: Path | None) -> PackWriter:
+        target = packs / layout.pack_temporary_name(pack_id)
+        try:
+            if pooled is not None:
+                self._files.rename(pooled, target)
+            return PackWriter(self._files, packs, pack_id, descriptor, recycled=pooled is not None)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._files.unlink(target)
             DESCRIPTORS.close(descriptor)
-            raise StorageError(f"{target} was removed while it was being created; save again")
-        return PackWriter(self._files, packs, pack_id, descriptor, recycled=False)
+            raise
+
+    def _create(self, target: Path) -> int:
+        """Create a file and lock it; collection may see it between the two, and remove it."""
+        for _ in range(_CREATE_ATTEMPTS):
+            descriptor = DESCRIPTORS.add(self._files.open_new(target))
+            if wait_lock(descriptor, _LOOK_S, exclusive=True) and is_same_file(descriptor, target):
+                return descriptor
+            DESCRIPTORS.close(descriptor)
+            self._files.unlink(target)
+        raise StorageError(f"{target} was removed {_CREATE_ATTEMPTS} times while it was being created; save again")
 
     def _claim(self, path: Path) -> int | None:
         """Open and lock a freed pack; None when another writer was faster or a reader still looks at it.
@@ -218,8 +245,24 @@ class Pool:
         return None
 
     def room(self) -> int:
-        """Return how many bytes of freed packs it would still keep."""
-        return self._capacity_bytes - sum(self.sizes().values())
+        """Return how many bytes of freed packs it would still keep; fewer than none when it holds too many.
+
+        Never more than are free beside it: where room is short, others need it more.
+        """
+        limit = min(self._capacity_bytes, self._files.free_bytes(self._directory))
+        return limit - sum(self.sizes().values())
+
+    def surplus(self) -> list[Path]:
+        """Return the freed packs to unlink, because they are too many for the pool or for the disk."""
+        sizes = self.sizes()
+        held, free = sum(sizes.values()), self._files.free_bytes(self._directory)
+        found = []
+        for path in sorted(sizes, key=lambda one: sizes[one]):
+            if held <= min(self._capacity_bytes, free):
+                break
+            found.append(path)
+            held, free = held - sizes[path], free + sizes[path]
+        return found
 
     def would_keep(self, path: Path, room: int) -> bool:
         """Tell whether :meth:`put` would keep a freed pack when there is ``room`` for so many bytes."""

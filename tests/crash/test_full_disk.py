@@ -1,0 +1,200 @@
+"""A disk that is really full: a small file system of its own, filled to the last byte."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import OutOfSpaceError
+from asymcheck.store import Store
+from tests.crash.actions import open_store
+from tests.crash.states import CONFIG, Promises, fingerprint, make_state
+from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.zygote import Zygote
+
+SIZE_MIB = 8
+
+
+def _mount(point: Path, kind: str, image: Path) -> None:
+    point.mkdir()
+    if kind == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "tmpfs", str(point)]
+    else:
+        with image.open("wb") as file:
+            file.truncate(SIZE_MIB << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+        command = ["mount", "-o", "loop", str(image), str(point)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no {kind} can be mounted here: {done.stderr.strip()}")
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A mounted file system of a few MiB."""
+    kind = str(request.param)
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    if kind == "ext4" and not shutil.which("mkfs.ext4"):
+        pytest.skip("there is no mkfs.ext4")
+    point = tmp_path / "disk"
+    _mount(point, kind, tmp_path / "image")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+def _fill(disk: Path, leave: int = 0) -> Path:
+    """Fill the disk, but for ``leave`` bytes, with a file that is not the store's."""
+    ballast = disk / "ballast"
+    with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    if leave:
+        os.truncate(ballast, max(0, ballast.stat().st_size - leave))
+    return ballast
+
+
+def _save(store: Store, owed: Promises, step: int) -> None:
+    state = make_state(step)
+    owed.begun["default", step] = fingerprint(state)
+    store.save(state, step=step)
+    owed.durable["default", step] = owed.begun["default", step]
+
+
+def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
+    """The save that does not fit fails; nothing of it is left, what was there stays, and deleting makes room again."""
+    owed = Promises()
+    path = small_disk / "store"
+    with open_store(path) as store:
+        with pytest.raises(OutOfSpaceError, match="free space, or delete checkpoints and run gc"):
+            for step in range(10_000):
+                _save(store, owed, step)
+        last = max(step for _, step in owed.durable)
+        assert last >= 5
+        del owed.begun["default", last + 1]
+        check_as_it_lies(path, owed)
+        store.gc()
+        assert leftovers(store) == []
+        for step in range(last):
+            store.delete(step)
+            del owed.durable["default", step]
+            owed.deleted.add(("default", step))
+        store.gc()
+        assert leftovers(store) == []
+        _save(store, owed, last + 1)
+    check_as_it_lies(path, owed)
+    check_goes_on(path, owed)
+
+
+@pytest.mark.parametrize("leave_kib", [0, 8, 64, 160])
+def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
+    """Somebody else's file takes the room: saves fail until it is gone, and then work."""
+    owed = Promises()
+    path = small_disk / "store"
+    with open_store(path) as store:
+        for step in (0, 1):
+            _save(store, owed, step)
+        ballast = _fill(small_disk, leave_kib * 1024)
+        with pytest.raises(OutOfSpaceError):
+            for step in range(2, 10):
+                _save(store, owed, step)
+        failed = max(step for _, step in owed.begun)
+        del owed.begun["default", failed]
+        check_as_it_lies(path, owed)
+        ballast.unlink()
+        store.gc()
+        assert leftovers(store) == []
+        _save(store, owed, failed)
+    check_as_it_lies(path, owed)
+    check_goes_on(path, owed)
+
+
+def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
+    """On a disk that others fill, what a collection frees goes back to the file system as far as it is short of it."""
+    owed = Promises()
+    path = small_disk / "store"
+    config = dataclasses.replace(CONFIG, pool_bytes=1 << 30)
+    with Store.open(path, config=config) as store:
+        for step in range(13):
+            _save(store, owed, step)
+        _fill(small_disk)
+        for step in range(12):
+            store.delete(step)
+            del owed.durable["default", step]
+            owed.deleted.add(("default", step))
+        store.gc()
+        assert leftovers(store) == []
+        assert store.usage().pooled_bytes <= shutil.disk_usage(small_disk).free, "the pool keeps what others need"
+        _save(store, owed, 13)
+        _save(store, owed, 14)
+    check_as_it_lies(path, owed)
+    check_goes_on(path, owed)
+
+
+def test_opening_on_a_full_disk(small_disk: Path) -> None:
+    """A store on a full disk can be opened and read by a new process; what needs room is refused, nobody is killed."""
+    owed = Promises()
+    path = small_disk / "store"
+    with open_store(path) as store:
+        _save(store, owed, 0)
+        _save(store, owed, 1)
+    shutil.rmtree(path / "catalog")
+    ballast = _fill(small_disk)
+    check_as_it_lies(path, owed)
+    with open_store(path) as store, pytest.raises(OutOfSpaceError):
+        store.save(make_state(2), step=2)
+    check_as_it_lies(path, owed)
+    ballast.unlink()
+    check_goes_on(path, owed)
+
+
+def try_to_save(path: str, step: int) -> None:
+    """Open a store and save; it is no failure when the disk is full. Runs in a child."""
+    try:
+        with open_store(Path(path)) as store:
+            store.save(make_state(step), step=step)
+    except OutOfSpaceError:
+        return
+
+
+@pytest.mark.parametrize("catalog", ["there", "lost"])
+def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
+    """However little room is left, a process that opens the store and saves is refused, and not killed by a signal.
+
+    A page of a mapped file that has no room on the disk is a SIGBUS.
+    """
+    owed = Promises()
+    path = small_disk / "store"
+    with open_store(path) as store:
+        _save(store, owed, 0)
+    owed.begun["default", 1] = fingerprint(make_state(1))
+    for leave in (0, 4, 8, 12, 24, 48, 64, 80, 112, 160, 240, 320):
+        if catalog == "lost":
+            shutil.rmtree(path / "catalog", ignore_errors=True)
+        ballast = _fill(small_disk, leave * 1024)
+        child = zygote.start(try_to_save, path=str(path), step=1)
+        status = child.wait()
+        assert status == 0, f"with {leave} KiB left: ended with {status}: {child.errors.read_text()}"
+        steps = check_as_it_lies(path, dataclasses.replace(owed, newest={})).steps["default"]
+        ballast.unlink()
+        if 1 in steps:
+            return
+        with open_store(path) as store:
+            store.gc()
+    raise AssertionError("no save succeeded, with all the room in the world")
+
+
+def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
+    """No store comes into being, and the place can be used later."""
+    ballast = _fill(small_disk)
+    with pytest.raises(OutOfSpaceError):
+        open_store(small_disk / "store")
+    ballast.unlink()
+    check_goes_on(small_disk / "store", Promises())

@@ -1,0 +1,374 @@
+"""Races forced to happen: something else is done at exactly the moment between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import events
+from asymcheck.errors import CheckpointNotFoundError, LockTimeoutError, RecoveryError, StorageError
+from asymcheck.events import Event
+from asymcheck.pipeline.collect import _Plan
+from asymcheck.pipeline.flush import KnownPartitions
+from asymcheck.recovery import load as load_module
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import Transaction
+from asymcheck.tiers.nvme.files import Files
+from asymcheck.types import Digest, Location, PackId
+from tests.crash.actions import open_store
+from tests.crash.states import CONFIG, fingerprint, make_state
+from tests.crash.survival import leftovers
+from tests.crash.zygote import Zygote, wait_until
+
+
+@contextlib.contextmanager
+def at_first(name: str, act: Callable[[], object]) -> Iterator[list[str]]:
+    """Do something at the first event of a name; yields the names of all events."""
+    seen: list[str] = []
+
+    def observer(event: Event) -> None:
+        seen.append(event.name)
+        if event.name == name and seen.count(name) == 1:
+            act()
+
+    with events.observe(observer):
+        yield seen
+
+
+@pytest.fixture
+def stores(store_path: Path) -> Iterator[tuple[Store, Store]]:
+    """One store opened twice."""
+    with open_store(store_path) as one, open_store(store_path) as other:
+        yield one, other
+
+
+def check(store: Store, steps: dict[int, int]) -> None:
+    """Steps, each with the step whose state it should hold, are all that is there; and nothing is left over."""
+    assert {checkpoint.step for checkpoint in store.checkpoints()} == set(steps)
+    for step, content in steps.items():
+        assert fingerprint(store.load(step)) == fingerprint(make_state(content))
+    store.gc()
+    assert leftovers(store) == []
+    assert store.verify() == []
+    for step, content in steps.items():
+        assert fingerprint(store.load(step)) == fingerprint(make_state(content))
+
+
+def test_a_pack_is_collected_between_lookup_and_pin(stores: tuple[Store, Store]) -> None:
+    """A save that meant to reuse partitions writes them itself when collection was faster."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+
+    def collect() -> None:
+        other.delete(0)
+        assert other.gc().freed_packs >= 1
+
+    with at_first("pack.sealed", collect) as seen:
+        checkpoint = store.save(make_state(1), step=1)
+    assert seen.count("catalog.pinned") == 2
+    assert checkpoint.written_bytes > 100_000
+    check(store, {1: 1})
+
+
+def test_a_pack_is_collected_after_the_pin(stores: tuple[Store, Store]) -> None:
+    """Once it is pinned, collection leaves it alone, though no manifest names it yet."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+
+    def collect() -> None:
+        other.delete(0)
+        assert other.gc().freed_packs == 0
+
+    with at_first("catalog.pinned", collect) as seen:
+        checkpoint = store.save(make_state(0), step=1)
+    assert seen.count("catalog.pinned") == 1
+    assert checkpoint.written_bytes == 0
+    check(store, {1: 0})
+
+
+def test_collection_ignoring_pins_is_noticed(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the last test bites: without pins the checkpoint is lost."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    monkeypatch.setattr(Transaction, "pins", lambda _self: {})
+
+    def collect() -> None:
+        other.delete(0)
+        other.gc()
+
+    with at_first("catalog.pinned", collect):
+        store.save(make_state(0), step=1)
+    with pytest.raises(RecoveryError):
+        store.load(1)
+
+
+def test_a_manifest_is_committed_during_collection(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that collection did not see in its listing, but in the catalog, makes it start again."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    store.delete(0)
+    plans = []
+    original = _Plan._candidates
+
+    def candidates(self: _Plan, live: set[Digest]) -> dict[PackId, list[Digest]]:
+        if not plans:
+            # Reuses all that this collection is about to free, and is done before it does.
+            assert other.save(make_state(0), step=1).written_bytes == 0
+        plans.append(self)
+        return original(self, live)
+
+    monkeypatch.setattr(_Plan, "_candidates", candidates)
+    store.gc()
+    assert len(plans) == 2
+    check(store, {1: 0})
+
+
+def test_collection_that_does_not_start_again_is_noticed(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the last test bites: without the look into the catalog the checkpoint is lost."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    store.delete(0)
+    original = _Plan._candidates
+
+    def candidates(self: _Plan, live: set[Digest]) -> dict[PackId, list[Digest]]:
+        other.save(make_state(0), step=1)
+        return original(self, live)
+
+    monkeypatch.setattr(_Plan, "_candidates", candidates)
+    monkeypatch.setattr(Transaction, "manifests", lambda _self: set())
+    store.gc()
+    with pytest.raises(RecoveryError):
+        store.load(1)
+
+
+def test_collection_takes_packs_at_every_attempt(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save from which packs are taken again and again gives up with an error that says so, and leaves nothing."""
+    store, _ = stores
+    store.save(make_state(0), step=0)
+    monkeypatch.setattr(Transaction, "pack_state", lambda _self, _pack: None)
+    monkeypatch.setattr(KnownPartitions, "forget", lambda _self, _packs: None)
+    with pytest.raises(StorageError, match="collection took partitions away 8 times"):
+        store.save(make_state(0), step=1)
+    monkeypatch.undo()
+    check(store, {0: 0})
+
+
+def test_two_saves_store_the_same_bytes(stores: tuple[Store, Store]) -> None:
+    """Neither knows of the other: the partitions lie twice, and deleting one checkpoint leaves the other whole."""
+    store, other = stores
+    with at_first("pack.sealed", lambda: other.save(make_state(0), step=0)):
+        store.save(make_state(0), step=1)
+    assert store.usage().pack_bytes > 200_000
+    store.delete(0)
+    check(store, {1: 0})
+
+
+def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, Store]) -> None:
+    """A reader that was about to take it says that it was deleted, and takes the one before."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    store.save(make_state(1), step=1)
+    original = load_module.candidates
+
+    def candidates(*arguments: object) -> object:
+        listings = original(*arguments)  # type: ignore[arg-type]  # passed on as they came
+        if len(other.checkpoints()) == 2:
+            other.delete(1)
+            other.gc()
+        return listings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "candidates", candidates)
+        restored = store.restore()
+        assert fingerprint(restored.state) == fingerprint(make_state(0))
+        assert len(restored.skipped) == 1
+        store.save(make_state(1), step=1)
+        with pytest.raises(RecoveryError, match="gone|deleted"):
+            store.load(1)
+
+
+class _Reading(Files):
+    """Does something before a frame is read, once."""
+
+    act: Callable[[], object] | None = None
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Act, then read."""
+        if self.act is not None and path.suffix == ".pack" and len(buffer) > 16 * 1024:
+            act, self.act = self.act, None
+            act()
+        return super().pread(descriptor, buffer, offset, path)
+
+
+def test_packs_being_read_are_not_recycled(store_path: Path) -> None:
+    """A checkpoint is deleted, collected and overwritten while it is read: the reader still gets its bytes."""
+    files = _Reading()
+    with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
+        writer.save(make_state(0), step=0)
+        collections = []
+
+        def recycle() -> None:
+            writer.delete(0)
+            collections.append(writer.gc())
+            writer.save({"w": torch.randn(96, 128), "x": torch.randn(64, 128)}, step=2)
+
+        files.act = recycle
+        assert fingerprint(reader.load(0)) == fingerprint(make_state(0))
+        # Two packs: the reader holds both.
+        assert [(one.freed_packs, one.busy_packs) for one in collections] == [(0, 2)]
+        with pytest.raises(CheckpointNotFoundError):
+            reader.load(0)
+        assert writer.gc().freed_packs == 2
+        assert writer.verify() == []
+
+
+def test_recycling_under_a_reader_is_noticed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock the reader would meet other bytes; it says so, and never hands them out."""
+    files = _Reading()
+    with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
+        writer.save(make_state(0), step=0)
+
+        def recycle() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("asymcheck.tiers.nvme.packs.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                patch.setattr("asymcheck.tiers.nvme.tier.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                writer.delete(0)
+                assert writer.gc().freed_packs == 2
+                for step in (2, 4, 6):
+                    writer.save({"w": torch.randn(96, 128), "x": torch.randn(64, 128)}, step=step)
+
+        files.act = recycle
+        with pytest.raises(RecoveryError):
+            reader.load(0)
+
+
+def test_a_pack_moves_between_lookup_and_index(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog that names a pack which is gone by the time its index is read is not believed."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    original = Transaction.location
+    done = []
+
+    def location(self: Transaction, digest: Digest) -> Location | None:
+        found = original(self, digest)
+        if not done:
+            done.append(found)
+            other.delete(0)
+            other.gc()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "location", location)
+        assert store.save(make_state(0), step=1).written_bytes > 100_000
+    check(store, {1: 0})
+
+
+class _Creating(Files):
+    """Does something right after a pack was created, before it is locked."""
+
+    act: Callable[[], object] | None = None
+
+    def open_new(self, path: Path) -> int:
+        """Create, then act."""
+        descriptor = super().open_new(path)
+        if self.act is not None and path.parent.name in ("packs", "default"):
+            act, self.act = self.act, None
+            act()
+        return descriptor
+
+
+def test_collection_removes_a_pack_before_it_is_locked(store_path: Path) -> None:
+    """The save begins the pack once more."""
+    files = _Creating()
+    with open_store(store_path, files=files) as store, open_store(store_path) as other:
+        store.gc()
+        removed = []
+        files.act = lambda: removed.append(other.gc().removed_temporaries)
+        store.save(make_state(0), step=0)
+        assert removed == [1]
+        check(store, {0: 0})
+
+
+def test_collection_removes_a_head_record_before_it_is_locked(store_path: Path) -> None:
+    """The generation begins all the same."""
+    files = _Creating()
+    with open_store(store_path, files=files) as store, open_store(store_path) as other:
+        checkpoint = store.save(make_state(0), step=0)
+        removed = []
+        files.act = lambda: removed.append(other.gc().removed_temporaries)
+        assert store.begin_generation(checkpoint) == 2
+        assert removed == [1]
+        check(store, {0: 0})
+
+
+@pytest.mark.parametrize("how", ["deletion", "collection"])
+def test_a_folder_goes_while_it_is_deleted(store_path: Path, how: str) -> None:
+    """Two deletions of one step, or a deletion and a collection, do not stand in each other's way."""
+
+    class Removing(Files):
+        armed = False
+
+        def unlink(self, path: Path) -> None:
+            if self.armed and how == "deletion":
+                self.armed = False
+                other.delete(0)
+            super().unlink(path)
+            if self.armed:
+                self.armed = False
+                other.gc()
+
+    files = Removing()
+    with open_store(store_path, files=files) as store, open_store(store_path) as other:
+        store.save(make_state(0), step=0)
+        store.save(make_state(1), step=1)
+        files.armed = True
+        store.delete(0)
+        check(store, {1: 1})
+
+
+def test_the_same_step_twice(stores: tuple[Store, Store]) -> None:
+    """Two attempts to save one step stand side by side; the later one is the newest; deleting the step deletes both."""
+    store, other = stores
+    with at_first("manifest.committed", lambda: other.save(make_state(3, salt=1), step=3)):
+        store.save(make_state(3), step=3)
+    first, second = store.checkpoints()
+    assert first.step == second.step == 3
+    assert first.save_id < second.save_id
+    assert fingerprint(store.load()) == fingerprint(make_state(3, salt=1))
+    assert fingerprint(store.load(3)) == fingerprint(make_state(3, salt=1))
+    assert len(store.delete(3)) == 2
+    check(store, {})
+
+
+def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) -> None:
+    """The message says which process to stop, and with which command line it was started."""
+    config = dataclasses.replace(CONFIG, lock_timeout_s=0.2)
+    holder = zygote.start(hold_the_catalog, path=str(store_path))
+    wait_until((store_path / "held").exists, "the holder")
+    try:
+        with Store.open(store_path, config=config) as store, pytest.raises(LockTimeoutError) as caught:
+            store.save(make_state(0), step=0)
+        assert f"process {holder.pid}" in str(caught.value)
+        assert "zygote" in str(caught.value)
+    finally:
+        holder.kill()
+        holder.wait_killed()
+    with Store.open(store_path, config=config) as store:
+        store.save(make_state(0), step=0)
+        (store_path / "held").unlink()
+        check(store, {0: 0})
+
+
+def hold_the_catalog(path: str) -> None:
+    """Hold the writer lock until killed. Runs in a child."""
+    with open_store(Path(path)) as store, store._catalog().write():
+        (Path(path) / "held").touch()
+        time.sleep(600)

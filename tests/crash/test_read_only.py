@@ -1,0 +1,159 @@
+"""Stores that can only be read: by wish, by permission, by the mount; and stores whose catalog is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import ReadOnlyStoreError, StoreNotFoundError
+from asymcheck.store import Store
+from tests.crash.actions import Action, lose_catalog, open_store, perform
+from tests.crash.states import Journal, fingerprint, make_state
+from tests.crash.survival import check_as_it_lies, check_goes_on
+from tests.crash.zygote import Zygote
+
+BEFORE: list[Action] = [["save", 0], ["save", 1], ["save", 2], ["delete", 0]]
+NOBODY = 65534
+
+WRITES: dict[str, Callable[[Store], object]] = {
+    "save": lambda store: store.save(make_state(7), step=7),
+    "delete": lambda store: store.delete(1),
+    "gc": lambda store: store.gc(),
+    "begin_generation": lambda store: store.begin_generation(None),
+}
+
+
+@pytest.fixture
+def folder(zygote: Zygote, tmp_path: Path) -> Path:
+    """A folder with a store of two checkpoints and its journal."""
+    zygote.start(perform, path=str(tmp_path), actions=BEFORE).finish()
+    return tmp_path
+
+
+def _check_reads(store: Store) -> None:
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
+    for step in (1, 2):
+        assert fingerprint(store.load(step)) == fingerprint(make_state(step))
+    assert fingerprint(store.load()) == fingerprint(make_state(2))
+    assert store.verify() == []
+
+
+def _check_refuses(store: Store, message: str) -> None:
+    for name, write in WRITES.items():
+        with pytest.raises(ReadOnlyStoreError, match=message):
+            write(store)
+        assert name
+
+
+def _snapshot(path: Path) -> dict[str, tuple[int, int]]:
+    return {str(one): (one.stat().st_size, one.stat().st_mtime_ns) for one in sorted(path.rglob("*"))}
+
+
+@pytest.mark.parametrize("catalog", ["there", "lost"])
+def test_opened_read_only(folder: Path, catalog: str) -> None:
+    """Everything can be read, with a catalog and without one; nothing can be written, and nothing is."""
+    if catalog == "lost":
+        lose_catalog(folder / "store")
+    before = _snapshot(folder / "store")
+    with open_store(folder / "store", read_only=True) as store:
+        _check_reads(store)
+        _check_refuses(store, "opened with read_only=True")
+    assert _snapshot(folder / "store") == before
+
+
+def test_read_only_creates_nothing(tmp_path: Path) -> None:
+    """A place without a store stays as it is."""
+    with pytest.raises(StoreNotFoundError):
+        open_store(tmp_path / "store", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def look_as_nobody(path: str, *, read_only: bool) -> None:
+    """Read a store without the permission to write it, and try to write. Runs in a child."""
+    # Once before, for all that is imported at the first use: nobody may not read the interpreter's own files.
+    with open_store(Path(path), read_only=True) as store:
+        _check_reads(store)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    with open_store(Path(path), read_only=read_only) as store:
+        _check_reads(store)
+        _check_refuses(store, "read_only=True")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("read_only", [True, False])
+def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> None:
+    """Who may read the files but not write them can read the store, however it was opened."""
+    # Not below pytest's own folder, which is private.
+    with tempfile.TemporaryDirectory() as open_to_all:
+        store = Path(open_to_all) / "store"
+        shutil.copytree(folder / "store", store)
+        store.parent.chmod(0o755)
+        if not all(parent.stat().st_mode & 0o001 for parent in store.parents):
+            pytest.skip(f"{tempfile.gettempdir()} is private")
+        before = _snapshot(store)
+        zygote.start(look_as_nobody, path=str(store), read_only=read_only).finish()
+        assert _snapshot(store) == before
+
+
+@pytest.fixture
+def read_only_mount(folder: Path) -> Iterator[Path]:
+    """The store, on a file system that is mounted read-only."""
+    point = folder / "mounted"
+    point.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(point)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        shutil.copytree(folder / "store", point / "store")
+        subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
+        yield point / "store"
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_on_a_read_only_mount(read_only_mount: Path, read_only: bool) -> None:
+    """A file system that takes no writes: everything can be read, and writes are refused with the way out."""
+    with open_store(read_only_mount, read_only=read_only) as store:
+        _check_reads(store)
+        _check_refuses(store, "read_only=True")
+
+
+def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
+    """It is rebuilt from the packs: what they hold is not written again, and what was deleted stays so."""
+    lose_catalog(folder / "store")
+    with open_store(folder / "store") as store:
+        again = store.save(make_state(2), step=3)
+        assert again.written_bytes == 0
+        assert fingerprint(store.load(3)) == fingerprint(make_state(2))
+    owed = Journal(folder / "journal").promises()
+    owed.begun["default", 3] = owed.durable["default", 3] = fingerprint(make_state(2))
+    owed.newest.clear()
+    check_as_it_lies(folder / "store", owed)
+    check_goes_on(folder / "store", owed)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_nothing_deleted_is_resurrected(folder: Path, collected: bool) -> None:
+    """Deletion, then the loss of the catalog: the rebuilt one knows the manifests that are there, and no others."""
+    with open_store(folder / "store") as store:
+        store.delete(1)
+        if collected:
+            store.gc()
+    lose_catalog(folder / "store")
+    with open_store(folder / "store") as store:
+        assert store.save(make_state(2), step=3).written_bytes == 0
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [2, 3]
+        store.gc()
+        assert fingerprint(store.load(2)) == fingerprint(make_state(2))
+        assert store.verify() == []

@@ -1,0 +1,204 @@
+"""A device that is full, or fails, at any operation of a save, a deletion, a collection or a restore."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from asymcheck import events
+from asymcheck.errors import AsymcheckError, OutOfSpaceError, StorageError
+from asymcheck.events import COMMIT_ORDER, Event
+from asymcheck.store import Store
+from tests.crash import faults
+from tests.crash.actions import Action, open_store, take
+from tests.crash.faults import CATALOG_CHANGES, CHANGES, Counter, WatchedFiles
+from tests.crash.states import Journal, Promises, fingerprint, make_state
+from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+
+Copy = Callable[[Sequence[Action]], Path]
+
+BEFORE: dict[str, list[Action]] = {
+    "the first save": [],
+    "a later save": [["save", 1]],
+    "a save into recycled packs": [["save", 0], ["save", 1], ["save", 2], ["delete", 0], ["delete", 1], ["gc"]],
+}
+NEXT = 4
+"""The step that is saved and fails."""
+
+
+@pytest.fixture
+def fresh(template: Copy, tmp_path: Path) -> Callable[[str], Path]:
+    """Returns a fresh copy of the store of a scene, in a folder with its journal."""
+
+    def copy(scene: str) -> Path:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(template(BEFORE[scene]), tmp_path / "copy")
+        return tmp_path / "copy"
+
+    return copy
+
+
+def _save_operations(folder: Path) -> int:
+    """How many operations a save has, from the opening of the store on."""
+    counter = Counter(CHANGES)
+    with open_store(folder / "store", files=WatchedFiles(counter)) as store:
+        store.save(make_state(NEXT), step=NEXT)
+    return len(counter.seen)
+
+
+def _check_after_failure(store: Store, owed: Promises, *, may_be_there: bool = False) -> None:
+    """The process lives on: what was there is there, the failed step is not, and collection clears all away."""
+    if may_be_there:
+        # Whole, if at all.
+        owed.begun["default", NEXT] = fingerprint(make_state(NEXT))
+        owed.newest.clear()
+    check_as_it_lies(store.path, owed)
+    store.gc()
+    assert leftovers(store) == []
+
+
+class _Failing:
+    """Refuses one operation, or that one and all that follow, until it is repaired."""
+
+    def __init__(self, at: int, number: int, *, for_good: bool) -> None:
+        self._at, self._refuse, self._for_good = at, faults.refuse(number), for_good
+        self.count = 0
+        self.broken_syncs: list[Path] = []
+        self.works = False
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if self.works or operation not in CHANGES:
+            return
+        self.count += 1
+        if operation == "sync":
+            assert path not in self.broken_syncs, "a file whose sync failed was synced again"
+        if self.count == self._at or (self._for_good and self.count > self._at):
+            if operation == "sync":
+                self.broken_syncs.append(path)
+            self._refuse(operation, path)
+
+
+@pytest.mark.parametrize(
+    ("number", "for_good"),
+    [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)],
+    ids=["full once", "failing once", "failing for good"],
+)
+@pytest.mark.parametrize("scene", BEFORE)
+def test_a_refused_operation(scene: str, number: int, for_good: bool, fresh: Callable[[str], Path]) -> None:
+    """The save fails with the fitting error, or does without; nothing of it is left, and the next one succeeds."""
+    for at in range(1, _save_operations(fresh(scene)) + 1):
+        folder = fresh(scene)
+        failing = _Failing(at, number, for_good=for_good)
+        where = f"operation {at}"
+        owed = Journal(folder / "journal").promises()
+        try:
+            store = open_store(folder / "store", files=WatchedFiles(failing))
+        except AsymcheckError as error:
+            _check_error(error, number, where)
+            store = open_store(folder / "store")
+        with store:
+            try:
+                store.save(make_state(NEXT), step=NEXT)
+            except AsymcheckError as error:
+                _check_error(error, number, where)
+                failing.works = True
+                # Only a device that refuses even to remove a name can leave the checkpoint there.
+                _check_told(lambda: _check_after_failure(store, owed, may_be_there=for_good), where)
+            else:
+                assert not for_good or store.load(NEXT) is not None, f"{where}: a save is reported that was not done"
+                failing.works = True
+            state = make_state(NEXT + 1)
+            store.save(state, step=NEXT + 1)
+            assert fingerprint(store.load()) == fingerprint(state)
+
+
+def _check_error(error: AsymcheckError, number: int, where: str) -> None:
+    wanted = OutOfSpaceError if number == errno.ENOSPC else StorageError
+    assert isinstance(error, wanted), f"{where}: {error!r}"
+
+
+def _check_told(check: Callable[[], None], where: str) -> None:
+    try:
+        check()
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error
+
+
+@pytest.mark.parametrize("scene", BEFORE)
+def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> None:
+    """A failure inside a transaction on the catalog: even after the commit, nothing of the save is left."""
+    counter = Counter(CATALOG_CHANGES)
+    with faults.watched_catalog(counter), open_store(fresh(scene) / "store") as store:
+        store.save(make_state(NEXT), step=NEXT)
+    assert counter.seen[-2:] == ["put_manifest", "delete_pin"]
+    for at in range(1, len(counter.seen) + 1):
+        folder = fresh(scene)
+        owed = Journal(folder / "journal").promises()
+        with open_store(folder / "store") as store:
+            with faults.watched_catalog(Counter(CATALOG_CHANGES, at, faults.refuse(errno.EIO))):
+                with pytest.raises(StorageError):
+                    store.save(make_state(NEXT), step=NEXT)
+            _check_told(lambda: _check_after_failure(store, owed), f"change {at}")
+        check_goes_on(folder / "store", owed)
+
+
+class _Interrupted(BaseException):
+    """What Ctrl-C does."""
+
+
+@pytest.mark.parametrize("event", COMMIT_ORDER)
+def test_interrupted_at_an_event(event: str, fresh: Callable[[str], Path]) -> None:
+    """A save that is interrupted, by Ctrl-C for instance, leaves nothing, though the process goes on."""
+
+    def interrupt(seen: Event) -> None:
+        if seen.name == event:
+            raise _Interrupted
+
+    folder = fresh("a save into recycled packs")
+    owed = Journal(folder / "journal").promises()
+    with open_store(folder / "store") as store:
+        with events.observe(interrupt), pytest.raises(_Interrupted):
+            store.save(make_state(NEXT), step=NEXT)
+        _check_after_failure(store, owed)
+    check_goes_on(folder / "store", owed)
+
+
+OTHERS: dict[str, tuple[list[Action], list[Action]]] = {
+    "a deletion": ([["save", 0], ["save", 1]], [["delete", 0]]),
+    "a collection": ([["save", 0], ["save", 2], ["delete", 0]], [["gc"]]),
+    "a restore": ([["save", 0], ["save", 1]], [["restore", 0]]),
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
+@pytest.mark.parametrize("scene", OTHERS)
+def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_path: Path) -> None:
+    """A deletion, a collection or a restore that fails half-way can be taken again; nothing else is lost."""
+    before, actions = OTHERS[scene]
+    for at in _until_enough():
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(template(before), folder)
+        failing = _Failing(at, number, for_good=False)
+        journal = Journal(folder / "journal")
+        with open_store(folder / "store") as store:
+            store.gc()
+        try:
+            with open_store(folder / "store", files=WatchedFiles(failing)) as store:
+                take(store, journal, actions)
+        except AsymcheckError as error:
+            _check_error(error, number, f"operation {at}")
+        if failing.count < at:
+            return
+        with open_store(folder / "store") as store:
+            _check_told(lambda: _check_after_failure(store, journal.promises()), f"operation {at}")
+        check_goes_on(folder / "store", journal.promises())
+
+
+def _until_enough() -> Iterator[int]:
+    yield from range(1, 1000)
+    raise AssertionError("there is no end to the operations")

@@ -1,0 +1,104 @@
+"""Collection beside damage: what cannot be read may be needed, so it is not freed and not overwritten."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck.errors import InconsistentCheckpointError
+from tests.damage.flips import flip
+from tests.damage.small_store import SmallStore, load_all, make_store, small_state
+
+Flips = Callable[[Path], list[int]]
+
+
+def _header(path: Path) -> list[int]:
+    return [40 * 8]
+
+
+def _index(path: Path) -> list[int]:
+    return [(path.stat().st_size - 4096 + 64 + 3) * 8]
+
+
+def _header_and_first_frame(path: Path) -> list[int]:
+    return [40 * 8, (4096 + 20) * 8]
+
+
+def _index_and_second_frame(path: Path) -> list[int]:
+    return [*_index(path), (8192 + 20) * 8, (12288 + 20) * 8]
+
+
+@pytest.mark.parametrize(
+    "flips",
+    [_header, _index, _header_and_first_frame, _index_and_second_frame],
+    ids=lambda one: one.__name__.strip("_"),
+)
+def test_a_damaged_pack_is_kept_while_its_content_may_be_needed(tmp_path: Path, flips: Flips) -> None:
+    """Of three checkpoints two are deleted: gc frees what is intact, and the damaged pack is still there."""
+    small = make_store(tmp_path / "store", steps=3)
+    packs = small.files("packs/*.pack")
+    for number, path in enumerate(packs):
+        damaged = small.copy_to(tmp_path / f"damaged{number}")
+        target = damaged.path / "packs" / path.name
+        for bit in flips(target):
+            flip(target, bit)
+        with damaged.open(read_only=False) as store:
+            store.delete(1)
+            store.delete(2)
+            freed = store.gc().freed_packs
+            store.save(small_state(8), step=8)
+            store.gc()
+        assert freed < len(packs) - 1
+        assert target.exists(), "freed, though nobody can tell what it holds"
+        for bit in flips(target):
+            flip(target, bit)
+        assert load_all(SmallStore(damaged.path, {3: small.states[3], 8: small_state(8)})).refused == {}
+
+
+def test_a_save_does_not_reuse_what_a_damaged_pack_may_hold(tmp_path: Path) -> None:
+    """A pack whose index is damaged can be read but not relied on: the same state is written once more."""
+    small = make_store(tmp_path / "store", steps=1)
+    damaged = small.files("packs/*.pack")
+    for path in damaged:
+        flip(path, _index(path)[0])
+    with small.open(read_only=False) as store:
+        assert store.save(small.states[1], step=1).written_bytes > 0
+    for path in damaged:
+        path.unlink()
+    assert load_all(small).refused == {}
+
+
+def test_a_damaged_manifest_stops_collection_until_it_is_deleted(tmp_path: Path) -> None:
+    """The error names the file and what to do; after that, its packs are freed and the others are not."""
+    small = make_store(tmp_path / "store", steps=3)
+    (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
+    flip(path, 5000)
+    with small.open(read_only=False) as store:
+        for dry_run in (True, False):
+            with pytest.raises(InconsistentCheckpointError, match=f"nothing was freed.*{path.name}.*delete that"):
+                store.gc(dry_run=dry_run)
+        store.delete(2)
+        assert store.gc().freed_packs
+    assert load_all(SmallStore(small.path, {1: small.states[1], 3: small.states[3]})).refused == {}
+
+
+def test_recycled_files_never_show_their_earlier_life(tmp_path: Path) -> None:
+    """A scan, as header and index are damaged, ends where the frames of the file's earlier life begin."""
+    old, new = {"w": torch.arange(6000.0)}, {"w": torch.arange(3000.0)}
+    small = SmallStore(tmp_path / "store", {2: new})
+    with small.open(read_only=False) as store:
+        store.save(old, step=1)
+        store.delete(1)
+        assert store.gc().pooled_packs
+        store.save(new, step=2)
+    for path in small.files("packs/*.pack"):
+        flip(path, 40 * 8)
+    assert load_all(small).refused == {}
+    with small.open() as store:
+        assert len(store.verify()) == len(small.files("packs/*.pack"))
+        for pack_id in store._tier.pack_ids():
+            with_scan = store._tier.open_pack(pack_id)
+            with_scan.close()
+            assert with_scan.damage is not None
+            assert len(with_scan.digests()) <= 3

@@ -1,0 +1,102 @@
+"""Reading manifests that are not what they should be: always one of the package's errors, never a wrong value."""
+
+import random
+
+import pyarrow as pa
+import pytest
+
+from asymcheck.errors import BadMagicError, FormatError, StructureError
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA
+from asymcheck.format.manifest_reader import decode_manifest
+from tests.spec.corpus import Vector, vectors
+
+GOOD = Vector("manifest", "extents").data
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_the_magic_is_looked_at(offset: int) -> None:
+    """Arrow's own reader accepts a file without the magic in front; this one does not, nor other bytes behind it."""
+    changed = bytearray(GOOD)
+    changed[offset] ^= 1
+    with pytest.raises(BadMagicError):
+        decode_manifest(changed, "test")
+
+
+@pytest.mark.parametrize("vector", vectors("manifest"), ids=str)
+def test_flipped_bits_break_nothing(vector: Vector) -> None:
+    """The digest in the name finds flips first; even without it, a flipped manifest is refused or read, no more."""
+    good = vector.data
+    dice = random.Random(str(vector))
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(good)
+        changed[dice.randrange(len(good))] ^= 1 << dice.randrange(8)
+        try:
+            manifest = decode_manifest(changed, "test")
+        except FormatError:
+            refused += 1
+        else:
+            manifest.rows(range(len(manifest)))
+    assert refused > 0
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.01, 0.3, 0.6, 0.9, 0.99, 0.999])
+def test_a_cut_manifest_is_refused(keep: float) -> None:
+    """Wherever the file ends too early, it is refused."""
+    with pytest.raises(FormatError):
+        decode_manifest(GOOD[: int(len(GOOD) * keep)], "test")
+
+
+def test_all_kinds_of_buffers_are_read() -> None:
+    """Bytes, a bytearray and a view are read alike."""
+    names = {tuple(decode_manifest(kind(GOOD), "test").names()) for kind in (bytes, bytearray, memoryview)}
+    assert len(names) == 1
+
+
+BROKEN = [
+    vector
+    for vector in vectors("invalid")
+    if vector.facts["structure"] == "manifest"
+    and not vector.name.startswith(("manifest-path-", "manifest-header-tree-"))
+]
+
+
+@pytest.mark.parametrize("vector", BROKEN, ids=str)
+def test_rules_are_checked_without_the_path_too(vector: Vector) -> None:
+    """A malformed manifest is refused for what is in it, not only because it contradicts its name."""
+    if vector.facts["error_kind"] == "bad-checksum":
+        # Only the digest in the name tells that these are not what was written.
+        return
+    with pytest.raises(FormatError) as caught:
+        decode_manifest(vector.data, "test")
+    assert caught.value.kind == vector.facts["error_kind"]
+
+
+def _file(schema: pa.Schema, batches: int, metadata: dict[bytes, bytes]) -> bytes:
+    sink = pa.BufferOutputStream()
+    full = schema.with_metadata(metadata)
+    with pa.ipc.new_file(sink, full) as writer:
+        for _ in range(batches):
+            writer.write_batch(pa.RecordBatch.from_pylist([], schema=full))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+@pytest.mark.parametrize("batches", [0, 2, 3])
+def test_there_is_one_record_batch(batches: int) -> None:
+    """No batch, or several, is no manifest."""
+    with pytest.raises(StructureError):
+        decode_manifest(_file(SCHEMA, batches, {METADATA_KEY: b"{}"}), "test")
+
+
+@pytest.mark.parametrize("column", range(len(SCHEMA)))
+def test_every_column_is_compared(column: int) -> None:
+    """A column of another name, of another type, or with its nulls the other way round, is refused."""
+    field = SCHEMA.field(column)
+    for other in (
+        field.with_name(f"{field.name}_"),
+        field.with_type(pa.float32()),
+        field.with_nullable(not field.nullable),
+    ):
+        with pytest.raises(StructureError, match="schema"):
+            decode_manifest(_file(SCHEMA.set(column, other), 1, {METADATA_KEY: b"{}"}), "test")

@@ -1,0 +1,74 @@
+"""Stores whose files have right digests and names, and content that no writer makes."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+
+from asymcheck.config import StoreConfig
+from asymcheck.format.digest import digest
+from asymcheck.format.layout import ManifestName, pack_name
+from asymcheck.format.manifest import TensorRow, encode_manifest
+from asymcheck.format.pack import PackHeader, encode_pack_header
+from asymcheck.format.tree import Node
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import PackId
+from tests.damage.zygote import limit_memory, unlimit_memory
+
+CONFIG = StoreConfig(catalog_map_bytes=1 << 24, slots=1)
+STATE = {"w": torch.arange(2000)}
+PACK_ID = PackId(b"\x11" * 16)
+
+
+def new_store(path: Path) -> Store:
+    """A store with one sound checkpoint."""
+    store = Store.open(path, config=CONFIG)
+    store.save(STATE, step=1)
+    return store
+
+
+def put_manifest(store: Store, tree: Node, rows: list[TensorRow] | None = None) -> Path:
+    """Put the sound checkpoint's manifest in place again, with another tree or other rows, under its right name."""
+    manifests = store._tier.manifests
+    (listing,) = manifests.checkpoints("default")
+    (name,) = listing.manifests
+    folder = manifests.directory("default", listing.ref)
+    manifest = manifests.read("default", listing.ref, name)
+    old = manifest.rows(range(len(manifest))) if rows is None else rows
+    data = encode_manifest(dataclasses.replace(manifest.header, tree=tree), old)
+    (folder / str(name)).unlink()
+    path = folder / str(ManifestName(0, 1, digest(data)))
+    path.write_bytes(data)
+    return path
+
+
+def open_large_claims(path: str) -> list[str]:
+    """Open packs that claim to be much larger than their files, with little memory; return how each was refused."""
+    refused = []
+    with Store.open(path, config=CONFIG) as store:
+        packs = Path(path, "packs")
+        for count, index_offset in (
+            (4_000_000, 4096),
+            (4_000_000, 1 << 40),
+            (1, (1 << 63) - 4096),
+            (1, 1 << 63),
+            (1, (1 << 64) - (1 << 20)),
+            (4_000_000, (1 << 64) - (1 << 33)),
+        ):
+            header = encode_pack_header(PackHeader(PACK_ID, count, index_offset, time.time_ns(), "test"))
+            (packs / pack_name(PACK_ID)).write_bytes(header + bytes(1 << 16))
+            refused.append(_open(store._tier))
+    return refused
+
+
+def _open(tier: NvmeTier) -> str:
+    limit_memory(16 << 20)
+    try:
+        tier.open_pack(PACK_ID).close()
+    except Exception as error:  # noqa: BLE001 - the test looks at its type
+        return f"{type(error).__name__}: {error}"
+    finally:
+        unlimit_memory()
+    return "opened"

@@ -1,0 +1,29 @@
+"""Manifests made to mislead a reader, with a right digest: refused by name, soon, and within the limits of memory."""
+
+import pytest
+
+from asymcheck.errors import FormatError
+from tests.damage.zygote import Zygote
+from tests.fuzz.hostile_manifests import FAMILIES, PERHAPS
+
+KINDS = {kind.kind for kind in (FormatError, *FormatError.__subclasses__())} | {"unsupported-version"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hostile_manifest_is_refused(zygote: Zygote, family: str) -> None:
+    """Wrong columns, batches, bodies that expand, headers, trees and rows: each with one of the format's errors."""
+    outcome = zygote.run("tests.fuzz.worker:run_cases", 280, family=family)
+    assert outcome.returned, str(outcome)
+    assert len(outcome.value) > 4
+    wrong = {name: kind for name, kind in outcome.value.items() if kind not in KINDS}
+    assert not wrong, "\n".join(f"{name}: {kind}" for name, kind in wrong.items())
+
+
+@pytest.mark.parametrize("family", PERHAPS)
+def test_numbers_that_lead_out_of_the_file_are_not_followed(zygote: Zygote, family: str) -> None:
+    """Each offset and length in the body and in the messages, made negative or huge: refused, or without meaning."""
+    outcome = zygote.run("tests.fuzz.worker:run_cases", 280, family=family)
+    assert outcome.returned, str(outcome)
+    wrong = {name: kind for name, kind in outcome.value.items() if kind not in {*KINDS, "accepted"}}
+    assert not wrong, "\n".join(f"{name}: {kind}" for name, kind in wrong.items())
+    assert sum(kind in KINDS for kind in outcome.value.values()) > 20

@@ -1,0 +1,101 @@
+"""Files that are intact by every checksum and make no sense all the same: every call has a named error for them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.format.tree import Node
+from asymcheck.verify import Severity
+from tests.damage.zygote import Zygote
+from tests.fuzz.hostile_stores import PACK_ID, STATE, new_store, put_manifest
+from tests.fuzz.manifests import row
+
+ROW: Node = ["T", 0]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["v", "bogus"],
+        ["v", ""],
+        ["v", "cuda:99999"],
+        ["v", "cpu:300"],
+        ["v", "\0"],
+        ["y", "complex32"],
+        ["n", "bfloat16", "0000"],
+        ["n", "float8_e4m3fn", "00"],
+        ["n", "bool", "07"],
+        ["z", [-1]],
+        ["z", [["i", "9" * 30]]],
+        ["d", [[1, 0], ["1", 0]]],
+        ["m", [], ["d", []]],
+        ["m", [["a", 1]], 5],
+    ],
+    ids=str,
+)
+def test_a_value_that_this_program_cannot_make(tmp_path: Path, node: Node) -> None:
+    """Devices, dtypes and sizes that are not of this machine: the state, exactly, or a named error."""
+    with new_store(tmp_path / "store") as store:
+        put_manifest(store, ["l", [ROW, node]])
+        try:
+            state = store.load()
+        except AsymcheckError:
+            return
+        assert isinstance(state, list)
+        assert torch.equal(state[0], STATE["w"])
+        if node[0] == "v":  # type: ignore[index]
+            assert str(state[1]) == node[1]  # type: ignore[index]
+        # What was made of it can be stored again.
+        store.save(state, step=2)
+        store.load(2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        row("x", (0, 1 << 62, 1 << 62), "float32"),
+        row("x", (1 << 62, 0), "complex128"),
+        row("x", (0,) * 64, "bool"),
+        row("", (1,), "float4_e2m1fn_x2"),
+        row("x" * 70_000, (2,), "complex32"),
+    ],
+    ids=lambda changed: f"{changed.dtype} {str(changed.shape)[:30]}",
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("kind", ["T", "N"])
+def test_a_tensor_that_this_program_cannot_make(tmp_path: Path, changed: TensorRow, kind: str) -> None:
+    """Shapes whose strides overflow, and dtypes that numpy lacks: a tensor, or a named error."""
+    with new_store(tmp_path / "store") as store:
+        put_manifest(store, [kind, 0], [changed])
+        try:
+            state = store.load()
+        except AsymcheckError:
+            return
+        assert tuple(state.shape) == changed.shape  # type: ignore[attr-defined]
+
+
+def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_path: Path) -> None:
+    """A manifest is only intact when its tree is, too (§10.2): the load falls back, verify names the checkpoint."""
+    for number, node in enumerate((["l", []], ["l", [ROW, ["T", 1]]], ["d", [["a", ROW], ["a", 1]]], ["q"])):
+        with new_store(tmp_path / f"store{number}") as store:
+            put_manifest(store, node)
+            with pytest.raises(InconsistentCheckpointError):
+                store.load()
+            findings = store.verify()
+            assert [finding.severity for finding in findings] == [Severity.ERROR]
+            assert findings[0].checkpoints
+
+
+def test_a_pack_that_claims_more_than_its_file_has_costs_no_memory(zygote: Zygote, tmp_path: Path) -> None:
+    """An index of 256 MiB, and places beyond 2^63, in a file of 68 KiB: refused with 16 MiB to spare."""
+    with new_store(tmp_path / "store"):
+        pass
+    outcome = zygote.run("tests.fuzz.hostile_stores:open_large_claims", path=str(tmp_path / "store"))
+    assert outcome.returned, str(outcome)
+    assert len(outcome.value) == 6
+    for refused in outcome.value:
+        assert refused.startswith(("TruncatedError: ", "StructureError: ", "LimitError: ")), refused
+        assert PACK_ID.hex() in refused

@@ -1,0 +1,144 @@
+"""Whatever can be stored comes back: same structure, same types, same bits, same ties."""
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from asymcheck import Store, StoreConfig
+from tests.property.strategies import configs, states
+from tests.store.equality import assert_same, tensor_bytes, tensors_in
+
+SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each example makes a store of its own."""
+    return tmp_path_factory.mktemp("stores")
+
+
+def _view(tensor: torch.Tensor | np.ndarray) -> object:
+    """What tells whether two tensors of a state are the same one; None for those without elements."""
+    if isinstance(tensor, np.ndarray):
+        return ("array", id(tensor))
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else None
+
+
+def _ties(state: object) -> set[frozenset[int]]:
+    """The groups of positions that hold the same tensor."""
+    groups: dict[object, set[int]] = {}
+    for position, tensor in enumerate(tensors_in(state)):
+        if _view(tensor) is not None:
+            groups.setdefault(_view(tensor), set()).add(position)
+    return {frozenset(group) for group in groups.values() if len(group) > 1}
+
+
+def _blank(state: Any, *, strided: bool) -> Any:  # noqa: ANN401 - any state
+    """A state of the same structure whose tensors are zero, and whose plain values are missing."""
+    if isinstance(state, torch.Tensor):
+        shape = tuple(state.shape)
+        blank = torch.empty(shape[::-1] if strided else shape, dtype=state.dtype)
+        blank.view(-1).view(torch.uint8).zero_()
+        return blank.permute(tuple(reversed(range(blank.ndim)))) if strided else blank
+    if isinstance(state, np.ndarray):
+        return np.zeros(state.shape, dtype=state.dtype, order="F" if strided else "C")
+    if isinstance(state, dict):
+        pairs = [(key, _blank(value, strided=strided)) for key, value in state.items()]
+        return OrderedDict(pairs) if isinstance(state, OrderedDict) else dict(pairs)
+    if type(state) in (list, tuple):
+        return type(state)(_blank(value, strided=strided) for value in state)
+    return None
+
+
+@SETTINGS
+@given(state=states(), config=configs())
+def test_a_state_comes_back_as_it_was(folder: Path, state: object, config: StoreConfig) -> None:
+    """Loaded by the same store and by another with other settings; and what is in it is sound."""
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        with Store.open(Path(path) / "store", config=config) as store:
+            saved = store.save(state, step=1)
+            loaded = store.load()
+            assert store.verify() == []
+            assert store.save(state, step=2).written_bytes == 0
+        assert_same(loaded, state)
+        assert _ties(loaded) == _ties(state)
+        with Store.open(Path(path) / "store", read_only=True) as store:
+            assert_same(store.load(), state)
+            assert store.checkpoints()[0].state_bytes == saved.state_bytes
+
+
+@SETTINGS
+@given(state=states(), config=configs(), strided=st.booleans())
+def test_a_state_is_filled_in_place(folder: Path, state: object, config: StoreConfig, strided: bool) -> None:
+    """Every tensor of the given state keeps its memory and gets the stored bits; the rest is put in place."""
+    with tempfile.TemporaryDirectory(dir=folder) as path, Store.open(Path(path) / "store", config=config) as store:
+        store.save(state, step=1)
+        into = _blank(state, strided=strided)
+        addresses = [_view(tensor) for tensor in tensors_in(into)]
+        filled = into if into is None else store.load(into=into)
+        if into is not None:
+            assert_same(filled, state)
+            assert [_view(tensor) for tensor in tensors_in(filled)] == addresses
+
+
+def _leaves(state: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif type(state) in (list, tuple):
+        for index, value in enumerate(state):  # type: ignore[arg-type, var-annotated]  # the type was just compared
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield ".".join(path), state
+
+
+@SETTINGS
+@given(state=states(), config=configs(), data=st.data())
+def test_a_leaf_is_found_by_its_name(folder: Path, state: object, config: StoreConfig, data: st.DataObject) -> None:
+    """Selecting one dotted name gives the leaves of that name, with the same bits, and no other."""
+    leaves = list(_leaves(state))
+    if not leaves or isinstance(state, torch.Tensor):
+        return
+    name = data.draw(st.sampled_from([name for name, _ in leaves]))
+    note(f"name {name!r}")
+    pattern = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    if pattern == "*":
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as path, Store.open(Path(path) / "store", config=config) as store:
+        store.save(state, step=1)
+        selected = dict(enumerate(value for found, value in _leaves(store.load(tensors=pattern)) if found == name))
+    expected = dict(enumerate(value for found, value in leaves if found == name))
+    assert_same(selected, expected)
+
+
+def test_equality_sees_a_single_bit() -> None:
+    """The comparison that all of this rests on tells signed zeros, payloads, types, order and keys apart."""
+    pairs: list[tuple[object, object]] = [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        ((1,), [1]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1: 1}, {"1": 1}),
+        ({}, OrderedDict()),
+        (torch.zeros(1), -torch.zeros(1)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(1), np.zeros(1, dtype=np.float32)),
+        (np.float64(1), 1.0),
+        (np.zeros(()), np.float64(0)),
+        (b"", ""),
+        (None, False),
+    ]
+    for one, other in pairs:
+        assert_same(one, one)
+        with pytest.raises(AssertionError):
+            assert_same(one, other)
+    assert tensor_bytes(torch.tensor([1, 2], dtype=torch.int16)) == b"\x01\0\x02\0"

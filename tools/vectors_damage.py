@@ -177,6 +177,8 @@ def _pack_headers() -> Iterator[Vector]:
         ("writer", 72, "Käse".encode(), "bad-structure", "a writer that is not ASCII"),
     ):
         yield _pack(name, _with_header(_PACK, (offset, change)), kind, why)
+    whole = make_pack([_SMALL], pack_id("other")).data
+    yield _pack("under-another-name", whole, "bad-structure", "a sound pack in a file that is named for another")
     yield _pack("no-frames", make_pack([]).data, "bad-structure", "all is consistent, but a pack has a frame")
     many = (1 << 28) // 64
     over = ((32, u64(many)), (48, u64(64 + 64 * many)), (56, u64(end + (1 << 28))))

@@ -326,6 +326,8 @@ def _inline() -> Iterator[Vector]:
         ("null-but-digest", {"inline": None}, "inline_digest where inline is null"),
     ):
         yield _manifest(f"inline-{name}", _row_file(changes, row=3), "bad-structure", why)
+    both = _row_file({"inline_digest": digest(data)})
+    yield _manifest("inline-digest-and-extents", both, "bad-structure", "inline_digest where the bytes lie in extents")
     limit = {**{key: [1025] if key != "offset" else [0] for key in one}, "nbytes": 4100}
     beyond = {**limit, "inline": long, "inline_digest": digest(long)}
     yield _manifest("inline-limit", _row_file(beyond, row=3), "limit-exceeded", "4100 inline bytes")

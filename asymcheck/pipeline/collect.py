@@ -13,6 +13,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.tiers.nvme.files import translated
 from asymcheck.tiers.nvme.owners import is_given_up
 from asymcheck.types import Digest, PackId
 
@@ -50,8 +51,9 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
         result.removed_temporaries = tier.remove_stale_temporaries()
         # First of all: on a full disk, what follows needs the room.
         _trim_pool(tier)
+    known = _Known()
     for _ in range(_ATTEMPTS):
-        plan = _Plan(tier, catalog)
+        plan = _Plan(tier, catalog, known)
         result.kept_packs = plan.kept
         if dry_run:
             plan.count(result)
@@ -64,28 +66,38 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
     )
 
 
+@dataclasses.dataclass
+class _Known:
+    """What earlier attempts of one collection have read: manifests and packs never change, so it is not read again."""
+
+    live: set[Digest] = dataclasses.field(default_factory=set)
+    manifests: set[bytes] = dataclasses.field(default_factory=set)
+    packs: dict[PackId, list[Digest]] = dataclasses.field(default_factory=dict)
+
+
 class _Plan:
     """What one attempt saw: §8.3 steps 1 to 3."""
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        self.tier, self.catalog = tier, catalog
+    def __init__(self, tier: NvmeTier, catalog: Catalog, known: _Known) -> None:
+        self.tier, self.catalog, self.known = tier, catalog, known
         self.kept = 0
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
         with catalog.read() as transaction:
             self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_given_up(key, owner)}
-        self.manifests: set[bytes] = set()
-        live = self._live()
-        self.candidates = self._candidates(live)
+        self.manifests = known.manifests
+        self.candidates = self._candidates(self._live())
         with catalog.read() as transaction:
             unseen = transaction.manifests() - self.manifests
-        self.stale = {key for key in unseen if not (tier.root / layout.MANIFESTS / os.fsdecode(key)).exists()}
+        self.stale = {key for key in unseen if _is_gone(tier, key)}
 
     def _live(self) -> set[Digest]:
-        live: set[Digest] = set()
         for run in self.tier.manifests.runs():
             for listing in self.tier.manifests.checkpoints(run):
                 for name in listing.manifests:
+                    key = manifest_key(run, listing.ref, name)
+                    if key in self.manifests:
+                        continue
                     try:
                         manifest = self.tier.manifests.read(run, listing.ref, name)
                     except (FormatError, MissingPartitionError, StorageError) as error:
@@ -96,29 +108,37 @@ class _Plan:
                             f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
                             "delete that checkpoint first"
                         ) from error
-                    live.update(manifest.partitions())
-                    self.manifests.add(manifest_key(run, listing.ref, name))
-        return live
+                    self.known.live.update(manifest.partitions())
+                    self.manifests.add(key)
+        return self.known.live
 
     def _candidates(self, live: set[Digest]) -> dict[PackId, list[Digest]]:
         """Return the packs of which no digest is live, by their own indexes, with their digests."""
         found = {}
         for pack_id in self.tier.pack_ids():
             try:
-                pack = self.tier.open_pack(pack_id, wait=False)
+                digests = self._digests(pack_id)
             except MissingPartitionError:
                 continue
             except (StorageError, FormatError):
                 # Held by a writer that has just sealed it; or its index is damaged, and nobody can tell what it held.
                 self.kept += 1
                 continue
-            digests = pack.digests()
-            pack.close()
-            if pack.damage is None and live.isdisjoint(digests):
+            if live.isdisjoint(digests):
                 found[pack_id] = digests
             else:
                 self.kept += 1
         return found
+
+    def _digests(self, pack_id: PackId) -> list[Digest]:
+        if pack_id not in self.known.packs:
+            pack = self.tier.open_pack(pack_id, wait=False)
+            digests = pack.digests()
+            pack.close()
+            if pack.damage is not None:
+                raise pack.damage
+            self.known.packs[pack_id] = digests
+        return self.known.packs[pack_id]
 
     def count(self, result: Collected) -> None:
         """Say what would be freed."""
@@ -193,6 +213,15 @@ class _Plan:
                 if pack_id not in present:
                     transaction.delete_pack(pack_id)
         emit("gc.forgotten", f"{len(freed)} packs")
+
+
+def _is_gone(tier: NvmeTier, key: bytes) -> bool:
+    """Tell whether a manifest that the catalog names has been deleted, or could never be the name of one."""
+    run, folder, name = [*os.fsdecode(key).split("/", 2), "", ""][:3]
+    if not layout.is_run(run) or layout.parse_checkpoint_name(folder) is None or not layout.parse_manifest_name(name):
+        return True
+    with translated("look for", tier.root / layout.MANIFESTS / run / folder / name):
+        return not (tier.root / layout.MANIFESTS / run / folder / name).exists()
 
 
 def _path(tier: NvmeTier, pack_id: PackId) -> Path:

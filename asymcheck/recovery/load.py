@@ -21,10 +21,11 @@ from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
 from asymcheck.recovery.shape import read_shape, rows_in, select, with_tensors
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef
 
 _SHOWN = 8
+_ATTEMPTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,33 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
     """
     listings = candidates(tier, run, step)
     skipped: list[str] = []
+    for _ in range(_ATTEMPTS):
+        skipped.clear()
+        loaded = _load_first(tier, listings, skipped, tensors, into, device)
+        if loaded is not None:
+            return loaded
+        if step is not None:
+            break
+        # A training that keeps a few checkpoints may have deleted all of these since they were listed, and saved others.
+        seen = {listing.ref for listing in listings}
+        listings = candidates(tier, run, step)
+        if all(listing.ref in seen for listing in listings):
+            break
+    raise InconsistentCheckpointError(
+        f"no checkpoint of run {run!r} in store {tier.root} can be restored; run asymcheck verify for all the damage:",
+        skipped,
+    )
+
+
+def _load_first(
+    tier: NvmeTier,
+    listings: list[CheckpointFiles],
+    skipped: list[str],
+    tensors: str,
+    into: object,
+    device: torch.device,
+) -> Loaded | None:
+    """Load the first of the checkpoints that can be restored; append to ``skipped`` why others were passed over."""
     attempts = resolve_each(tier, listings, skipped)
     for resolved in attempts:
         with resolved.sources:
@@ -66,11 +94,8 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
             except PartialRestoreError as error:
                 raise _with_next_step(error, attempts) from error
         # Not inside the try: what an object refuses now, it would refuse of an older checkpoint, too.
-        return Loaded(finish(), run, resolved.ref, resolved.manifests[0], tuple(skipped))
-    raise InconsistentCheckpointError(
-        f"no checkpoint of run {run!r} in store {tier.root} can be restored; run asymcheck verify for all the damage:",
-        skipped,
-    )
+        return Loaded(finish(), resolved.run, resolved.ref, resolved.manifests[0], tuple(skipped))
+    return None
 
 
 def _load_one(

@@ -87,9 +87,13 @@ def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 
             faults.kill_this_process()
 
     journal = Journal(Path(path) / "journal")
-    with events.observe(observer), faults.watched_catalog(changes):
-        with open_store(Path(path) / "store", files=faults.WatchedFiles(operations)) as store:
-            take(store, journal, actions)
+    files = faults.WatchedFiles(operations)
+    with (
+        events.observe(observer),
+        faults.watched_catalog(changes),
+        open_store(Path(path) / "store", files=files) as store,
+    ):
+        take(store, journal, actions)
     if not number:
         journal.note("counted", events=seen, operations=operations.seen, changes=changes.seen)
 

@@ -10,7 +10,8 @@ import pytest
 # Before anything imports them: their assertions show both sides, as those in test modules do.
 pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
 
-from tests.crash.actions import Action, perform  # noqa: E402 - as said above
+from asymcheck.store import Store  # noqa: E402 - as said above
+from tests.crash.actions import Action, open_store, perform  # noqa: E402 - as above
 from tests.crash.zygote import Zygote  # noqa: E402 - as above
 
 
@@ -42,3 +43,8 @@ def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Templa
     return make
 
 
+@pytest.fixture
+def stores(store_path: Path) -> Iterator[tuple[Store, Store]]:
+    """One store opened twice."""
+    with open_store(store_path) as one, open_store(store_path) as other:
+        yield one, other

@@ -31,7 +31,17 @@ CHANGES = (
 LOOKS = ("open_read", "pread", "list")
 """Operations that only read."""
 
-CATALOG_CHANGES = ("put_location", "put_pack", "put_pin", "put_manifest", "put_store_id", "delete_pin", "forget_location", "delete_manifest", "delete_pack")
+CATALOG_CHANGES = (
+    "put_location",
+    "put_pack",
+    "put_pin",
+    "put_manifest",
+    "put_store_id",
+    "delete_pin",
+    "forget_location",
+    "delete_manifest",
+    "delete_pack",
+)
 """Changes inside a catalog transaction, before it is committed."""
 
 Watch = Callable[[str, Path], None]
@@ -124,7 +134,9 @@ class WatchedFiles(Files):
 class Counter:
     """Counts what it sees of some operations, and acts when the number is reached."""
 
-    def __init__(self, operations: tuple[str, ...], at: int = 0, act: Callable[[str, Path], None] | None = None) -> None:
+    def __init__(
+        self, operations: tuple[str, ...], at: int = 0, act: Callable[[str, Path], None] | None = None
+    ) -> None:
         """Call ``act`` at the ``at``-th operation, from 1; 0 for never."""
         self.seen: list[str] = []
         """Names of the operations so far."""

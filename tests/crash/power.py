@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.format import layout
-from asymcheck.tiers.nvme.catalog import Catalog
+from asymcheck.tiers.nvme.catalog import Catalog, Populate
 from asymcheck.tiers.nvme.files import Files
 from tests.crash.states import Journal, Promises, promises
 
@@ -122,8 +122,8 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
             yield transaction
         keep(self)
 
-    def recording_open(self: Catalog, *arguments: Any) -> None:
-        begin(self, *arguments)
+    def recording_open(self: Catalog, store_id: bytes, populate: Populate) -> None:
+        begin(self, store_id, populate)
         keep(self)
 
     Catalog.write, Catalog._open = recording_write, recording_open  # type: ignore[method-assign, assignment]  # taken back below
@@ -290,7 +290,7 @@ LOSSES: dict[str, Callable[[random.Random], tuple[Callable[[], bool], Callable[[
     "little": lambda dice: (lambda: dice.random() < 0.9, lambda: dice.random() < 0.9),
     "nearly all": lambda dice: (lambda: dice.random() < 0.1, lambda: dice.random() < 0.1),
 }
-"""What is lost of all that was not synced; each gives two answers: did this change of names reach the disk, did this block?"""
+"""What is lost of all that was not synced; each answers: has a change of names reached the disk, has a block?"""
 
 CATALOGS = ("as it was", "one transaction older", "missing")
 
@@ -304,14 +304,9 @@ def after_power_loss(
     disk.write_to(target)
     states = [arguments[0] for kind, *arguments in log if kind == "catalog"]
     chosen = {"as it was": states[-1:], "one transaction older": states[-2:-1], "missing": []}[catalog]
-    for folder in {Path(path).parent.relative_to(base) for path in target_stores(base, log)}:
-        store = target / folder
+    for descriptor in (entry[2] for entry in log if entry[0] == "link" and entry[2].name == layout.DESCRIPTOR_NAME):
+        store = target / descriptor.parent.relative_to(base)
         if chosen and (store / layout.DESCRIPTOR_NAME).exists():
             (store / layout.CATALOG).mkdir()
             (store / layout.CATALOG / "data.mdb").write_bytes(chosen[0])
     return promises([arguments[0] for kind, *arguments in log if kind == "note"])
-
-
-def target_stores(base: Path, log: list[Entry]) -> list[Path]:
-    """Return the descriptors that the log creates."""
-    return [entry[2] for entry in log if entry[0] == "link" and entry[2].name == layout.DESCRIPTOR_NAME]

@@ -78,13 +78,14 @@ def _check_bytes(store: Store, key: tuple[str, int], owed: Promises) -> None:
 def check_goes_on(path: Path, owed: Promises) -> None:
     """Check that the store takes the next save, and that collection clears away all that a crash left."""
     with open_store(path) as store:
-        there = {run: [c.step for c in store.checkpoints(run)] for run in sorted({"default", *(k[0] for k in owed.begun)})}
-        for run, steps in there.items():
+        there: dict[str, list[int]] = {}
+        for run in sorted({"default", *(run for run, _ in owed.begun)}):
+            steps = [checkpoint.step for checkpoint in store.checkpoints(run)]
             step = max(steps, default=-1) + 1
             state = make_state(step, salt=9)
             store.save(state, step=step, run=run)
             assert fingerprint(store.load(step, run=run)) == fingerprint(state), "the next save holds other bytes"
-            there[run].append(step)
+            there[run] = [*steps, step]
         store.gc()
         assert leftovers(store) == []
         again = store.gc()
@@ -94,11 +95,23 @@ def check_goes_on(path: Path, owed: Promises) -> None:
             assert [c.step for c in store.checkpoints(run)] == sorted(steps), "gc changed what is there"
             for step in steps[:-1]:
                 _check_bytes(store, (run, step), owed)
-        # One more: the next save may have reused a partition of a pack that the crash left, which keeps all of that pack.
+        # One more: the next save may have reused a partition of a pack that the crash left, and so keeps all of it.
         most = ROOM_BYTES * (1 + sum(map(len, there.values())))
         assert store.usage().pack_bytes <= most, "packs take more than the checkpoints need"
     pooled = sum(file.stat().st_size for file in (path / layout.POOL).iterdir())
     assert pooled <= CONFIG.pool_bytes, "the pool outgrew its limit"
+
+
+def check_steps(store: Store, steps: dict[int, int]) -> None:
+    """Steps, each with the step whose state it should hold, are all that is there; and nothing is left over."""
+    assert {checkpoint.step for checkpoint in store.checkpoints()} == set(steps)
+    for step, content in steps.items():
+        assert fingerprint(store.load(step)) == fingerprint(make_state(content))
+    store.gc()
+    assert leftovers(store) == []
+    assert store.verify() == []
+    for step, content in steps.items():
+        assert fingerprint(store.load(step)) == fingerprint(make_state(content))
 
 
 def leftovers(store: Store) -> list[str]:

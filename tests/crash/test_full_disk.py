@@ -68,14 +68,18 @@ def _save(store: Store, owed: Promises, step: int) -> None:
     owed.durable["default", step] = owed.begun["default", step]
 
 
+def _save_until_it_fails(store: Store, owed: Promises, first: int) -> None:
+    for step in range(first, 10_000):
+        _save(store, owed, step)
+
+
 def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
     """The save that does not fit fails; nothing of it is left, what was there stays, and deleting makes room again."""
     owed = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
         with pytest.raises(OutOfSpaceError, match="free space, or delete checkpoints and run gc"):
-            for step in range(10_000):
-                _save(store, owed, step)
+            _save_until_it_fails(store, owed, 0)
         last = max(step for _, step in owed.durable)
         assert last >= 5
         del owed.begun["default", last + 1]
@@ -103,8 +107,7 @@ def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
             _save(store, owed, step)
         ballast = _fill(small_disk, leave_kib * 1024)
         with pytest.raises(OutOfSpaceError):
-            for step in range(2, 10):
-                _save(store, owed, step)
+            _save_until_it_fails(store, owed, 2)
         failed = max(step for _, step in owed.begun)
         del owed.begun["default", failed]
         check_as_it_lies(path, owed)

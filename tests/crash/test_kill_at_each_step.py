@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asymcheck.events import COMMIT_ORDER
-from tests.crash.actions import Action, lose_catalog, perform
-from tests.crash.states import Journal
+from tests.crash.actions import Action, lose_catalog, open_store, perform
+from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_survived
 from tests.crash.zygote import Zygote
 
@@ -77,8 +78,6 @@ def points(zygote: Zygote, template: Copy, tmp_path_factory: pytest.TempPathFact
 
 
 def _prepare(scene: str, template: Copy, folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(template(BEFORE[scene]), folder)
     if scene == "a rebuild of the catalog":
@@ -119,6 +118,23 @@ def test_killed_at_an_event(
     assert occurrences > 0
     for number in range(1, occurrences + 1):
         _kill_and_check(zygote, template, tmp_path / "copy", scene, event, number)
+
+
+def test_killed_right_after_a_restore(zygote: Zygote, template: Copy, tmp_path: Path) -> None:
+    """The restored step is the newest; what came after it is named as abandoned, given on request, and not taken."""
+    _prepare("a restore", template, tmp_path / "copy")
+    # The second event is that of a generation that is begun twice: the first restore was done by then.
+    actions = [["restore", 0], ["restore", 0]]
+    zygote.start(perform, path=str(tmp_path / "copy"), actions=actions, kill="head.published", number=2).wait_killed()
+    journal = Journal(tmp_path / "copy" / "journal")
+    assert journal.promises().newest["default"] == {0}
+    with open_store(tmp_path / "copy" / "store", read_only=True) as store:
+        assert [(one.step, one.on_line) for one in store.checkpoints()] == [(0, True), (1, False), (2, False)]
+        assert store.restore().checkpoint.step == 0
+        restored = store.restore(2)
+        assert (restored.checkpoint.step, restored.checkpoint.on_line) == (2, False)
+        assert fingerprint(restored.state) == fingerprint(make_state(2))
+    check_survived(tmp_path / "copy" / "store", journal.promises())
 
 
 @pytest.mark.parametrize("kill", ["operation", "transaction"])

@@ -59,13 +59,13 @@ def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, 
     """Start a writer for each run, kill them together, check, and so on with the same store."""
     dice = random.Random(seed)
     for number in range(kills):
-        opened = {run: len(Journal(folder / f"journal-{run}").lines("opened")) for run in runs}
+        opened = _times_opened(folder, runs)
         children = [
             zygote.start(write_for_ever, path=str(folder), run=run, seed=dice.randrange(1 << 30)) for run in runs
         ]
         # One time in four also the opening of the store is hit.
         if dice.random() < 0.75:
-            wait_until(lambda: all(_has_opened(folder, run, opened[run]) for run in runs), "the writers")
+            _wait_opened(folder, runs, opened)
         time.sleep(dice.uniform(0, LONGEST_S))
         _kill(children)
         try:
@@ -76,8 +76,15 @@ def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, 
             raise AssertionError(f"after kill {number + 1}, seed {seed}: {error}") from error
 
 
-def _has_opened(folder: Path, run: str, before: int) -> bool:
-    return len(Journal(folder / f"journal-{run}").lines("opened")) > before
+def _times_opened(folder: Path, runs: list[str]) -> list[int]:
+    return [len(Journal(folder / f"journal-{run}").lines("opened")) for run in runs]
+
+
+def _wait_opened(folder: Path, runs: list[str], before: list[int]) -> None:
+    def have_opened() -> bool:
+        return all(now > then for now, then in zip(_times_opened(folder, runs), before, strict=True))
+
+    wait_until(have_opened, "the writers")
 
 
 def _kill(children: list[Child]) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,15 +76,18 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
             yield
 
 
-def _live(base: Path, log: list[Entry], script: Sequence[Action], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> list[str]:
+def _live(base: Path, log: list[Entry], script: Sequence[Action], patch: pytest.MonkeyPatch, at: int = 0) -> list[str]:
     """Go through a script as a process of its own; return the names of its operations."""
     boot_id = str(uuid.uuid4())
-    monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
+    patch.setattr(owners, "_boot_id", lambda: boot_id)
     files = _MortalFiles(log, at)
     config = dataclasses.replace(CONFIG, slots=1)
-    with contextlib.suppress(_Killed), files.catalog_dies_too(monkeypatch), recorded_catalog(log):
-        with Store(NvmeTier(base / "above" / "store", config, files=files)) as store:
-            take(store, LoggedJournal(log), script)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_Killed))
+        stack.enter_context(files.catalog_dies_too(patch))
+        stack.enter_context(recorded_catalog(log))
+        store = stack.enter_context(Store(NvmeTier(base / "above" / "store", config, files=files)))
+        take(store, LoggedJournal(log), script)
     # The dead hold no locks.
     DESCRIPTORS.close_in_child()
     return files.counter.seen

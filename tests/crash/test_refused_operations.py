@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -66,9 +67,14 @@ class _Failing:
 
     def __init__(self, at: int, number: int, *, for_good: bool) -> None:
         self._at, self._refuse, self._for_good = at, faults.refuse(number), for_good
+        self._wanted = OutOfSpaceError if number == errno.ENOSPC else StorageError
         self.count = 0
         self.broken_syncs: list[Path] = []
         self.works = False
+
+    def check(self, error: AsymcheckError) -> None:
+        """Check that an error has the type that fits."""
+        assert isinstance(error, self._wanted), repr(error)
 
     def __call__(self, operation: str, path: Path) -> None:
         if self.works or operation not in CHANGES:
@@ -91,41 +97,41 @@ class _Failing:
 def test_a_refused_operation(scene: str, number: int, for_good: bool, fresh: Callable[[str], Path]) -> None:
     """The save fails with the fitting error, or does without; nothing of it is left, and the next one succeeds."""
     for at in range(1, _save_operations(fresh(scene)) + 1):
-        folder = fresh(scene)
-        failing = _Failing(at, number, for_good=for_good)
-        where = f"operation {at}"
-        owed = Journal(folder / "journal").promises()
-        try:
-            store = open_store(folder / "store", files=WatchedFiles(failing))
-        except AsymcheckError as error:
-            _check_error(error, number, where)
-            store = open_store(folder / "store")
-        with store:
-            try:
-                store.save(make_state(NEXT), step=NEXT)
-            except AsymcheckError as error:
-                _check_error(error, number, where)
-                failing.works = True
-                # Only a device that refuses even to remove a name can leave the checkpoint there.
-                _check_told(lambda: _check_after_failure(store, owed, may_be_there=for_good), where)
-            else:
-                assert not for_good or store.load(NEXT) is not None, f"{where}: a save is reported that was not done"
-                failing.works = True
-            state = make_state(NEXT + 1)
-            store.save(state, step=NEXT + 1)
-            assert fingerprint(store.load()) == fingerprint(state)
+        with _told(f"operation {at}"):
+            _refuse_and_check(fresh(scene), _Failing(at, number, for_good=for_good), for_good=for_good)
 
 
-def _check_error(error: AsymcheckError, number: int, where: str) -> None:
-    wanted = OutOfSpaceError if number == errno.ENOSPC else StorageError
-    assert isinstance(error, wanted), f"{where}: {error!r}"
-
-
-def _check_told(check: Callable[[], None], where: str) -> None:
+def _refuse_and_check(folder: Path, failing: _Failing, *, for_good: bool) -> None:
+    owed = Journal(folder / "journal").promises()
     try:
-        check()
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error
+        store = open_store(folder / "store", files=WatchedFiles(failing))
+    except AsymcheckError as error:
+        failing.check(error)
+        store = open_store(folder / "store")
+    with store:
+        try:
+            store.save(make_state(NEXT), step=NEXT)
+        except AsymcheckError as error:
+            failing.check(error)
+            failing.works = True
+            # Only a device that refuses even to remove a name can leave the checkpoint there.
+            _check_after_failure(store, owed, may_be_there=for_good)
+        else:
+            failing.works = True
+            assert fingerprint(store.load(NEXT)) == fingerprint(make_state(NEXT)), (
+                "a save is reported that was not done"
+            )
+        state = make_state(NEXT + 1)
+        store.save(state, step=NEXT + 1)
+        assert fingerprint(store.load()) == fingerprint(state)
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 @pytest.mark.parametrize("scene", BEFORE)
@@ -138,11 +144,11 @@ def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> Non
     for at in range(1, len(counter.seen) + 1):
         folder = fresh(scene)
         owed = Journal(folder / "journal").promises()
-        with open_store(folder / "store") as store:
-            with faults.watched_catalog(Counter(CATALOG_CHANGES, at, faults.refuse(errno.EIO))):
-                with pytest.raises(StorageError):
-                    store.save(make_state(NEXT), step=NEXT)
-            _check_told(lambda: _check_after_failure(store, owed), f"change {at}")
+        refusing = Counter(CATALOG_CHANGES, at, faults.refuse(errno.EIO))
+        with _told(f"change {at}"), open_store(folder / "store") as store:
+            with faults.watched_catalog(refusing), pytest.raises(StorageError):
+                store.save(make_state(NEXT), step=NEXT)
+            _check_after_failure(store, owed)
         check_goes_on(folder / "store", owed)
 
 
@@ -191,11 +197,11 @@ def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_
             with open_store(folder / "store", files=WatchedFiles(failing)) as store:
                 take(store, journal, actions)
         except AsymcheckError as error:
-            _check_error(error, number, f"operation {at}")
+            failing.check(error)
         if failing.count < at:
             return
-        with open_store(folder / "store") as store:
-            _check_told(lambda: _check_after_failure(store, journal.promises()), f"operation {at}")
+        with _told(f"operation {at}"), open_store(folder / "store") as store:
+            _check_after_failure(store, journal.promises())
         check_goes_on(folder / "store", journal.promises())
 
 

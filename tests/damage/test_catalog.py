@@ -18,6 +18,7 @@ from asymcheck.errors import CatalogError
 from asymcheck.store import Store
 from tests.damage.catalog_child import CONFIG, check, saved_and_kept, state, use
 from tests.damage.flips import flip
+from tests.damage.small_store import same
 from tests.damage.zygote import Zygote
 
 TENSORS = 8
@@ -189,6 +190,46 @@ def test_what_kills_every_writer_and_no_reader_kills_only_once(zygote: Zygote, t
     ends = [_use_each(zygote, [path], 10 + start, TENSORS)[path] for start in range(STARTS)]
     assert "SIGABRT" in ends[0]
     assert ends[1] == ""
+
+
+def test_an_old_copy_of_the_catalog_does_no_harm(tmp_path: Path) -> None:
+    """It names packs that are gone or overwritten: nothing is reused that the pack's own index does not have."""
+    path = tmp_path / "store"
+    data = path / "catalog" / "data.mdb"
+    with Store.open(path, config=CONFIG) as store:
+        store.save(state(1, TENSORS), step=1)
+        old = data.read_bytes()
+        store.delete(1)
+        assert store.gc().freed_packs
+        store.save(state(2, 3 * TENSORS), step=2)
+    data.write_bytes(old)
+    with Store.open(path, config=CONFIG) as store:
+        store.save(state(3, TENSORS), step=3)
+        store.save(state(1, TENSORS), step=1, run="other")
+        store.gc()
+        assert same(store.load(2), state(2, 3 * TENSORS))
+        assert same(store.load(3), state(3, TENSORS))
+        assert same(store.load(run="other"), state(1, TENSORS))
+        assert store.verify() == []
+
+
+def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
+    """As the format says; a key that is no text, with a right checksum, is only one that names no file."""
+    path = tmp_path / "store"
+    with Store.open(path, config=CONFIG) as store:
+        store.save(state(1, TENSORS), step=1)
+        catalog = store._catalog()
+        with catalog.read() as transaction:
+            before = transaction.manifests()
+        with catalog.write() as transaction:
+            transaction._txn.put(b"default/x", b"damaged", db=transaction._db["manifests"])
+            assert transaction.manifests() == before
+            for key in (b"\xff\xfe/\0", b"/", b"../../x" * 60, b"a" * 500):
+                transaction.put_manifest(key, 5)
+        store.gc()
+        assert same(store.load(), state(1, TENSORS))
+        with catalog.read() as transaction:
+            assert transaction.manifests() == before
 
 
 def test_a_damaged_catalog_in_use_by_another_process_is_left_to_it(zygote: Zygote, tmp_path: Path) -> None:

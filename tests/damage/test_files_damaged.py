@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, HeadRecordError
+from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, HeadRecordError, StorageError
 from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.tiers.nvme import Files
 from tests.damage.flips import content, covered_bits
 from tests.damage.small_store import SmallStore, check_findings, load_all, make_store, same, small_state
 
@@ -171,6 +172,10 @@ def test_a_pack_under_the_name_of_another_is_noticed(small: SmallStore) -> None:
             if other != path:
                 with content(path, other.read_bytes()):
                     _check(small, path)
+                    findings = check_findings(small, load_all(small))
+                (found,) = (finding for finding in findings if finding.kind == "damaged-pack")
+                assert path.name in found.where
+                assert f"names pack {other.stem}" in found.message
 
 
 def test_frames_of_another_pack_are_noticed_though_each_is_intact(small: SmallStore) -> None:
@@ -280,10 +285,16 @@ def test_a_hard_linked_copy_of_a_store_keeps_its_bytes(small: SmallStore, tmp_pa
     with small.open(read_only=False) as store:
         for step in small.states:
             store.delete(step)
-        assert store.gc().freed_packs
+        done = store.gc()
+        assert done.freed_packs
+        # They would only take room there.
+        assert done.pooled_packs == 0
         store.save(small_state(8), step=8)
         store.save(small_state(9), step=9)
     assert load_all(snapshot).refused == {}
+    (tmp_path / "link.pack").symlink_to(snapshot.files("packs/*.pack")[0])
+    with pytest.raises(StorageError, match=r"link\.pack"):
+        Files().open_existing(tmp_path / "link.pack")
 
 
 @pytest.mark.parametrize("name", ["manifests", "packs", "heads", "pool", "catalog"])

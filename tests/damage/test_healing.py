@@ -139,22 +139,23 @@ def test_a_second_copy_in_the_same_pack_is_read_too(tmp_path: Path) -> None:
 
 
 class _Unreadable(Files):
-    """A device that cannot read the frames of one pack."""
+    """A device that cannot read some places of one pack."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, places: range) -> None:
+        self.path, self.places = path, places
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
         """Fail as a worn drive does."""
-        if path == self.path and offset > 0:
+        if path == self.path and offset in self.places:
             with translated("read", path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().pread(descriptor, buffer, offset, path)
 
 
-def test_a_copy_that_the_device_cannot_read_is_passed_over(twice: SmallStore) -> None:
-    """An I/O error counts like a damaged frame, whether it hits the index or a frame."""
+@pytest.mark.parametrize("places", [range(1, 1 << 20), range(4096, 4097), range(1)], ids=["most", "frame", "header"])
+def test_a_copy_that_the_device_cannot_read_is_passed_over(twice: SmallStore, places: range) -> None:
+    """An I/O error counts like a damaged frame, whether it hits the index, a frame or the header."""
     for path in twice.files("packs/*.pack"):
-        with Store(NvmeTier(twice.path, CONFIG, read_only=True, files=_Unreadable(path))) as store:
+        with Store(NvmeTier(twice.path, CONFIG, read_only=True, files=_Unreadable(path, places))) as store:
             assert same(store.load(), STATE)
             assert all(finding.severity is not Severity.ERROR for finding in store.verify())

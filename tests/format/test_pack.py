@@ -155,6 +155,20 @@ def test_entries_that_break_a_rule_are_refused(row: int, field: str, value: obje
         decode_index(encode_index(PACK, entries), header, "test")
 
 
+@pytest.mark.parametrize("stored", [[0], [300, 0]])
+def test_a_frame_of_no_bytes_is_refused(stored: list[int]) -> None:
+    """A length of zero is refused also where all else fits together."""
+    entries, header = entries_of(stored)
+    with pytest.raises(StructureError, match="zero"):
+        decode_index(encode_index(PACK, entries), header, "test")
+
+
+def test_a_pack_of_no_frames_is_refused() -> None:
+    """The same for a pack without frames."""
+    with pytest.raises(StructureError):
+        decode_pack_header(encode_pack_header(PackHeader(PACK, 0, 4096, 0, "test")), "test")
+
+
 def test_lengths_that_overflow_do_not_fool_the_sum() -> None:
     """A thousand frames of the largest length are added up exactly."""
     entries, header = entries_of([registry.PARTITION_BYTES_MAX] * 1000)

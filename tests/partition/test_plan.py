@@ -152,18 +152,18 @@ def test_a_tensor_of_another_size_moves_only_what_is_bundled_after_it(
 
 
 def test_a_small_cut_by_hand() -> None:
-    """The rules of SPEC.md §11 on five tensors, worked out by hand."""
+    """The rules of SPEC.md §11 on nine tensors, worked out by hand; one bundle is filled to the last byte."""
     config = StoreConfig(partition_bytes=8 * KIB, bundle_below_bytes=4 * KIB, inline_bytes=16, inline_total_bytes=20)
-    sizes = [16, 3 * KIB, 20 * KIB + 1, 3 * KIB, 8, 4, 2 * KIB + 1, 5 * KIB]
-    groups = ["a", "a", "a", "a", "b", "b", "a", "b"]
+    sizes = [16, 3 * KIB, 20 * KIB + 1, 3 * KIB, 8, 4, 2 * KIB, 5 * KIB, 17]
+    groups = ["a", "a", "a", "a", "b", "b", "a", "b", "a"]
     found = cut(sizes, groups, config)
     assert found.inline == (0, 5)
     assert set(found.partitions) == {
         Partition((Piece(2, 0, 8 * KIB),)),
         Partition((Piece(2, 8 * KIB, 8 * KIB),)),
         Partition((Piece(2, 16 * KIB, 4 * KIB + 1),)),
-        Partition((Piece(1, 0, 3 * KIB), Piece(3, 0, 3 * KIB))),
-        Partition((Piece(6, 0, 2 * KIB + 1),)),
+        Partition((Piece(1, 0, 3 * KIB), Piece(3, 0, 3 * KIB), Piece(6, 0, 2 * KIB))),
+        Partition((Piece(8, 0, 17),)),
         Partition((Piece(4, 0, 8),)),
         Partition((Piece(7, 0, 5 * KIB),)),
     }

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from asymcheck import RngState
@@ -42,10 +43,16 @@ def test_it_takes_part_in_a_state() -> None:
     assert isinstance(RngState(), Stateful)
 
 
-def test_generators_of_other_devices_are_left_alone_when_their_number_differs() -> None:
+def test_generators_of_other_devices_are_left_alone_when_their_number_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint from a machine with more devices still restores the host's generators."""
     state = RngState().state_dict()
-    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 99
     first = _draw()
-    RngState().load_state_dict(state)
-    assert _draw() == first
+    restored: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.append)
+    for count in (0, 1, 2, 99):
+        state["cuda"] = [torch.full((16,), count, dtype=torch.uint8)] * count
+        RngState().load_state_dict(state)
+        assert _draw() == first
+    assert [[int(one[0]) for one in states] for states in restored] == [[2, 2]]

@@ -42,6 +42,7 @@ def _together(*calls: Callable[[], object]) -> None:
         raise failures[0]
 
 
+@pytest.mark.filterwarnings("ignore::asymcheck.errors.StepOrderWarning")
 def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
     """To runs of their own and to one run, with bytes in common: every checkpoint is whole."""
     common = _tensor(0)

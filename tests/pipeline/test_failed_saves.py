@@ -58,6 +58,11 @@ class Failing(Files):
         self._check("create directory", path)
         return super().make_directory(path)
 
+    def unlink(self, path: Path) -> None:
+        """Fail or do it."""
+        self._check("remove", path)
+        super().unlink(path)
+
     def rename(self, source: Path, target: Path) -> None:
         """Fail or do it."""
         self._check("rename", target)
@@ -132,11 +137,23 @@ def test_the_save_after_a_failed_one_succeeds(store: Store, files: Failing, name
     assert store.verify() == []
 
 
-def test_a_save_that_failed_after_its_manifest_was_named_keeps_its_packs(store: Store, files: Failing) -> None:
-    """The caller was told that it failed, and yet the checkpoint may be there: then it is whole, also after gc."""
+def test_a_manifest_that_got_its_name_in_a_failed_save_is_taken_back(store: Store, files: Failing) -> None:
+    """The caller was told that the save failed, so there must not be a checkpoint later on."""
+    files.matches = lambda what, path: what == "sync directory" and any(path.glob("*.manifest"))
+    with pytest.raises(OutOfSpaceError):
+        store.save(_state(2), step=2)
+    files.matches = lambda _what, _path: False
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+    assert store.gc().freed_bytes > 8 * MIB
+    assert_same(store.load(), _state(1))
+    assert store.verify() == []
+
+
+def test_a_manifest_that_cannot_be_taken_back_keeps_its_packs(store: Store, files: Failing) -> None:
+    """Where not even removing works the checkpoint is there: then it is whole, also after a collection."""
 
     def matches(what: str, path: Path) -> bool:
-        return what == "sync directory" and any(path.glob("*.manifest"))
+        return (what == "sync directory" and any(path.glob("*.manifest"))) or what == "remove"
 
     files.matches = matches
     with pytest.raises(OutOfSpaceError):

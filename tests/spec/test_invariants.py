@@ -10,7 +10,7 @@ import asymcheck
 from asymcheck import Severity
 from asymcheck.errors import ChecksumError, HeadRecordError, InconsistentCheckpointError, UnsupportedFeatureError
 from asymcheck.format import catalog
-from asymcheck.format.pack import decode_index, decode_pack_header
+from asymcheck.format.pack import decode_index, decode_pack_header, encode_index
 from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.types import Location
 from tests.spec.frozen import check_everything, found_tensors, whole_stores
@@ -86,6 +86,23 @@ def test_i1_a_pack_under_another_name(store: Path) -> None:
     pack = pack_of_newest(store)
     pack.rename(pack.with_name(f"{'0' * 32}.pack"))
     assert findings(store)["I1"] == {("damaged-pack", Severity.WARNING)}
+
+
+def test_i1_an_index_that_describes_other_frames(store: Path) -> None:
+    """I1, a complete pack's index says what its frames say: a sealed index with another length is found by verify."""
+    pack = pack_of_newest(store)
+    data = bytearray(pack.read_bytes())
+    header = decode_pack_header(data, "pack")
+    index = data[header.index_offset : header.pack_length]
+    entries = decode_index(index, header, "pack").copy()
+    entries[0]["stored_length"] += 1
+    entries[0]["plain_length"] += 1
+    data[header.index_offset : header.pack_length] = encode_index(header.pack_id, entries)
+    pack.write_bytes(data)
+    kinds = {kind for found in findings(store).values() for kind, _ in found}
+    assert kinds
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        assert opened.restore().checkpoint.step < NEWEST["step"]
 
 
 def test_i2_a_pack_that_is_gone(store: Path) -> None:

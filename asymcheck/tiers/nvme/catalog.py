@@ -21,12 +21,12 @@ from typing import Any
 import lmdb
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import CatalogError, LockTimeoutError, OutOfSpaceError
+from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, OutOfSpaceError
 from asymcheck.events import emit
 from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
 from asymcheck.tiers.nvme import owners
-from asymcheck.tiers.nvme.files import DESCRIPTORS, unlock, wait_lock
+from asymcheck.tiers.nvme.files import DESCRIPTORS, reserve, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that say nothing about the bytes in the file.
@@ -207,7 +207,8 @@ class Catalog:
         return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
-        self._reserve_lock_file()
+        # LMDB maps it. Before LMDB opens it: to close it later would drop LMDB's locks.
+        reserve(self.path / "lock.mdb", _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES)
         with self._lmdb_errors(), contextlib.ExitStack() as stack:
             self._env = lmdb.open(
                 str(self.path),
@@ -227,18 +228,6 @@ class Catalog:
                     transaction.put_store_id(store_id)
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
-
-    def _reserve_lock_file(self) -> None:
-        # LMDB maps it, and a mapped page for which the disk has no room kills the process (SIGBUS). Closing the file would
-        # drop LMDB's locks on it, so this comes first. Its size is the number of readers, the same for all who map it.
-        descriptor = os.open(self.path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            status = os.fstat(descriptor)
-            size = status.st_size or _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES
-            if status.st_blocks * 512 < size:
-                os.posix_fallocate(descriptor, 0, size)
-        finally:
-            os.close(descriptor)
 
     def _set_aside_if_damaged(self) -> None:
         dead, alive = self._markers()
@@ -375,6 +364,12 @@ def open_catalog(path: Path, store_id: bytes, config: StoreConfig, populate: Pop
     Give it back with :func:`release_catalog`.
     """
     key = (os.getpid(), os.path.realpath(path))
+    if any(where == key[1] and pid != key[0] for pid, where in _open_catalogs):
+        # LMDB cannot: to open it beside what was inherited, or to close that, would take the parent's locks away.
+        raise ForkedStoreError(
+            f"the process that this one was forked from had opened the catalog {path}, so the store can only be read here; "
+            "start this process by 'spawn', or fork before the first save"
+        )
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:

@@ -201,6 +201,21 @@ def translated(action: str, path: Path) -> Iterator[None]:
         raise StorageError(message) from error
 
 
+def reserve(path: Path, size: int) -> None:
+    """Make sure that a file, of ``size`` bytes when it is new, has room on the disk for all its bytes.
+
+    A page of a mapped file for which there is none kills the process that touches it (SIGBUS).
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        status = os.fstat(descriptor)
+        size = status.st_size or size
+        if status.st_blocks * 512 < size:
+            os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
 def set_direct(descriptor: int) -> bool:
     """Switch a descriptor to O_DIRECT; return False where the file system has none."""
     try:

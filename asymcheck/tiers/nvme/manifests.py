@@ -220,7 +220,7 @@ class ManifestFiles:
         return published
 
     def _make_head_last(self, run: str, generation: int) -> None:
-        # A checkpoint must not outlast the head record of its generation, whose writer may have been killed before this.
+        # A checkpoint must not outlast its generation's head record, whose writer may have been killed before this.
         path = self._heads / run / layout.head_name(generation)
         if path not in self._lasting and path.exists():
             self._files.sync_directory(path.parent)

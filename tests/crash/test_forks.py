@@ -1,0 +1,203 @@
+"""Processes that were forked from one with an open store: data loader workers, and those who try to use it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from asymcheck import events
+from asymcheck.checkpointer import Checkpointer
+from asymcheck.errors import ForkedStoreError
+from asymcheck.events import Event
+from asymcheck.store import Store
+from asymcheck.tiers.nvme.files import DESCRIPTORS
+from tests.crash.actions import open_store, save
+from tests.crash.states import Journal, fingerprint, make_state
+from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.zygote import Zygote, wait_until
+
+SOON_S = 10.0
+"""Far less than the 20 s for which these stores wait for a lock; far more than a save takes on a busy machine."""
+
+
+class _Slow(Dataset[torch.Tensor]):
+    """Says which processes work for it, and then keeps them busy beyond the death of their parent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (self._folder / f"worker-{os.getpid()}").touch()
+        if index >= 4:
+            time.sleep(60)
+        return torch.zeros(1)
+
+
+class _Unseen(set[int]):
+    """Descriptors that a forked process does not find, and so does not close."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def train(path: str, fork_at: str, *, keep: bool = False) -> None:
+    """Save; start two data loader workers at an event of the second save, or after it; wait. Runs in a child.
+
+    With ``keep`` they keep the descriptors that they inherit.
+    """
+    if keep:
+        DESCRIPTORS._open = _Unseen()
+    folder = Path(path)
+    journal = Journal(folder / "journal")
+    loaders = []
+
+    def fork(event: Event) -> None:
+        if event.name == fork_at and not loaders:
+            loader = iter(DataLoader(_Slow(folder), num_workers=2, multiprocessing_context="fork"))
+            loaders.append(loader)
+            next(loader)
+            if fork_at != "catalog.committed":
+                # The locks of this save, of the packs or of the catalog, are held at this moment.
+                (folder / "ready").touch()
+                time.sleep(600)
+
+    store = open_store(folder / "store")
+    save(store, journal, 0)
+    with events.observe(fork):
+        save(store, journal, 1)
+    (folder / "ready").touch()
+    time.sleep(600)
+
+
+def _workers(folder: Path) -> list[int]:
+    return [int(file.name.removeprefix("worker-")) for file in folder.glob("worker-*")]
+
+
+def _check_workers_outlive(zygote: Zygote, tmp_path: Path, fork_at: str, *, keep: bool) -> None:
+    child = zygote.start(train, path=str(tmp_path), fork_at=fork_at, keep=keep)
+    wait_until(lambda: (tmp_path / "ready").exists() and len(_workers(tmp_path)) == 2, "the workers")
+    child.kill()
+    child.wait_killed()
+    try:
+        began = time.monotonic()
+        owed = Journal(tmp_path / "journal").promises()
+        assert len(owed.durable) == (2 if fork_at == "catalog.committed" else 1)
+        with open_store(tmp_path / "store") as store:
+            store.save(make_state(2), step=2)
+            store.gc()
+            assert leftovers(store) == []
+        assert time.monotonic() - began < SOON_S, "the dead process's locks were waited for"
+        assert all(Path(f"/proc/{pid}").exists() for pid in _workers(tmp_path)), "no worker is left: nothing is shown"
+        owed.begun["default", 2] = owed.durable["default", 2] = fingerprint(make_state(2))
+        owed.newest.clear()
+        check_as_it_lies(tmp_path / "store", owed)
+        check_goes_on(tmp_path / "store", owed)
+    finally:
+        for pid in _workers(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fork_at", ["pack.synced", "catalog.pinned", "catalog.committed"])
+def test_workers_outlive_their_killed_parent(zygote: Zygote, tmp_path: Path, fork_at: str) -> None:
+    """They hold no lock of the dead: a new process saves and collects at once, while they are still there."""
+    _check_workers_outlive(zygote, tmp_path, fork_at, keep=False)
+
+
+def test_workers_that_keep_locks_are_noticed(zygote: Zygote, tmp_path: Path) -> None:
+    """The check bites: a worker that keeps what it inherits keeps a dead save's pack from being collected."""
+    with pytest.raises(AssertionError, match=r"packs/.*tmp"):
+        _check_workers_outlive(zygote, tmp_path, "pack.synced", keep=True)
+
+
+def use_after_fork(path: str) -> None:
+    """Try every method in a forked process; then use the store in the parent. Runs in a child."""
+    journal = Journal(Path(path) / "journal")
+    store = open_store(Path(path) / "store")
+    save(store, journal, 0)
+    pid = os.fork()
+    if pid == 0:
+        _check_forked(store, Path(path) / "store")
+        # As a worker that ends in order: objects are collected, files closed.
+        del store
+        return
+    assert os.waitpid(pid, 0)[1] == 0, "the forked process met something else"
+    save(store, journal, 1)
+    assert fingerprint(store.load(0)) == fingerprint(make_state(0))
+    store.gc()
+    assert leftovers(store) == []
+    store.close()
+    assert list((Path(path) / "store" / "catalog" / "open").iterdir()) == [], "damage was noted, or a marker left"
+
+
+def _check_forked(store: Store, path: Path) -> None:
+    checkpointer = Checkpointer(store, make_state(5))
+    uses = [
+        lambda: store.save(make_state(5), step=5),
+        store.load,
+        store.checkpoints,
+        store.verify,
+        store.gc,
+        store.usage,
+        store.tensors,
+        lambda: store.delete(0),
+        lambda: store.begin_generation(None),
+        lambda: checkpointer.save(5),
+        checkpointer.restore,
+    ]
+    for use in uses:
+        with pytest.raises(ForkedStoreError, match="open it again"):
+            use()
+    store.close()
+    # Its own can read; LMDB does not let it write.
+    with open_store(path) as own:
+        assert fingerprint(own.load(0)) == fingerprint(make_state(0))
+        assert own.verify() == []
+        for use in (lambda: own.save(make_state(7), step=7), own.gc, lambda: own.delete(0)):
+            with pytest.raises(ForkedStoreError, match="spawn"):
+                use()
+
+
+def fork_before_saving(path: str) -> None:
+    """Open a store, read it, fork; the forked process opens its own and saves. Runs in a child."""
+    journal = Journal(Path(path) / "journal")
+    with open_store(Path(path) / "store") as store:
+        save(store, journal, 0)
+    store = open_store(Path(path) / "store")
+    store.load()
+    pid = os.fork()
+    if pid == 0:
+        with open_store(Path(path) / "store") as own:
+            save(own, journal, 1)
+            own.gc()
+        return
+    assert os.waitpid(pid, 0)[1] == 0, "the forked process could not save"
+    save(store, journal, 2)
+    store.gc()
+    assert leftovers(store) == []
+
+
+def test_a_fork_before_the_first_save(zygote: Zygote, tmp_path: Path) -> None:
+    """A process forked from one that has only read, or has closed its store, opens its own and saves."""
+    zygote.start(fork_before_saving, path=str(tmp_path)).finish()
+    owed = Journal(tmp_path / "journal").promises()
+    assert len(owed.durable) == 3
+    check_as_it_lies(tmp_path / "store", owed)
+    check_goes_on(tmp_path / "store", owed)
+
+
+def test_a_forked_process_is_refused(zygote: Zygote, tmp_path: Path) -> None:
+    """What it inherited it cannot use, with a clear error, and its end does not harm the parent."""
+    zygote.start(use_after_fork, path=str(tmp_path)).finish()
+    owed = Journal(tmp_path / "journal").promises()
+    check_as_it_lies(tmp_path / "store", owed)
+    check_goes_on(tmp_path / "store", owed)

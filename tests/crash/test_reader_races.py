@@ -1,0 +1,119 @@
+"""Readers of checkpoints that are deleted, collected and overwritten at exactly the wrong moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck.errors import CheckpointNotFoundError, RecoveryError
+from asymcheck.recovery import resolve as resolve_module
+from asymcheck.recovery.resolve import Resolved
+from asymcheck.store import Store
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.nvme.files import Files
+from tests.crash.actions import open_store
+from tests.crash.states import fingerprint, make_state
+from tests.crash.survival import check_steps
+
+
+def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, Store]) -> None:
+    """A reader that was about to take it says that it was deleted, and takes the one before."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    store.save(make_state(1), step=1)
+    original = resolve_module.resolve_one
+
+    def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+        if listing.ref.step == 1:
+            other.delete(1)
+            other.gc()
+        return original(tier, listing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve_module, "resolve_one", resolve_one)
+        restored = store.restore()
+        assert fingerprint(restored.state) == fingerprint(make_state(0))
+        assert len(restored.skipped) == 1
+        store.save(make_state(1), step=1)
+        with pytest.raises(RecoveryError, match=r"gone|deleted"):
+            store.load(1)
+
+
+def test_all_that_was_listed_is_deleted_meanwhile(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that was slow looks again, and takes the checkpoint that was saved in the meantime."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    store.save(make_state(1), step=1)
+    original = resolve_module.resolve_one
+
+    def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+        if listing.ref.step == 1:
+            other.save(make_state(2), step=2)
+            other.delete(0)
+            other.delete(1)
+            other.gc()
+        return original(tier, listing)
+
+    monkeypatch.setattr(resolve_module, "resolve_one", resolve_one)
+    restored = store.restore()
+    assert restored.checkpoint.step == 2
+    assert fingerprint(restored.state) == fingerprint(make_state(2))
+    check_steps(store, {2: 2})
+
+
+class _Reading(Files):
+    """Does something before a frame is read, once."""
+
+    act: Callable[[], object] | None = None
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Act, then read."""
+        if self.act is not None and path.suffix == ".pack" and len(buffer) > 16 * 1024:
+            act, self.act = self.act, None
+            act()
+        return super().pread(descriptor, buffer, offset, path)
+
+
+def test_packs_being_read_are_not_recycled(store_path: Path) -> None:
+    """A checkpoint is deleted, collected and overwritten while it is read: the reader still gets its bytes."""
+    files = _Reading()
+    with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
+        writer.save(make_state(0), step=0)
+        collections = []
+
+        def recycle() -> None:
+            writer.delete(0)
+            collections.append(writer.gc())
+            writer.save({"w": torch.randn(96, 128), "x": torch.randn(64, 128)}, step=2)
+
+        files.act = recycle
+        assert fingerprint(reader.load(0)) == fingerprint(make_state(0))
+        # Two packs: the reader holds both.
+        assert [(one.freed_packs, one.busy_packs) for one in collections] == [(0, 2)]
+        with pytest.raises(CheckpointNotFoundError):
+            reader.load(0)
+        assert writer.gc().freed_packs == 2
+        assert writer.verify() == []
+
+
+def test_recycling_under_a_reader_is_noticed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock the reader would meet other bytes; it says so, and never hands them out."""
+    files = _Reading()
+    with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
+        writer.save(make_state(0), step=0)
+
+        def recycle() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("asymcheck.tiers.nvme.packs.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                patch.setattr("asymcheck.tiers.nvme.tier.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                writer.delete(0)
+                assert writer.gc().freed_packs == 2
+                for step in (2, 4, 6):
+                    writer.save({"w": torch.randn(96, 128), "x": torch.randn(64, 128)}, step=step)
+
+        files.act = recycle
+        with pytest.raises(RecoveryError):
+            reader.load(0)

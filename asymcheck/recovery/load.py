@@ -63,7 +63,7 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
             return loaded
         if step is not None:
             break
-        # A training that keeps a few checkpoints may have deleted all of these since they were listed, and saved others.
+        # A training that keeps a few checkpoints may have deleted these since they were listed, and saved others.
         seen = {listing.ref for listing in listings}
         listings = candidates(tier, run, step)
         if all(listing.ref in seen for listing in listings):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from asymcheck.errors import CheckpointNotFoundError, LockTimeoutError, Recovery
 from asymcheck.store import Store
 from tests.crash.actions import delete, open_store, save
 from tests.crash.states import CONFIG, Journal, Promises, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on, check_steps
+from tests.crash.survival import check_as_it_lies, check_goes_on, check_steps, leftovers
 from tests.crash.zygote import Child, Zygote, wait_until
 
 SAVES = 20
@@ -170,3 +173,82 @@ def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) 
         store.save(make_state(0), step=0)
         (store_path / "held").unlink()
         check_steps(store, {0: 0})
+
+
+def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
+    """The other never notices: no lock, no pin and no half-written file of the dead stands in its way."""
+    dice = random.Random(5)
+    survivor = zygote.start(write, path=str(tmp_path), name="a", run="default", first=0, saves=40)
+    journal = Journal(tmp_path / "journal-a")
+    wait_until(lambda: bool(journal.lines("saved")), "the first save")
+    kills = 0
+    while len(journal.lines("saved")) < 38:
+        opened = len(Journal(tmp_path / "journal-b").lines())
+        # Its steps are its own: it comes back to the same run after each death.
+        child = zygote.start(write, path=str(tmp_path), name="b", run="other", first=1 + 1000 * kills, saves=1000)
+        deadline = time.monotonic() + dice.uniform(0.0, 0.2)
+        while time.monotonic() < deadline and len(Journal(tmp_path / "journal-b").lines()) < opened + 9:
+            time.sleep(0.005)
+        child.kill()
+        child.wait_killed()
+        kills += 1
+    survivor.finish()
+    assert kills >= 3
+    owed = journal.promises()
+    more = Journal(tmp_path / "journal-b").promises()
+    owed.durable |= more.durable
+    owed.begun |= more.begun
+    owed.deleted |= more.deleted
+    owed.newest.clear()
+    check_as_it_lies(tmp_path / "store", owed)
+    check_goes_on(tmp_path / "store", owed)
+
+
+def test_threads_share_a_store(store_path: Path) -> None:
+    """Two threads save, one deletes and collects, one reads, all through one object."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def thread(work: Callable[[Store], None], store: Store) -> threading.Thread:
+        def run() -> None:
+            try:
+                work(store)
+            except BaseException as error:  # noqa: BLE001 - shown by the test
+                failures.append(error)
+
+        started = threading.Thread(target=run)
+        started.start()
+        return started
+
+    def writer(run: str) -> Callable[[Store], None]:
+        def work(store: Store) -> None:
+            for step in range(12):
+                store.save(make_state(step % 5), step=step, run=run)
+
+        return work
+
+    def tidy(store: Store) -> None:
+        while not over.is_set():
+            for run in ("a", "b"):
+                for checkpoint in store.checkpoints(run)[:-2]:
+                    store.delete(checkpoint.step, run=run)
+            store.gc()
+
+    def reader(store: Store) -> None:
+        while not over.is_set():
+            for run in ("a", "b"):
+                with contextlib.suppress(CheckpointNotFoundError):
+                    restored = store.restore(run=run)
+                    assert fingerprint(restored.state) == fingerprint(make_state(restored.checkpoint.step % 5))
+
+    with open_store(store_path) as store:
+        others = [thread(tidy, store), thread(reader, store)]
+        for one in [thread(writer(run), store) for run in ("a", "b")]:
+            one.join()
+        over.set()
+        for one in others:
+            one.join()
+        assert failures == []
+        store.gc()
+        assert leftovers(store) == []
+        assert store.verify() == []

@@ -245,3 +245,16 @@ def test_the_same_step_twice(stores: tuple[Store, Store]) -> None:
     assert fingerprint(store.load(3)) == fingerprint(make_state(3, salt=1))
     assert len(store.delete(3)) == 2
     check_steps(store, {})
+
+
+def test_two_restores_at_once(store_path: Path) -> None:
+    """Each begins a generation of its own, and the later one is where training goes on."""
+    files = _Creating()
+    with open_store(store_path, files=files) as store, open_store(store_path) as other:
+        first, second = store.save(make_state(0), step=0), store.save(make_state(1), step=1)
+        begun = []
+        files.act = lambda: begun.append(other.begin_generation(second))
+        assert store.begin_generation(first) == 3
+        assert begun == [2]
+        assert store.restore().checkpoint.step == 0
+        check_steps(store, {0: 0, 1: 1})

@@ -147,7 +147,7 @@ def test_a_file_of_the_catalog_that_is_lost_or_overwritten(
     """Each of its files, replaced by noise or zeros or removed: all checkpoints load, and saving works again."""
     path = tmp_path / "store"
     _build(zygote, path, "with free pages")
-    damage(path / "catalog" / name)  # type: ignore[operator]
+    damage(path / "catalog" / name)  # type: ignore[operator]  # JSON or a stand-in, untyped on purpose
     ends = [_use_each(zygote, [path], 10 + start, TENSORS)[path] for start in range(STARTS)]
     assert ends[-1] == ""
     check(str(path), TENSORS, [1, 3, 4])

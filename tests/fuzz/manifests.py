@@ -33,7 +33,7 @@ def row(name: str, shape: tuple[int, ...], dtype: str, extents: tuple[Extent, ..
         "inline": None if inline is None else inline[:nbytes],
         **more,
     }
-    return TensorRow(name=name, dtype=dtype, shape=shape, nbytes=nbytes, extents=extents, **values)  # type: ignore[arg-type]
+    return TensorRow(name=name, dtype=dtype, shape=shape, nbytes=nbytes, extents=extents, **values)  # type: ignore[arg-type]  # JSON or a stand-in, untyped on purpose
 
 
 ROWS = [

@@ -226,7 +226,7 @@ def _read_name(data: bytes) -> object:
         (ref, layout.checkpoint_name),
         (manifest, str),
     ):
-        assert value is None or make(value) == name, f"{value} is not the only reading of {name!r}"  # type: ignore[operator]
+        assert value is None or make(value) == name, f"{value} is not the only reading of {name!r}"  # type: ignore[operator]  # JSON or a stand-in, untyped on purpose
     if layout.is_run(name):
         assert name.isascii()
         assert "/" not in name

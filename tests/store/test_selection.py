@@ -20,7 +20,8 @@ def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """About 4 MiB of weights, of large and of small tensors, and twice as much of optimizer state."""
     model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.Linear(500, 1000), torch.nn.LayerNorm(1000))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 1000)).sum().backward()
+    # Weighted: the plain sum after a LayerNorm has no gradient, and moments of zeros would all be one partition.
+    (model(torch.randn(2, 1000)) * torch.randn(2, 1000)).sum().backward()
     optimizer.step()
     return model, optimizer
 

@@ -42,6 +42,7 @@ _NO_DAMAGE = (
 _FILES = ("data.mdb", "lock.mdb")
 _READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
+_NO_ROOM_BYTES = 1 << 20
 _CHECK_TIMEOUT_S = 600
 # Runs in a child: a damaged map may kill the process that walks it. It imports nothing of this package, which would
 # load torch.
@@ -301,7 +302,7 @@ class Catalog:
         try:
             yield
         except lmdb.Error as error:
-            if "No space left" in str(error) or isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
+            if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or self._is_full(str(error)):
                 raise OutOfSpaceError(
                     f"catalog {self.path}: {error}; free space, or delete checkpoints and run gc"
                 ) from error
@@ -314,6 +315,12 @@ class Catalog:
         except CatalogError:
             self._note_damage()
             raise
+
+    def _is_full(self, message: str) -> bool:
+        # LMDB calls a write that the disk took only in part an input/output error.
+        status = os.statvfs(self.path)
+        exhausted = status.f_bavail * status.f_frsize < _NO_ROOM_BYTES
+        return "No space left" in message or ("Input/output error" in message and exhausted)
 
     def _note_damage(self) -> None:
         with contextlib.suppress(OSError):
@@ -367,8 +374,8 @@ def open_catalog(path: Path, store_id: bytes, config: StoreConfig, populate: Pop
     if any(where == key[1] and pid != key[0] for pid, where in _open_catalogs):
         # LMDB cannot: to open it beside what was inherited, or to close that, would take the parent's locks away.
         raise ForkedStoreError(
-            f"the process that this one was forked from had opened the catalog {path}, so the store can only be read here; "
-            "start this process by 'spawn', or fork before the first save"
+            f"the process that this one was forked from had opened the catalog {path}, so the store can only "
+            "be read here; start this process by 'spawn', or fork before the first save"
         )
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))

@@ -12,6 +12,7 @@ from asymcheck.errors import (
     InvalidInputError,
     SkippedCheckpointWarning,
 )
+from asymcheck.partition.state import flatten
 from asymcheck.store import DEFAULT_RUN, Store
 from asymcheck.types import Checkpoint
 
@@ -81,6 +82,8 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Save now, whatever ``every`` says."""
         if self._generation is None:
+            # First of all, because what cannot be stored must not cost the run its line of training.
+            flatten(self._state)
             self._generation = self._first_generation()
         checkpoint = self._store.save(
             self._state, step=step, metrics=metrics, run=self._run, generation=self._generation

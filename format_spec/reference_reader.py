@@ -145,6 +145,8 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
         entries.append(entry | {"place_id": pack_id, "sequence": sequence})
         plain, stored = entry["plain_length"], entry["stored_length"]
         need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
+        numbers = (entry["kind"], entry["codec"], entry["digest_algorithm"])
+        need(numbers == (0, 0, 1), f"{what}: kind, codec and digest {numbers}", "unsupported-codec")
         need(plain >= 1 and entry["offset"] == offset, f"{what}: entry {sequence} is not of a frame at {offset}")
         offset += frame_length(stored)
     need(offset == end, f"{what}: the last frame ends at {offset}, not at index_offset")
@@ -164,6 +166,10 @@ def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], w
         need(good and (kind is not int or 0 <= value[key] < 2**64), f"{what}: {key} is missing or malformed")
     for key, part in expected.items():
         need(value.get(key) == part, f"{what}: {key} is {value.get(key)!r}, its place says {part!r}")
+    listed = [(key, value[key]) for key in ("reader_features", "writer_features") if key in keys]
+    need(all(isinstance(name, str) for _, names in listed for name in names), f"{what}: features are not strings")
+    ids = [value["store_id"]] if "store_id" in keys else value.get("packs", [])
+    need(all(isinstance(i, str) and re.fullmatch(HEX, i) for i in ids), f"{what}: malformed ids")
     unknown = value["reader_features"] if "reader_features" in keys else []
     need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
     if (parent := value["parent"] if "parent" in keys else None) is not None:
@@ -225,6 +231,10 @@ def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
 
 def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None:
     """Check the rules of a row (§7.3); ``lengths`` holds the partition lengths that the manifest has named so far."""
+    nested = [row["aliases"], row["shape"], row["global_shape"], row["offset"], row["extents"]]
+    flat = [value for key, value in row.items() if key not in ("inline", "inline_digest")]
+    need(None not in flat and all(None not in part for part in nested), f"{what}: a null")
+    need(all(None not in extent.values() for extent in row["extents"]), f"{what}: a null in an extent")
     inline, extents, total = row["inline"], row["extents"], sum(extent["length"] for extent in row["extents"])
     need(row["dtype"] in DTYPES and row["role"] in ROLES, f"{what}: dtype {row['dtype']!r} or role {row['role']!r}")
     need(len(row["shape"]) == len(row["global_shape"]) == len(row["offset"]) <= DIMENSIONS_MAX, f"{what}: rule 1")
@@ -259,6 +269,12 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
         metadata = dict(reader.schema.metadata or {})
         columns = ", ".join(f"{f.name}: {f.type}{'' if f.nullable else ' not null'}" for f in reader.schema)
         need(columns == COLUMNS and list(metadata) == [b"asymcheck"], f"{what}: the Arrow schema is {columns}")
+        first = pa.ipc.MessageReader.open_stream(pa.BufferReader(source.slice(8))).read_next_message()
+        same = first.type == "schema" and pa.ipc.read_schema(first).equals(reader.schema, check_metadata=True)
+        need(same, f"{what}: the schema in the footer is not that of the first message")
+        # pyarrow gives metadata as a dict, which hides a key that is there twice: count the key's flatbuffer strings.
+        keys = first.metadata.to_pybytes().count(b"\x09\0\0\0asymcheck\0")
+        need(keys == 1, f"{what}: the metadata entry is there {keys} times")
         need(reader.num_record_batches == 1, f"{what}: {reader.num_record_batches} record batches")
         batch = reader.get_batch(0)
         batch.validate(full=True)
@@ -269,13 +285,14 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
         raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
     header = decode_object(metadata[b"asymcheck"], MANIFEST_KEYS, expected, what)
     numbers = [value for value in header["metrics"].values() if value not in ("NaN", "Infinity", "-Infinity")]
-    good = all(type(n) is int or (type(n) is float and math.isfinite(n)) for n in numbers)
-    need(good and type(header["plan"].get("number")) is int, f"{what}: metrics or plan")
+    good = all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers)
+    plan = header["plan"]
+    need(good and type(plan.get("number")) is int and type(plan.get("kind")) is str, f"{what}: metrics or plan")
     need(len(header["metrics"]) <= METRICS_MAX, f"{what}: more than {METRICS_MAX} metrics", "limit-exceeded")
     need(len(check_tree(header["tree"], len(rows))) == len(rows), f"{what}: a row that the tree does not name")
     lengths: dict[bytes, int] = {}
     for number, row in enumerate(rows):
-        check_row(row, lengths, f"{what}: row {number} ({row['name'][:60]!r})")
+        check_row(row, lengths, f"{what}: row {number} ({str(row['name'])[:60]!r})")
     return header, rows
 
 

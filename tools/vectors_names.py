@@ -141,6 +141,7 @@ def catalog_vectors() -> Iterator[Vector]:
         ("pack-flipped", flipped(live, 8), "a bit is flipped"),
         ("pack-short", live[:-1], "a byte is missing"),
         ("pack-reserved", reserved, "reserved_a is not zero"),
+        ("pack-long", catalog.seal(_PACK, live[:24] + b"\0"), "a byte too many, with its checksum"),
     ):
         yield entry(name, "packs", _PACK, data, None, why)
     sound = catalog.encode_pin(pin, _OWNER, packs)

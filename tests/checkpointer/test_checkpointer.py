@@ -226,6 +226,15 @@ def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
     assert checkpointer.save(1).on_line
 
 
+def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
+    """A start without a restore opens a new line only for a state that can be stored."""
+    _train(store, range(3))
+    with pytest.raises(UnsupportedValueError, match="culprit"):
+        Checkpointer(store, {"culprit": {1}}).save(1)
+    assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
+    assert len(list((store.path / "heads" / "default").iterdir())) == 1
+
+
 def test_two_checkpointers_of_one_run_stay_on_lines_of_their_own(store: Store) -> None:
     """The one that was overtaken goes on saving beside the line; the newest is the newer one's."""
     old = Checkpointer(store, _state())

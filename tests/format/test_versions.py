@@ -37,6 +37,11 @@ def _sealed(version: int) -> tuple[bytes, bytes]:
     return summed, sum8(summed)
 
 
+def test_a_sealed_version_in_the_range_passes() -> None:
+    """A sound structure of a known version is accepted."""
+    check_binary_version(*_sealed(registry.FORMAT_WRITE), "frame")
+
+
 def test_a_sealed_version_of_the_future_is_believed() -> None:
     """With its checksum right, a newer version is a newer program's work."""
     with pytest.raises(UnsupportedVersionError):

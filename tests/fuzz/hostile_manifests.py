@@ -181,6 +181,7 @@ def _headers() -> Iterator[tuple[str, bytes]]:
         yield f"header: {name}", with_header(data, _raw(text))
     yield "header: UTF-16", with_header(data, lambda text: text.decode().encode("utf-16"))
     yield "header: a byte order mark", with_header(data, lambda text: b"\xef\xbb\xbf" + text)
+    yield "header: a key of its own twice", with_header(data, lambda text: text.replace(b"{", b'{"rank":1,', 1))
     yield "header: no entry", with_header(data, lambda _: {})
     yield "header: two entries", with_header(data, lambda text: {METADATA_KEY: text, b"other": b""})
     yield "header: another key", with_header(data, lambda text: {b"pandas": text})

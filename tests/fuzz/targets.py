@@ -127,6 +127,7 @@ def _read_pack(data: bytes) -> object:
     assert encoded == data[BLOCK_BYTES : BLOCK_BYTES + len(encoded)]
     assert len(entries) == header.frame_count
     assert int(entries["offset"][0]) == BLOCK_BYTES
+    assert not any(entries["reserved_a"].tobytes())
     return entries
 
 
@@ -147,12 +148,20 @@ def _change_record(data: bytes, dice: random.Random) -> bytes:
         text = mutate.bytes_of(text, dice)
     else:
         changed = mutate.json_of(json.loads(text), dice)
-        text = mutate.dumps(changed, sort_keys=True, separators=(",", ":"))
+        canonical = dice.random() < 0.8
+        text = mutate.dumps(changed, sort_keys=canonical, separators=(",", ":") if dice.random() < 0.8 else None)
     block = (text + b"\n" + digest(text).hex().encode() + b"\n").ljust(BLOCK_BYTES - 1, b" ") + b"\n"
     return block + (block if dice.random() < 0.5 else data[BLOCK_BYTES:])
 
 
 def _read_record(data: bytes) -> object:
+    value = _read_either_record(data)
+    intact = [text for text in map(record._intact_text, (data[:BLOCK_BYTES], data[BLOCK_BYTES:])) if text is not None]
+    assert record.canonical_json(json.loads(intact[0])) == intact[0]
+    return value
+
+
+def _read_either_record(data: bytes) -> object:
     try:
         value, damaged = record.decode_descriptor(data, WHERE)
         again = record.decode_descriptor(record.encode_descriptor(value), WHERE)

@@ -189,8 +189,8 @@ def test_a_loaded_state_is_independent_of_the_store(store: Store) -> None:
         assert_same(dict(model.state_dict()), expected)
 
 
-def test_filling_does_not_break_a_running_graph_silently(store: Store) -> None:
-    """Parameters keep their gradients and stay leaves that require them."""
+def test_parameters_stay_what_they_are_to_autograd(store: Store) -> None:
+    """They keep their gradients, and stay leaves that require them."""
     model = torch.nn.Linear(50, 50)
     store.save({"model": model}, step=1)
     model(torch.randn(2, 50)).sum().backward()

@@ -164,6 +164,20 @@ def test_every_configuration_stores_the_same_state(store: Store, store_path: obj
     assert_same(store.load(), state)
 
 
+def test_a_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
+    """And the other way round: the reader's memory follows the stored partition, not its own settings."""
+    state = {"x": torch.from_numpy(RANDOM.integers(0, 256, 70 << 20, dtype=np.uint8))}
+    large = StoreConfig(partition_bytes=64 << 20, slots=2)
+    small = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, slots=1)
+    with Store.open(store.path, config=large) as writer:
+        writer.save(state, step=1)
+    for config in (small, large):
+        with Store.open(store.path, config=config) as reader:
+            assert_same(reader.load(), state)
+            assert reader.verify() == []
+
+
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors(store: Store) -> None:
     """Small tensors are bundled: rows and names are many, partitions few."""
     values = torch.arange(100_000, dtype=torch.int64)

@@ -1,5 +1,6 @@
-"""What every test shares: one compute thread, hypothesis profiles, and a place for a store."""
+"""What every test shares: one compute thread, interrupts that arrive, hypothesis profiles, and a place for a store."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from hypothesis import HealthCheck, settings
 
 # Two test workers share two cores. With torch's default of a thread per core each kernel waits for the other worker's.
 torch.set_num_threads(1)
+
+# A shell starts background jobs with interrupts ignored, and Python then leaves them so; some tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `ci` is the default: the same examples in every run, so that a red test is a change of the code and not of the dice.
 # `--hypothesis-profile=explore` searches for new ones. No deadline: a slow disk is not a wrong answer.

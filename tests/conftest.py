@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 # Two test workers share two cores. With torch's default of a thread per core each kernel waits for the other worker's.
 torch.set_num_threads(1)
 
-# A shell starts background jobs with interrupts ignored, and Python then leaves them so; some tests interrupt themselves.
+# A shell starts background jobs with interrupts ignored, and Python leaves them so; some tests interrupt themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

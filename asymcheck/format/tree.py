@@ -309,13 +309,14 @@ def _float_hex(value: float) -> str:
 # Python refuses to convert integers of more than 4300 digits at once (a guard against quadratic time), so they go in
 # pieces.
 _DIGITS = 4000
+_PIECE = 10**_DIGITS
 
 
 def _decimal(value: int) -> str:
     sign, value = ("-", -value) if value < 0 else ("", value)
     pieces = []
-    while value >= 10**_DIGITS:
-        value, low = divmod(value, 10**_DIGITS)
+    while value >= _PIECE:
+        value, low = divmod(value, _PIECE)
         pieces.append(f"{low:0{_DIGITS}d}")
     return sign + str(value) + "".join(reversed(pieces))
 

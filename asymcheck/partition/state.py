@@ -53,13 +53,13 @@ class _Walker:
             )
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return self._tensor(value, path)
-        if isinstance(value, Stateful) and not isinstance(value, (Mapping, type)):
-            return self._stateful(value, path)
         if type(value) in (dict, OrderedDict):
             return self._mapping(value, path)  # type: ignore[arg-type]  # the type was just compared
         if type(value) in (list, tuple):
             items = [self.node(item, (*path, index)) for index, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
             return ["l" if type(value) is list else "t", items]
+        if isinstance(value, Stateful) and not isinstance(value, (Mapping, type)):
+            return self._stateful(value, path)
         return self._plain(value, path)
 
     def _stateful(self, value: Stateful, path: tuple[Key, ...]) -> Node:

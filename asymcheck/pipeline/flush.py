@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -71,6 +72,9 @@ class Flusher:
         self._known = known
         self._leaves = leaves
         self._lock = threading.Lock()
+        # Copies that run at once take memory bandwidth from each other and from the device; half of the cores are
+        # enough to keep it busy.
+        self._copying = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
         self._current: PackWriter | None = None
         self._needed_bytes = 0
         self._writers: list[PackWriter] = []
@@ -119,12 +123,7 @@ class Flusher:
         return [name for name in digests if name is not None]
 
     def _store(self, partition: Partition, slot: Slot) -> Digest:
-        payload = slot.payload(partition.length)
-        position = 0
-        for piece in partition.pieces:
-            self._leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
-            position += piece.length
-        name = digest(payload)
+        name = self._capture(partition, slot.payload(partition.length))
         with self._lock:
             if name in self._claimed:
                 return name
@@ -139,6 +138,15 @@ class Flusher:
         with self._lock:
             self.written_bytes += partition.length
         return name
+
+    def _capture(self, partition: Partition, payload: memoryview) -> Digest:
+        position = 0
+        with self._copying:
+            for piece in partition.pieces:
+                self._leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
+                position += piece.length
+            # At once, while it is in this core's cache.
+            return digest(payload)
 
     def _writer(self, length: int) -> PackWriter:
         with self._lock:

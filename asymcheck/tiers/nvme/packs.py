@@ -116,17 +116,21 @@ class PackWriter:
         )
 
     def _index(self) -> Entries:
-        entries = np.zeros(len(self._entries), dtype=ENTRY_DTYPE)
-        for row, (digest, offset, frame) in enumerate(self._entries):
-            entries[row]["digest"] = np.void(digest)
-            entries[row]["base_digest"] = np.void(frame.base_digest)
-            entries[row]["offset"] = offset
-            entries[row]["stored_length"] = frame.stored_length
-            entries[row]["plain_length"] = frame.plain_length
-            entries[row]["kind"] = frame.kind
-            entries[row]["codec"] = frame.codec
-            entries[row]["digest_algorithm"] = frame.digest_algorithm
-        return entries
+        rows = [
+            (
+                digest,
+                frame.base_digest,
+                offset,
+                frame.stored_length,
+                frame.plain_length,
+                frame.kind,
+                frame.codec,
+                frame.digest_algorithm,
+                bytes(5),
+            )
+            for digest, offset, frame in self._entries
+        ]
+        return np.array(rows, dtype=ENTRY_DTYPE)
 
     def _trim(self, length: int) -> None:
         # A recycled file keeps its old tail, whose blocks the next life reuses; one that is mostly tail gives the

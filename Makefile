@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "asymcheck needs Python 3.10 or newer: make PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,bench]'
 	@touch $@
 
 demo: $(STAMP)

@@ -29,9 +29,10 @@ from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import SaveRequest, save
 from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.line import Line, begin_generation, read_line
-from asymcheck.recovery.load import load
+from asymcheck.recovery.load import Loaded, load
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.recovery.resolve import candidates, read_manifests
+from asymcheck.recovery.stream import Sink, stream
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, Transaction
 from asymcheck.types import Checkpoint, CheckpointRef, Restored, Usage
 from asymcheck.verify import Finding, verify
@@ -191,8 +192,30 @@ class Store:
         """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over."""
         self._tier.check_usable()
         layout.check_run(run)
-        loaded = load(self._tier, run, step, tensors, into, torch.device(device or "cpu"))
-        header = loaded.manifest.header
+        return self._restored(load(self._tier, run, step, tensors, into, torch.device(device or "cpu")), step)
+
+    def stream(
+        self,
+        sink: Sink,
+        step: int | None = None,
+        *,
+        tensors: str = "*",
+        run: str = DEFAULT_RUN,
+        progress: Progress | None = None,
+    ) -> Restored:
+        """Hand a checkpoint to ``sink`` as it is read, every byte verified, in bounded memory however large it is.
+
+        The state of the result is what ``sink.finish()`` returned.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
+        """
+        self._tier.check_usable()
+        layout.check_run(run)
+        return self._restored(stream(self._tier, run, step, tensors, sink, progress), step)
+
+    def _restored(self, loaded: Loaded, step: int | None) -> Restored:
+        run, header = loaded.run, loaded.manifest.header
         checkpoint = Checkpoint(
             run=run,
             step=loaded.ref.step,

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import math
 import threading
 
 import numpy as np
 import torch
 
 from asymcheck.errors import UnsupportedValueError
+from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
 from asymcheck.partition.roles import role_of
 
-Source = torch.Tensor | np.ndarray
+
+class TensorBytes(abc.ABC):
+    """A tensor that is not in memory: its bytes are read when they are captured, for instance from a file."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Describe it: the format's name of the dtype, and the shape."""
+        self.dtype = dtype
+        self.shape = shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements in row-major order."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @abc.abstractmethod
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``start`` on; threads may call this together."""
+
+
+Source = torch.Tensor | np.ndarray | TensorBytes
 
 
 @dataclasses.dataclass
@@ -20,7 +42,7 @@ class Leaf:
     """One tensor of a state, with every name it has there."""
 
     source: Source
-    """The tensor or array itself; its bytes are read when they are captured."""
+    """The tensor itself; its bytes are read when they are captured."""
     name: str
     """Dotted name of its first place in the state."""
     dtype: str
@@ -43,7 +65,10 @@ class Leaf:
 
     def copy_bytes(self, start: int, target: memoryview) -> None:
         """Copy the bytes from ``start`` on into ``target``, filling it. Releases the GIL for large copies."""
-        flat = self._bytes()[start : start + len(target)]
+        if isinstance(self.source, TensorBytes):
+            self.source.read(start, target)
+            return
+        flat = self._bytes(self.source)[start : start + len(target)]
         if flat.device.type == "cpu":
             # numpy, not torch: one plain memcpy, no thread pool that would compete with the training thread's.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
@@ -55,14 +80,14 @@ class Leaf:
         with self._lock:
             self._flat = None
 
-    def _bytes(self) -> torch.Tensor:
+    def _bytes(self, source: torch.Tensor | np.ndarray) -> torch.Tensor:
         with self._lock:
             if self._flat is None:
-                self._flat = flat_bytes(self.source)
+                self._flat = flat_bytes(source)
             return self._flat
 
 
-def flat_bytes(source: Source) -> torch.Tensor:
+def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
     """Return the elements in row-major order as a uint8 tensor: a view where the source is contiguous, else a copy."""
     if isinstance(source, np.ndarray):
         contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
@@ -82,6 +107,8 @@ def make_leaf(source: Source, path: str, group: str) -> Leaf:
     Raises:
         UnsupportedValueError: it has no bytes that could be stored; names ``path``.
     """
+    if isinstance(source, TensorBytes):
+        return Leaf(source, path, source.dtype, source.shape, source.nbytes, group)
     if isinstance(source, np.ndarray):
         if type(source) not in (np.ndarray, np.memmap):
             raise UnsupportedValueError(
@@ -124,8 +151,8 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
 
     None when nothing can be shared.
     """
-    if isinstance(source, np.ndarray):
-        return ("numpy", id(source))
+    if isinstance(source, (np.ndarray, TensorBytes)):
+        return ("object", id(source))
     if source.numel() == 0:
         return None
     flags = (source.is_conj(), source.is_neg())

@@ -13,7 +13,7 @@ from asymcheck.errors import StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Key, Node, encode_integer, encode_plain, join_name
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
-from asymcheck.partition.leaves import Leaf, identity_key, make_leaf
+from asymcheck.partition.leaves import Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.types import Stateful
 
 
@@ -51,7 +51,7 @@ class _Walker:
             raise UnsupportedValueError(
                 join_name(path[:6]) + "…", f"the state is nested deeper than {TREE_DEPTH_MAX - 1}, or contains itself"
             )
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
             return self._tensor(value, path)
         if type(value) in (dict, OrderedDict):
             return self._mapping(value, path)  # type: ignore[arg-type]  # the type was just compared
@@ -86,7 +86,7 @@ class _Walker:
             return self._plain(key, path)
         raise UnsupportedValueError(join_name(path), f"mapping key {key!r} is neither str nor int")
 
-    def _tensor(self, value: torch.Tensor | np.ndarray, path: tuple[Key, ...]) -> Node:
+    def _tensor(self, value: Source, path: tuple[Key, ...]) -> Node:
         name = join_name(path)
         tag = "N" if isinstance(value, np.ndarray) else "T"
         # First of all, because what cannot be stored need not have a place in memory to compare.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -75,8 +76,54 @@ def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-class Assembly:
+class ByteTarget(Protocol):
+    """What takes the bytes of one tensor."""
+
+    @property
+    def row(self) -> TensorRow:
+        """The tensor, as the manifest has it."""
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
+
+
+class Placement:
     """Where the bytes of every wanted partition go."""
+
+    def __init__(self, targets: Iterable[ByteTarget]) -> None:
+        """Prepare for ``targets`` to be filled."""
+        self._targets = list(targets)
+        self._places: dict[Digest, list[tuple[ByteTarget, int, int, int]]] = {}
+        for target in self._targets:
+            start = 0
+            for extent in target.row.extents:
+                self._places.setdefault(extent.digest, []).append((target, start, extent.offset, extent.length))
+                start += extent.length
+
+    @property
+    def wanted(self) -> list[Digest]:
+        """The partitions to fetch."""
+        return list(self._places)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the targets take in all."""
+        return sum(target.row.nbytes for target in self._targets)
+
+    def put_inline(self) -> None:
+        """Fill the tensors whose bytes lie in the manifest itself."""
+        for target in self._targets:
+            if target.row.inline:
+                target.put(0, memoryview(target.row.inline))
+
+    def put(self, name: Digest, data: memoryview) -> None:
+        """Copy one partition's bytes to where they belong; worker threads call this together."""
+        for target, start, offset, length in self._places[name]:
+            target.put(start, data[offset : offset + length])
+
+
+class Assembly(Placement):
+    """Tensors to be filled with the bytes of rows of a manifest."""
 
     def __init__(
         self,
@@ -90,28 +137,7 @@ class Assembly:
         self.targets = {
             row: Target(value, existing.get(row, ()), device) for row, value in zip(rows, values, strict=True)
         }
-        self._places: dict[Digest, list[tuple[Target, int, int, int]]] = {}
-        for target in self.targets.values():
-            start = 0
-            for extent in target.row.extents:
-                self._places.setdefault(extent.digest, []).append((target, start, extent.offset, extent.length))
-                start += extent.length
-
-    @property
-    def wanted(self) -> list[Digest]:
-        """The partitions to fetch."""
-        return list(self._places)
-
-    def put_inline(self) -> None:
-        """Fill the tensors whose bytes lie in the manifest itself."""
-        for target in self.targets.values():
-            if target.row.inline:
-                target.put(0, memoryview(target.row.inline))
-
-    def put(self, name: Digest, data: memoryview) -> None:
-        """Copy one partition's bytes to where they belong; worker threads call this together."""
-        for target, start, offset, length in self._places[name]:
-            target.put(start, data[offset : offset + length])
+        super().__init__(self.targets.values())
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """Return the filled tensors by row."""

@@ -16,7 +16,7 @@ from asymcheck.errors import (
     PartialRestoreError,
 )
 from asymcheck.format.manifest import Manifest
-from asymcheck.recovery.assemble import Assembly
+from asymcheck.recovery.assemble import Assembly, Placement
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
@@ -30,10 +30,10 @@ _ATTEMPTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A restored state, and where it comes from."""
+    """What was made of a checkpoint, and which it was."""
 
     state: object
-    """The state."""
+    """The state, or what else was made."""
     run: str
     """The run."""
     ref: CheckpointRef
@@ -44,21 +44,36 @@ class Loaded:
     """Newer checkpoints that were passed over, with the reasons."""
 
 
+Finish = Callable[[], object]
+"""Makes the result when all bytes have been read."""
+Read = Callable[[Resolved], Finish]
+"""Reads one checkpoint; raises DamagedPartitionError or FormatError to have the next one tried."""
+
+
 def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object, device: torch.device) -> Loaded:
-    """Read a checkpoint, every byte verified.
+    """Read a checkpoint, every byte verified, into new tensors or ``into`` existing ones.
+
+    Raises:
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`read_first`.
+        StateMismatchError: ``into`` does not fit; nothing was overwritten.
+        PartialRestoreError: filling in place failed half-way.
+    """
+    return read_first(tier, run, step, partial(_load_one, tier, tensors=tensors, into=into, device=device))
+
+
+def read_first(tier: NvmeTier, run: str, step: int | None, read: Read) -> Loaded:
+    """Read the newest checkpoint that can be read, or that of ``step``.
 
     Raises:
         CheckpointNotFoundError: there is none.
         InconsistentCheckpointError: none of the candidates can be restored; lists the reasons.
-        StateMismatchError: ``into`` does not fit; nothing was overwritten.
-        PartialRestoreError: filling in place failed half-way.
         HeadRecordError: which checkpoint is newest cannot be known.
     """
     listings = candidates(tier, run, step)
     skipped: list[str] = []
     for _ in range(_ATTEMPTS):
         skipped.clear()
-        loaded = _load_first(tier, listings, skipped, tensors, into, device)
+        loaded = _first(tier, listings, skipped, read)
         if loaded is not None:
             return loaded
         if step is not None:
@@ -74,20 +89,13 @@ def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object,
     )
 
 
-def _load_first(
-    tier: NvmeTier,
-    listings: list[CheckpointFiles],
-    skipped: list[str],
-    tensors: str,
-    into: object,
-    device: torch.device,
-) -> Loaded | None:
-    """Load the first of the checkpoints that can be restored; append to ``skipped`` why others were passed over."""
+def _first(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str], read: Read) -> Loaded | None:
+    """Read the first of the checkpoints that can be read; append to ``skipped`` why others were passed over."""
     attempts = resolve_each(tier, listings, skipped)
     for resolved in attempts:
         with resolved.sources:
             try:
-                finish = _load_one(tier, resolved, tensors, into, device)
+                finish = read(resolved)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{resolved.ref}: {error}")
                 continue
@@ -98,31 +106,50 @@ def _load_first(
     return None
 
 
-def _load_one(
-    tier: NvmeTier, resolved: Resolved, tensors: str, into: object, device: torch.device
-) -> Callable[[], object]:
-    """Read all tensors, and return what makes the state of them."""
+def the_manifest(resolved: Resolved) -> Manifest:
+    """Return the manifest of a checkpoint that one rank saved.
+
+    Raises:
+        InvalidInputError: several ranks did.
+    """
     if len(resolved.manifests) != 1:
         raise InvalidInputError(
             f"{resolved.ref} was saved by {len(resolved.manifests)} ranks; this version restores those of one rank"
         )
-    manifest = resolved.manifests[0]
+    return resolved.manifests[0]
+
+
+def _load_one(tier: NvmeTier, resolved: Resolved, *, tensors: str, into: object, device: torch.device) -> Finish:
+    """Read all tensors, and return what makes the state of them."""
+    manifest = the_manifest(resolved)
     shape = select(read_shape(manifest), tensors)
     filler = None if into is None else Filler(into, shape, manifest)
     rows = rows_in(shape) if filler is None else list(filler.rows)
     assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, device)
     try:
-        fetch(resolved.sources, assembly.wanted, assembly.put, tier.slots, tier.config.slots)
+        fetch_all(tier, resolved, assembly)
     except DamagedPartitionError as error:
-        message = f"{error}; {needed_by(resolved.manifests, resolved.ref, error.digest)}"
         overwritten = assembly.overwritten()
         if overwritten:
-            raise PartialRestoreError(message, overwritten, None) from error
-        raise DamagedPartitionError(message, error.digest) from error
-    assembly.put_inline()
+            raise PartialRestoreError(str(error), overwritten, None) from error
+        raise
     if filler is None:
         return partial(with_tensors, shape, assembly.tensors())
     return partial(_finish, filler, assembly)
+
+
+def fetch_all(tier: NvmeTier, resolved: Resolved, placement: Placement) -> None:
+    """Read, check and place all bytes that ``placement`` wants.
+
+    Raises:
+        DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
+    """
+    try:
+        fetch(resolved.sources, placement.wanted, placement.put, tier.slots, tier.config.slots)
+    except DamagedPartitionError as error:
+        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
+        raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
+    placement.put_inline()
 
 
 def _finish(filler: Filler, assembly: Assembly) -> object:

@@ -5,7 +5,8 @@
     AsymcheckError
     ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
     │   ├── UnsupportedValueError          a leaf of the state cannot be stored
-    │   └── StateMismatchError             the given state does not fit the stored one
+    │   ├── StateMismatchError             the given state does not fit the stored one
+    │   └── ForeignFileError               a file of another format cannot be read
     ├── NotFoundError                  what was asked for is not there
     │   ├── StoreNotFoundError
     │   └── CheckpointNotFoundError
@@ -75,6 +76,12 @@ class StateMismatchError(InvalidInputError):
     """The state given to fill does not fit the stored one; raised before anything is overwritten."""
 
     kind = "state-mismatch"
+
+
+class ForeignFileError(InvalidInputError):
+    """A file of another format (safetensors, torch) breaks its rules, or holds what cannot be stored."""
+
+    kind = "foreign-file"
 
 
 class NotFoundError(AsymcheckError):

@@ -1,0 +1,246 @@
+"""Files of other formats: tensors read from them as they are captured, and tensors written to them as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.partition.leaves import TensorBytes
+from asymcheck.tiers.nvme.files import translated
+
+
+class SourceFile:
+    """A file that tensors are read from. Threads share it. Close it, or use it in a ``with`` block."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``.
+
+        Raises:
+            InvalidInputError: there is no such file.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            with translated("open", path):
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise InvalidInputError(f"{path} does not exist") from error
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` from byte ``start`` of the file on.
+
+        Raises:
+            ForeignFileError: the file ends before that.
+        """
+        done = 0
+        with translated("read", self.path):
+            while done < len(target):
+                count = os.preadv(self._descriptor, [target[done:]], start + done)
+                if count == 0:
+                    raise ForeignFileError(f"{self.path} became shorter while it was being read; convert it again")
+                done += count
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:
+        """Return the tensor whose elements lie in row-major order from byte ``start`` on."""
+        return _FileTensor(self, start, dtype, shape)
+
+    def close(self) -> None:
+        """Close the file; closing twice is no error."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> SourceFile:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+class _FileTensor(TensorBytes):
+    def __init__(self, file: SourceFile, start: int, dtype: str, shape: tuple[int, ...]) -> None:
+        super().__init__(dtype, shape)
+        self._file = file
+        self._start = start
+
+    def read(self, start: int, target: memoryview) -> None:
+        self._file.read(self._start + start, target)
+
+
+class TargetFile:
+    """A file that tensors are written to, in any order, by several threads."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """Open ``path``, create it when it is missing, and make it ``size`` bytes long at least."""
+        self.path = path
+        with translated("create", path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if size > os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, size)
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write ``data`` from byte ``start`` on."""
+        view, done = memoryview(data), 0
+        with translated("write", self.path):
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], start + done)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Read back."""
+        with translated("read", self.path):
+            return os.pread(self._descriptor, length, start)
+
+    def region(self, row: TensorRow, start: int) -> Region:
+        """Return what takes the bytes of a tensor, and puts them from byte ``start`` on."""
+        return Region(self, row, start)
+
+    def sync(self) -> None:
+        """Make the content durable."""
+        with translated("sync", self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; closing twice is no error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class Region:
+    """The place of one tensor in a file."""
+
+    def __init__(self, file: TargetFile, row: TensorRow, start: int) -> None:
+        """Put the bytes of ``row`` into ``file`` from byte ``start`` on."""
+        self.row = row
+        self._file = file
+        self._start = start
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Write the tensor's bytes from ``start`` on."""
+        self._file.write(self._start + start, data)
+
+
+class Nowhere:
+    """Takes the bytes of a tensor that is written somewhere else already, or empty."""
+
+    def __init__(self, row: TensorRow) -> None:
+        """Drop the bytes of ``row``."""
+        self.row = row
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Do nothing."""
+
+
+class Draft:
+    """A file or folder that gets its name when it is complete, so that nobody meets a half-written one.
+
+    It grows beside its final place, under a name that ends in ``.partial``.
+    """
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        """Prepare for ``target``.
+
+        Raises:
+            InvalidInputError: it exists and ``overwrite`` is not given, or the folder above it does not exist.
+        """
+        self.target = target
+        self._overwrite = overwrite
+        self.path = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
+        self._files: list[TargetFile] = []
+        if not target.absolute().parent.is_dir():
+            raise InvalidInputError(f"{target.parent} is not a folder; create it first")
+        self._check_free()
+
+    def _check_free(self) -> None:
+        is_taken = self.target.is_symlink() or self.target.exists()
+        if is_taken and not (self.target.is_dir() and not any(self.target.iterdir())) and not self._overwrite:
+            raise InvalidInputError(f"{self.target} exists; give another name, or --overwrite to replace it")
+
+    def file(self, name: str = "", size: int = 0) -> TargetFile:
+        """Begin a file: the target itself, or one called ``name`` in the target folder.
+
+        Raises:
+            OutOfSpaceError: the disk has less room than ``size`` bytes.
+        """
+        path = self.path / name if name else self.path
+        if name:
+            with translated("create", self.path):
+                self.path.mkdir(exist_ok=True)
+        free = shutil.disk_usage(self.target.absolute().parent).free
+        if size > free:
+            raise OutOfSpaceError(f"{self.target} needs {size} bytes, but only {free} are free; nothing was written")
+        file = TargetFile(path, size)
+        self._files.append(file)
+        return file
+
+    def publish(self) -> None:
+        """Make everything durable and give it its name."""
+        try:
+            for file in self._files:
+                file.sync()
+                file.close()
+            if self.path.is_dir():
+                _sync_folder(self.path)
+            self._replace()
+            _sync_folder(self.target.absolute().parent)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _replace(self) -> None:
+        self._check_free()
+        with translated("rename", self.path):
+            if self.target.is_dir() and not self.target.is_symlink():
+                # A folder cannot be replaced in one step: the old one stays until the new one has its name.
+                old = self.path.with_name(f"{self.path.name}.old")
+                self.target.rename(old)
+                self.path.rename(self.target)
+                shutil.rmtree(old)
+            else:
+                self.path.rename(self.target)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        with contextlib.suppress(OSError):
+            if self.path.is_dir():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    with translated("sync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def refused(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a foreign library into one that says what was being read.
+
+    Raises:
+        ForeignFileError
+    """
+    try:
+        yield
+    except errors as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ForeignFileError(f"{what}: {first}") from error

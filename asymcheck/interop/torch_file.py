@@ -1,0 +1,199 @@
+"""Files of ``torch.save``: read with ``weights_only=True`` and written, without their tensors in memory.
+
+Where the bytes of each tensor lie is learned from torch itself: loaded under ``FakeTensorMode``, a storage knows its
+offset in the file; saved under ``skip_data``, a file has room for its storages, to be filled later (both are in
+torch's notes on serialization). This is the one module that calls ``torch.save`` and ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.interop.files import Draft, SourceFile, refused
+from asymcheck.interop.zip_checksums import fill_checksums
+from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
+from asymcheck.recovery.assemble import ByteTarget
+from asymcheck.recovery.shape import RowRef, replace_rows
+from asymcheck.recovery.stream import Outline
+
+_ZIP_MAGIC = b"PK\x03\x04"
+# Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
+_MAPPED_BYTES = 1 << 20
+_MAP_NORESERVE = 0x4000
+# Where Module.state_dict() hangs the versions of its modules.
+_METADATA = "_metadata"
+_LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError)
+
+
+def read_torch_file(file: SourceFile) -> object:
+    """Return the state in a file of ``torch.save``; its tensors are read from ``file`` when they are captured.
+
+    Nothing in the file is executed. A file in the format before torch 1.6 is read into memory.
+
+    Raises:
+        ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
+    """
+    magic = bytearray(min(4, file.path.stat().st_size))
+    file.read(0, memoryview(magic))
+    advice = "load it in a program of your own, and store what it gives with Store.save()"
+    with refused(f"{file.path} cannot be read with weights_only=True ({advice})", *_LOAD_ERRORS):
+        if magic != _ZIP_MAGIC:
+            return torch.load(file.path, map_location="cpu", weights_only=True)
+        with FakeTensorMode():
+            fake: object = torch.load(file.path, map_location="cpu", weights_only=True)
+    known: dict[tuple[object, ...], object] = {}
+    return _replace(fake, lambda tensor: _in_file(tensor, file, known))
+
+
+def _in_file(tensor: torch.Tensor, file: SourceFile, known: dict[tuple[object, ...], object]) -> object:
+    storage = tensor.untyped_storage()
+    offset: int | None = getattr(storage, "_checkpoint_offset", None)
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
+    if offset is None or tensor.dtype not in TORCH_NAMES or not plain:
+        raise ForeignFileError(
+            f"{file.path} holds a tensor of {tensor.dtype} and {tensor.layout}, which cannot be converted; load it in "
+            "a program of your own, and store what it gives with Store.save()"
+        )
+    start = int(offset + tensor.storage_offset() * tensor.element_size())
+    # The same view of the same storage is one tied tensor, so it is one object in the state.
+    key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+    if key not in known:
+        if tensor.is_contiguous() and not tensor.is_conj():
+            known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
+        else:
+            known[key] = _mapped(tensor, file.path, offset)
+    return known[key]
+
+
+def _mapped(tensor: torch.Tensor, path: Path, offset: int) -> torch.Tensor:
+    """Return a tensor that is no plain byte range of the file: a view of the mapped file."""
+    length = tensor.untyped_storage().nbytes()
+    mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(length,))
+    whole = torch.from_numpy(mapped).view(tensor.dtype)
+    view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return view.conj() if tensor.is_conj() else view
+
+
+def _replace(value: object, make: Callable[[torch.Tensor], object]) -> object:
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        items = ((key, _replace(item, make)) for key, item in value.items())
+        if not isinstance(value, OrderedDict):
+            return dict(items)
+        ordered: Any = OrderedDict(items)
+        metadata = getattr(value, _METADATA, None)
+        if metadata is not None:
+            setattr(ordered, _METADATA, metadata)
+        return ordered
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, make) for item in value)  # type: ignore[call-arg, attr-defined]  # the type was just compared
+    return value
+
+
+class TorchSink:
+    """Writes a checkpoint, or one part of it, into a file that ``torch.load(weights_only=True)`` reads.
+
+    Numpy arrays become tensors and numpy scalars Python numbers, for ``weights_only`` refuses both.
+    """
+
+    def __init__(self, draft: Draft, pick: Callable[[object], object]) -> None:
+        """Write to ``draft`` what ``pick`` returns of a checkpoint's shape."""
+        self._draft = draft
+        self._pick = pick
+        self.tensors = 0
+        """Tensors written."""
+        self.nbytes = 0
+        """Bytes of them."""
+
+    def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
+        """Write the file with empty storages; return their places."""
+        shape = self._pick(outline.shape)
+        hollow: dict[int, torch.Tensor] = {}
+        order: list[int] = []
+
+        def make(ref: RowRef) -> object:
+            order.append(ref.row)
+            return hollow.setdefault(ref.row, _hollow(outline.tensors[ref.row]))
+
+        state = _plain_numbers(replace_rows(shape, make))
+        file = self._draft.file(size=sum(outline.tensors[row].nbytes for row in set(order)))
+        with skip_data():
+            torch.save(state, file.path)
+        with FakeTensorMode():
+            fake = torch.load(file.path, weights_only=True)
+        places = dict(zip(order, _tensors_in(fake), strict=True))
+        self.tensors, self.nbytes = len(places), sum(outline.tensors[row].nbytes for row in places)
+        self._file = file
+        return {row: file.region(outline.tensors[row], _offset(place)) for row, place in places.items()}
+
+    def finish(self) -> None:
+        """Enter the checksums and give the file its name."""
+        try:
+            fill_checksums(self._file)
+        except BaseException:
+            self.abandon()
+            raise
+        self._draft.publish()
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        self._draft.discard()
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None:
+        raise InvalidInputError(
+            f"torch {torch.__version__} cannot write this file: install a newer one, or use .safetensors"
+        )
+    return offset
+
+
+def _hollow(row: TensorRow) -> torch.Tensor:
+    """Return a tensor whose memory is never touched, so that there need not be any."""
+    dtype = TORCH_DTYPES.get(row.dtype)
+    if dtype is None:
+        raise InvalidInputError(f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks")
+    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
+    if length < _MAPPED_BYTES:
+        return torch.empty(row.shape, dtype=dtype)
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(row.shape)
+
+
+def _plain_numbers(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _plain_numbers(value[key])
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_plain_numbers(item) for item in value)  # type: ignore[call-arg, attr-defined]  # the type was just compared
+    return value
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
     InvalidInputError,
+    PartialRestoreError,
     SkippedCheckpointWarning,
+    StateMismatchError,
 )
-from asymcheck.partition.state import flatten
 from asymcheck.store import DEFAULT_RUN, Store
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, Restored
 
 
 class Checkpointer:
@@ -35,7 +36,11 @@ class Checkpointer:
 
     def __init__(self, store: Store, state: dict[str, object], *, every: int = 1, run: str = DEFAULT_RUN) -> None:
         """Watch ``state``, whose objects and tensors stay the caller's; save to ``store`` under the name ``run``."""
-        if every < 1:
+        if not isinstance(store, Store):
+            raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
+        if type(state) is not dict:
+            raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
+        if type(every) is not int or every < 1:
             raise InvalidInputError(f"every={every}: give the number of steps between two checkpoints, 1 or more")
         self._store = store
         self._state = state
@@ -60,17 +65,41 @@ class Checkpointer:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
         """
         try:
-            restored = self._store.restore(step, into=self._state, run=self._run)
+            restored, passed_over = self._fill(step)
         except CheckpointNotFoundError:
             if step is not None:
                 raise
-            self._warn_of_abandoned("none of them is restored")
+            self._warn_of_abandoned("all are abandoned, so none is restored; restore(step=…) goes on from one of them")
             return None
-        for reason in restored.skipped:
+        for reason in passed_over:
             warnings.warn(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
         self._generation = self._store.begin_generation(restored.checkpoint, run=self._run)
         self._last = restored.checkpoint.step
         return restored.checkpoint
+
+    def _fill(self, step: int | None) -> tuple[Restored, list[str]]:
+        """Fill the state from a checkpoint; return it, and why newer ones were passed over.
+
+        One that turns out to be damaged half-way gives way to the next older one, which overwrites all of it again.
+        """
+        passed_over: list[str] = []
+        overwritten: Sequence[str] = ()
+        wanted = step
+        while True:
+            try:
+                restored = self._store.restore(wanted, into=self._state, run=self._run)
+            except PartialRestoreError as error:
+                if step is not None or error.next_step is None:
+                    raise
+                passed_over.append(str(error))
+                overwritten, wanted = error.overwritten, error.next_step
+            except StateMismatchError as error:
+                if not passed_over:
+                    raise
+                message = f"{passed_over[-1]}. That one does not fit: {error}"
+                raise PartialRestoreError(message, overwritten, None) from error
+            else:
+                return restored, [*passed_over, *restored.skipped]
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint | None:
         """Say that training step ``step`` is done.
@@ -81,20 +110,17 @@ class Checkpointer:
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Save now, whatever ``every`` says."""
-        if self._generation is None:
-            # First of all, because what cannot be stored must not cost the run its line of training.
-            flatten(self._state)
-            self._generation = self._first_generation()
-        checkpoint = self._store.save(
-            self._state, step=step, metrics=metrics, run=self._run, generation=self._generation
-        )
-        self._last = step
+        # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
+        generation = self._first_generation if self._generation is None else self._generation
+        checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
+        self._last = checkpoint.step
         return checkpoint
 
     def _first_generation(self) -> int:
         """Training begins without a restore: on a run that has checkpoints already, that is a new line from nothing."""
         self._warn_of_abandoned("they are abandoned by this save; call restore() first to go on from the newest")
-        return self._store.begin_generation(None, run=self._run)
+        self._generation = self._store.begin_generation(None, run=self._run)
+        return self._generation
 
     def _warn_of_abandoned(self, what: str) -> None:
         steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]

@@ -7,33 +7,33 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from asymcheck.arguments import check_device, check_glob, check_location, check_metrics, check_step
 from asymcheck.config import StoreConfig
 from asymcheck.errors import (
-    AsymcheckError,
     CheckpointNotFoundError,
-    HeadRecordError,
     InvalidInputError,
     SkippedCheckpointWarning,
     StepOrderWarning,
 )
-from asymcheck.format import layout, registry
+from asymcheck.format import layout
 from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.save import SaveRequest, save
+from asymcheck.pipeline.save import Place, SaveRequest, save
+from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
 from asymcheck.recovery.inventory import StoredTensor, inventory
-from asymcheck.recovery.line import Line, begin_generation, read_line
+from asymcheck.recovery.line import begin_generation, read_line
 from asymcheck.recovery.load import Loaded, load
 from asymcheck.recovery.rebuild import rebuild
-from asymcheck.recovery.resolve import candidates, read_manifests
+from asymcheck.recovery.resolve import candidates, what_is_there
 from asymcheck.recovery.stream import Sink, stream
-from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, Transaction
+from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.types import Checkpoint, CheckpointRef, Restored, Usage
 from asymcheck.verify import Finding, verify
 from asymcheck.verify.checker import Progress
@@ -49,6 +49,8 @@ class Store:
 
     def __init__(self, tier: NvmeTier) -> None:
         """Wrap an opened tier; use :meth:`open`."""
+        if not isinstance(tier, NvmeTier):
+            raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
         self._tier = tier
 
     @classmethod
@@ -63,12 +65,12 @@ class Store:
             FormatError: the store is damaged, or of a version or with a feature that this program does not know.
             InvalidInputError: ``location`` or a value of ``config`` cannot be used.
         """
-        text = os.fspath(location)
-        if "://" in text:
-            raise InvalidInputError(
-                f"location {text!r}: this version stores in directories of a local drive; give a path"
-            )
-        return cls(NvmeTier(Path(text), config or StoreConfig(), read_only=read_only))
+        return cls(NvmeTier(check_location(location), config or StoreConfig(), read_only=read_only))
+
+    def __repr__(self) -> str:
+        """Name the directory and how it was opened."""
+        mode = ", read-only" if self._tier.read_only else ""
+        return f"<asymcheck.Store {str(self.path)!r}{mode}>"
 
     @property
     def path(self) -> Path:
@@ -82,7 +84,7 @@ class Store:
         step: int,
         metrics: Mapping[str, float] | None = None,
         run: str = DEFAULT_RUN,
-        generation: int | None = None,
+        generation: int | Callable[[], int] | None = None,
     ) -> Checkpoint:
         """Store a state durably: when this returns, the checkpoint survives power loss.
 
@@ -92,8 +94,8 @@ class Store:
             step: the training step, 0 or more.
             metrics: named numbers, for instance ``{"loss": 3.2}``.
             run: whose checkpoint it is.
-            generation: the line of training; the present one by default. :class:`asymcheck.Checkpointer` keeps it for
-                you.
+            generation: the line of training; the present one by default. A function is asked when all but the
+                manifest is durable. :class:`asymcheck.Checkpointer` keeps it for you.
 
         Raises:
             UnsupportedValueError: something in the state cannot be stored; nothing was written.
@@ -102,30 +104,42 @@ class Store:
         """
         self._tier.check_writable()
         layout.check_run(run)
-        numbers = _check_metrics(metrics or {})
-        if type(step) is not int or not 0 <= step <= registry.STEP_MAX:
-            raise InvalidInputError(f"step {step!r}: give an integer from 0 to {registry.STEP_MAX}")
-        if generation is not None:
-            self._check_generation(run, generation)
+        numbers = check_metrics(metrics or {})
+        step = check_step(step)
         flat = flatten(state)
-        catalog = self._catalog()
-        present = read_line(self._tier, run).generation if generation is None else generation
-        parent = self._newest_before(run, present, step)
-        request = SaveRequest(run, present, step, parent, numbers)
-        done = save(self._tier, catalog, flat, request)
+        request = SaveRequest(run, step, self._placing(run, generation, step), numbers)
+        done = save(self._tier, self._catalog(), flat, request)
         return Checkpoint(
             run=run,
             step=step,
-            generation=present,
+            generation=done.ref.generation,
             save_id=done.ref.save_id.hex(),
             world_size=1,
             complete=True,
-            on_line=generation is None or done.ref in self._line(run),
+            on_line=generation is None or is_on_line(self._tier, run, done.ref),
             created_ns=int.from_bytes(done.ref.save_id[:8], "big"),
             state_bytes=done.state_bytes,
             written_bytes=done.written_bytes,
             metrics=numbers,
         )
+
+    def _placing(self, run: str, generation: int | Callable[[], int] | None, step: int) -> Callable[[], Place]:
+        if callable(generation):
+            return lambda: self._place(run, generation(), step)
+        # At once: what is wrong with it is an error before anything is written.
+        place = self._place(run, generation, step)
+        return lambda: place
+
+    def _place(self, run: str, generation: int | None, step: int) -> Place:
+        """Return where on its line a checkpoint goes.
+
+        Raises:
+            InvalidInputError: nobody opened that generation.
+        """
+        if generation is not None:
+            self._check_generation(run, generation)
+        present = read_line(self._tier, run).generation if generation is None else generation
+        return Place(present, self._newest_before(run, present, step))
 
     def _check_generation(self, run: str, generation: int) -> None:
         """Refuse a generation without a head record: a checkpoint of it would hide which one is newest."""
@@ -144,7 +158,7 @@ class Store:
                 f"run {run!r} already has step {newest.step}, so step {step} will not be its newest checkpoint; "
                 "to train on from an earlier step, restore it with a Checkpointer first",
                 StepOrderWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         return newest
 
@@ -192,7 +206,9 @@ class Store:
         """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over."""
         self._tier.check_usable()
         layout.check_run(run)
-        return self._restored(load(self._tier, run, step, tensors, into, torch.device(device or "cpu")), step)
+        step = None if step is None else check_step(step)
+        check_glob(tensors)
+        return self._restored(load(self._tier, run, step, tensors, into, check_device(device)), step)
 
     def stream(
         self,
@@ -212,30 +228,12 @@ class Store:
         """
         self._tier.check_usable()
         layout.check_run(run)
+        step = None if step is None else check_step(step)
+        check_glob(tensors)
         return self._restored(stream(self._tier, run, step, tensors, sink, progress), step)
 
     def _restored(self, loaded: Loaded, step: int | None) -> Restored:
-        run, header = loaded.run, loaded.manifest.header
-        checkpoint = Checkpoint(
-            run=run,
-            step=loaded.ref.step,
-            generation=loaded.ref.generation,
-            save_id=loaded.ref.save_id.hex(),
-            world_size=header.world_size,
-            complete=True,
-            on_line=step is None or loaded.ref in self._line(run),
-            created_ns=int.from_bytes(loaded.ref.save_id[:8], "big"),
-            state_bytes=loaded.manifest.total_bytes,
-            metrics=header.metrics,
-        )
-        return Restored(loaded.state, checkpoint, loaded.skipped)
-
-    def _line(self, run: str) -> Line:
-        """Return the line of a run; an empty one when a head record is lost, for then nobody knows."""
-        try:
-            return read_line(self._tier, run)
-        except HeadRecordError:
-            return Line(0, {})
+        return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
 
     def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """Return the checkpoints of a run, or of all runs, oldest first, by their names.
@@ -245,40 +243,24 @@ class Store:
         self._tier.check_usable()
         found = []
         for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
-            line = self._line(name)
-            found += [self._describe(listing, line) for listing in self._tier.manifests.checkpoints(name)]
+            line = known_line(self._tier, name)
+            found += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
         return found
 
-    def _describe(self, listing: CheckpointFiles, line: Line) -> Checkpoint:
-        state_bytes = 0
-        metrics: dict[str, float] = {}
-        try:
-            for manifest in read_manifests(self._tier, listing):
-                state_bytes += manifest.total_bytes
-                metrics.update(manifest.header.metrics)
-            complete = True
-        except AsymcheckError:
-            complete = False
-        return Checkpoint(
-            run=listing.run,
-            step=listing.ref.step,
-            generation=listing.ref.generation,
-            save_id=listing.ref.save_id.hex(),
-            world_size=listing.world_size,
-            complete=complete,
-            on_line=listing.ref in line,
-            created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
-            state_bytes=state_bytes,
-            metrics=metrics,
-        )
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        self._tier.check_usable()
+        return self._tier.manifests.runs()
 
     def tensors(
         self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredTensor]]:
         """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
         self._tier.check_usable()
+        step = None if step is None else check_step(step)
+        check_glob(pattern)
         ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
-        return self._describe(self._tier.manifests.listing(run, ref), self._line(run)), tensors
+        return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
 
     def usage(self) -> Usage:
         """Return the bytes that the store takes on disk."""
@@ -291,11 +273,19 @@ class Store:
         """Read and check every byte of the store, or what one step needs.
 
         Returns what is wrong; nothing when all is well.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step or run.
         """
         self._tier.check_usable()
         if step is not None:
-            candidates(self._tier, run or DEFAULT_RUN, step)
+            step = check_step(step)
             run = run or DEFAULT_RUN
+            candidates(self._tier, run, step)
+        elif run is not None and layout.check_run(run) not in self.runs():
+            raise CheckpointNotFoundError(
+                f"store {self.path} has no run {run!r}; it has {', '.join(self.runs()) or 'none'}"
+            )
         return verify(self._tier, run, step, progress)
 
     def delete(self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None) -> list[Checkpoint]:
@@ -307,14 +297,16 @@ class Store:
             CheckpointNotFoundError: there is none.
         """
         self._tier.check_writable()
+        step = check_step(step)
         listings = [
             listing for listing in self._tier.manifests.checkpoints(layout.check_run(run)) if listing.ref.step == step
         ]
         listings = [listing for listing in listings if generation in (None, listing.ref.generation)]
         if not listings:
-            raise CheckpointNotFoundError(f"store {self.path} has no checkpoint of step {step} of run {run!r}")
-        line = self._line(run)
-        described = [self._describe(listing, line) for listing in listings]
+            there = what_is_there(self._tier, run, self._tier.manifests.checkpoints(run))
+            raise CheckpointNotFoundError(f"store {self.path} has no checkpoint of step {step} of run {run!r}{there}")
+        line = known_line(self._tier, run)
+        described = [describe(self._tier, listing, line) for listing in listings]
         catalog = self._catalog()
         for listing in listings:
             self._tier.manifests.remove(run, listing.ref)
@@ -360,15 +352,3 @@ class Store:
     ) -> None:
         """Close the store."""
         self.close()
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    if len(metrics) > registry.METRICS_MAX:
-        raise InvalidInputError(f"{len(metrics)} metrics: at most {registry.METRICS_MAX} fit")
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidInputError(f"metric {name!r} is {value!r}, which is not a number") from error
-    return numbers

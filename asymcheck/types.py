@@ -97,14 +97,14 @@ class Checkpoint:
     """How many ranks it has."""
     complete: bool
     """Whether the manifests of all ranks are there."""
-    on_line: bool
-    """Whether it leads to the present; False for an abandoned branch of training."""
+    on_line: bool | None
+    """Whether it leads to the present; False for an abandoned branch of training, None when a head record is lost."""
     created_ns: int
     """When the save began, nanoseconds since 1970-01-01 UTC."""
     state_bytes: int = 0
     """Bytes of all tensors; 0 when the manifest was not read."""
-    written_bytes: int = 0
-    """Bytes that its save had to write; known to the one who saved."""
+    written_bytes: int | None = None
+    """Bytes that its save had to write; None but for the one who saved."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Named numbers given at the save."""
 

@@ -11,6 +11,7 @@ NOT_FOUND = 3
 UNREADABLE = 4
 STORAGE = 5
 WARNINGS = 6
+DEFECT = 70
 
 HELP = """\b
 Exit status:
@@ -21,6 +22,7 @@ Exit status:
   4  the store or checkpoint cannot be read
   5  the operating system refused
   6  damage was found, but no checkpoint is lost
+ 70  a defect of asymcheck: please report it
 """
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import traceback
 
 import click
 
-from asymcheck.cli.exits import status_of
+from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
@@ -37,4 +39,22 @@ commands.add_command(verify)
 
 def main() -> None:
     """Run the command line."""
-    sys.exit(commands())
+    # As other programs: `asymcheck log STORE | head` ends quietly when head has seen enough.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        try:
+            commands()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        click.echo(f"asymcheck: cannot write the output: {error}", err=True)
+        _leave(STORAGE)
+    except Exception:  # noqa: BLE001 - a status of its own: Python's own would say that a checkpoint is lost
+        traceback.print_exc()
+        _leave(DEFECT)
+
+
+def _leave(status: int) -> None:
+    # What could not be written stays in the buffer, and would be an error again when the interpreter ends.
+    sys.stdout = None
+    sys.exit(status)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, MissingPartitionError, StorageError
@@ -25,17 +25,26 @@ from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """A place on the line of training."""
+
+    generation: int
+    """The generation."""
+    parent: CheckpointRef | None
+    """The checkpoint before it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SaveRequest:
     """What a save is to be called."""
 
     run: str
     """The run."""
-    generation: int
-    """The line of training."""
     step: int
     """The training step."""
-    parent: CheckpointRef | None
-    """The checkpoint before it on the line."""
+    place: Callable[[], Place]
+    """Says where on the line it goes. Asked when all but the manifest is durable: a generation that is opened for a
+    checkpoint must not be opened for one that fails."""
     metrics: Mapping[str, float]
     """Named numbers of the training loop."""
     rank: int = 0
@@ -70,19 +79,22 @@ def save(tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveReques
     leaves = state.leaves
     plan = cut([leaf.nbytes for leaf in leaves], [leaf.group for leaf in leaves], tier.config)
     flusher = Flusher(tier, KnownPartitions(tier, catalog), leaves)
-    ref = CheckpointRef(request.generation, request.step, new_save_id())
-    pin = pin_key(ref.save_id, request.rank)
+    save_id = new_save_id()
+    ref: CheckpointRef | None = None
+    pin = pin_key(save_id, request.rank)
     hold(pin)
     try:
         names = flusher.write(plan.partitions)
         packs = _enter(tier, catalog, flusher, plan.partitions, names, pin)
         rows = _rows(leaves, plan, names)
-        header = _header(request, ref, packs, state)
+        place = request.place()
+        ref = CheckpointRef(place.generation, request.step, save_id)
+        header = _header(request, ref, place.parent, packs, state)
         data = encode_manifest(header, rows)
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         _finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:
-        _take_back(tier, catalog, request, ref)
+        _take_back(tier, catalog, request, ref, pin)
         raise
     finally:
         let_go(pin)
@@ -143,27 +155,35 @@ def _finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, 
     emit("catalog.committed", str(ref))
 
 
-def _take_back(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef) -> None:
+def _take_back(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef | None, pin: bytes) -> None:
     """Leave no manifest of a failed save, and let collection have what it has stored."""
-    with contextlib.suppress(AsymcheckError, FileNotFoundError):
-        tier.manifests.withdraw(request.run, ref, request.rank)
+    if ref is not None:
+        with contextlib.suppress(AsymcheckError, FileNotFoundError):
+            tier.manifests.withdraw(request.run, ref, request.rank)
     try:
         with catalog.write() as transaction:
             # A manifest that could not be removed keeps its packs.
-            if all(name.rank != request.rank for name in tier.manifests.listing(request.run, ref).manifests):
-                transaction.delete_pin(pin_key(ref.save_id, request.rank))
+            listed = () if ref is None else tier.manifests.listing(request.run, ref).manifests
+            if all(name.rank != request.rank for name in listed):
+                transaction.delete_pin(pin)
     except AsymcheckError:
         # The first failure is the one to report; the pin goes when this process has ended.
         return
 
 
-def _header(request: SaveRequest, ref: CheckpointRef, packs: Sequence[PackId], state: FlatState) -> ManifestHeader:
+def _header(
+    request: SaveRequest,
+    ref: CheckpointRef,
+    parent: CheckpointRef | None,
+    packs: Sequence[PackId],
+    state: FlatState,
+) -> ManifestHeader:
     return ManifestHeader(
         run=request.run,
         ref=ref,
         rank=request.rank,
         world_size=request.world_size,
-        parent=request.parent,
+        parent=parent,
         created_ns=time.time_ns(),
         writer=WRITER,
         metrics=request.metrics,

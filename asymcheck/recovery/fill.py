@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from asymcheck.errors import PartialRestoreError, StateMismatchError, UnsupportedValueError
+from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, join_name
 from asymcheck.partition.leaves import identity_key, make_leaf
@@ -32,8 +32,8 @@ Puts plain values and loaded objects in place and returns the value for the cont
 class Filler:
     """Matches a given state with a stored one, before a byte is overwritten."""
 
-    def __init__(self, state: object, shape: object, manifest: Manifest) -> None:
-        """Match ``state`` with the stored ``shape``.
+    def __init__(self, state: object, shape: object, manifest: Manifest, tensors: str = "*") -> None:
+        """Match ``state`` with the stored ``shape``, of which the glob ``tensors`` was selected.
 
         Raises:
             StateMismatchError: lists everything that does not fit.
@@ -45,6 +45,11 @@ class Filler:
         self._stored = manifest.rows(range(len(manifest)))
         self._taken: dict[object, int] = {}
         self._problems: list[str] = []
+        fillable = isinstance(state, (torch.Tensor, np.ndarray, Mapping, list, tuple, Stateful))
+        empty = isinstance(state, (Mapping, list, tuple)) and not state
+        if not fillable or empty or isinstance(state, type):
+            raise InvalidInputError(f"into={state!r:.100}: give a state whose tensors are to be filled")
+        self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
         self._finish = self._match(state, shape, ())
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
@@ -166,7 +171,7 @@ class Filler:
             if key in stored:
                 finishes[key] = self._match(value, stored[key], (*path, key))
             else:
-                self._problems.append(f"{join_name((*path, key))}: is not in the checkpoint")
+                self._problems.append(f"{join_name((*path, key))}: is not in {self._stored_where}")
 
         def finish(tensors: Mapping[int, torch.Tensor]) -> object:
             for key, part in finishes.items():

@@ -83,8 +83,11 @@ def read_first(tier: NvmeTier, run: str, step: int | None, read: Read) -> Loaded
         listings = candidates(tier, run, step)
         if all(listing.ref in seen for listing in listings):
             break
+    what = f"no checkpoint of run {run!r}" if step is None else f"step {step} of run {run!r}"
+    other = "" if step is None else "other steps may be intact; "
     raise InconsistentCheckpointError(
-        f"no checkpoint of run {run!r} in store {tier.root} can be restored; run asymcheck verify for all the damage:",
+        f"store {tier.root}: {what} can{'' if step is None else 'not'} be restored; {other}"
+        f"run asymcheck verify {tier.root} for all the damage:",
         skipped,
     )
 
@@ -123,7 +126,7 @@ def _load_one(tier: NvmeTier, resolved: Resolved, *, tensors: str, into: object,
     """Read all tensors, and return what makes the state of them."""
     manifest = the_manifest(resolved)
     shape = select(read_shape(manifest), tensors)
-    filler = None if into is None else Filler(into, shape, manifest)
+    filler = None if into is None else Filler(into, shape, manifest, tensors)
     rows = rows_in(shape) if filler is None else list(filler.rows)
     assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, device)
     try:

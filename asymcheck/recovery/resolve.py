@@ -22,6 +22,7 @@ from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 _SHOWN = 3
+_STEPS_SHOWN = 8
 
 
 @dataclasses.dataclass
@@ -63,18 +64,28 @@ def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFil
             found = [listing for listing in found if listing.ref in line] or [
                 listing for listing in found if listing.ref.generation == found[0].ref.generation
             ]
+    if not found and listings and step is None:
+        last = max(listing.ref.step for listing in listings)
+        raise CheckpointNotFoundError(
+            f"store {tier.root}: all {len(listings)} checkpoints of run {run!r}, up to step {last}, are abandoned: "
+            f"training began anew without them. Name one to read it (step={last})"
+        )
     if not found:
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise CheckpointNotFoundError(
-            f"store {tier.root} has {what} of run {run!r}{_what_is_there(tier, run, listings)}"
+            f"store {tier.root} has {what} of run {run!r}{what_is_there(tier, run, listings)}"
         )
     return found
 
 
-def _what_is_there(tier: NvmeTier, run: str, listings: list[CheckpointFiles]) -> str:
+def what_is_there(tier: NvmeTier, run: str, listings: list[CheckpointFiles]) -> str:
+    """Say for an error what could be asked for instead."""
     if listings:
         steps = sorted({listing.ref.step for listing in listings})
-        return f"; it has steps {', '.join(map(str, steps[-8:]))}"
+        last = ", ".join(map(str, steps[-_STEPS_SHOWN:]))
+        return (
+            f"; it has steps {last}" if len(steps) <= _STEPS_SHOWN else f"; it has {len(steps)} steps, the last {last}"
+        )
     others = [other for other in tier.manifests.runs() if other != run]
     return f"; it has runs {', '.join(others)}" if others else ""
 

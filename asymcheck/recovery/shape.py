@@ -11,12 +11,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from asymcheck.errors import StateMismatchError
+from asymcheck.errors import InvalidInputError, StateMismatchError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
 from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
 
 _T = TypeVar("_T")
+_SHOWN = 8
 _METADATA = "_metadata"
 """Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
 
@@ -158,11 +159,18 @@ def select(shape: object, pattern: str) -> object:
     """Keep only leaves whose dotted name matches a glob; containers that end up empty are dropped.
 
     Gaps in sequences become None.
+
+    Raises:
+        InvalidInputError: no name matches.
     """
     if pattern == "*":
         return shape
     kept = _select(shape, pattern, ())
-    return {} if kept is _ABSENT else kept
+    if kept is _ABSENT:
+        tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
+        parts = f"; it has {', '.join(tops[:_SHOWN])}" if tops else ""
+        raise InvalidInputError(f"tensors={pattern!r} matches no name in the checkpoint{parts} (try 'model.*')")
+    return kept
 
 
 def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:

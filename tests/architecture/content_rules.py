@@ -22,6 +22,8 @@ BUILTIN_EXCEPTIONS = frozenset(
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 )
 
+TORCH_FILES = "asymcheck/interop/torch_file.py"
+
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")
 
@@ -129,8 +131,14 @@ def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
 
 
 def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
-    """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False."""
+    """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False.
+
+    One module reads and writes torch's own files; there, every `torch.load` says `weights_only=True`.
+    """
     for module in tree.package:
+        if module.path == TORCH_FILES:
+            yield from _loads_of_more_than_weights(module)
+            continue
         for found in module.imports:
             if found.top in PICKLE_MODULES or found.full_name in PICKLING_CALLS:
                 yield Violation(module.path, found.line, f"imports {found.full_name}")
@@ -142,6 +150,16 @@ def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
                     yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 yield Violation(module.path, node.value.lineno, "allows pickle")
+
+
+def _loads_of_more_than_weights(module: Module) -> Iterator[Violation]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if given.get("weights_only") != "True":
+                yield Violation(module.path, node.lineno, "torch.load without weights_only=True")
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"pickle\.(?!UnpicklingError).*", ast.unparse(node)):
+            yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
 
 
 def _meant_by(bound_as: str | None, full_name: str) -> str:

@@ -49,7 +49,7 @@ LAYERS = (
     Layer(6, ("checkpointer",), siblings_may_meet=False),
     Layer(5, ("store",), siblings_may_meet=False),
     Layer(4, ("pipeline", "recovery", "verify"), siblings_may_meet=False),
-    Layer(3, ("policies", "partition", "tiers", "codecs"), siblings_may_meet=False),
+    Layer(3, ("policies", "partition", "tiers", "codecs", "arguments"), siblings_may_meet=False),
     Layer(2, ("format",), siblings_may_meet=False),
     # What may meet on the ground floor is narrower than "anything", see `ground_floor`.
     Layer(1, ("errors", "types", "config", "events"), siblings_may_meet=True),

@@ -147,6 +147,9 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "import torch.serialization as s\ns.save(1, 'x')"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=True)"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=trusted)"},
+        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x')"},
+        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=False)"},
+        {"asymcheck/interop/torch_file.py": "import pickle\npickle.loads(b'')"},
     ],
     "no_star_imports": [
         {"asymcheck/store.py": "from os import *"},
@@ -240,6 +243,7 @@ SOUND: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "import torch\nself.load('x')\nstore.save(torch.zeros(1))"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=False)"},
         {"benchmarks/rivals.py": "import torch, pickle\ntorch.save(1, 'x')"},
+        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=True)\ntorch.save(1, 'x')"},
     ],
     "no_star_imports": [{"asymcheck/store.py": "from os import path"}],
     "suppressions_give_a_reason": [

@@ -5,18 +5,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from asymcheck import Checkpointer, Store
+from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
+    InconsistentCheckpointError,
     InvalidInputError,
+    OutOfSpaceError,
+    PartialRestoreError,
     SkippedCheckpointWarning,
     StateMismatchError,
     UnsupportedValueError,
 )
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.nvme.files import Files
 
 
 @pytest.fixture
@@ -244,3 +250,106 @@ def test_two_checkpointers_of_one_run_stay_on_lines_of_their_own(store: Store) -
     new.save(2)
     assert not old.save(5).on_line
     assert store.restore().checkpoint.step == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"step": -1}, {"step": "4"}, {"step": 1.5}, {"step": 4, "metrics": {"loss": "x"}}, {"step": 4, "metrics": 3.0}],
+)
+def test_a_refused_argument_abandons_nothing(store: Store, bad: dict[str, Any]) -> None:
+    """The line of training is left for a checkpoint, not for a slip in the call."""
+    _train(store, range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(InvalidInputError):
+            Checkpointer(store, _state()).save(**bad)
+    assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
+
+
+def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
+    """A first save that fails half-way leaves the line where it was; the next one that succeeds begins the new line."""
+    with Store.open(store_path) as store:
+        _train(store, range(3))
+
+    class Full(Files):
+        """A disk that takes no more frames."""
+
+        full = True
+
+        def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+            if self.full:
+                raise OutOfSpaceError("no room")
+            super().pwrite(descriptor, data, offset, path)
+
+    files = Full()
+    with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:
+        checkpointer = Checkpointer(store, _state(7.0))
+        with pytest.raises(OutOfSpaceError):
+            checkpointer.save(5)
+        assert [c.on_line for c in store.checkpoints()] == [True, True, True]
+        files.full = False
+        with pytest.warns(AbandonedCheckpointsWarning, match="3 checkpoints up to step 2"):
+            checkpointer.save(5)
+        assert [c.on_line for c in store.checkpoints()] == [False, False, False, True]
+
+
+def _flip_newest(store: Store) -> None:
+    """Damage a frame of the newest pack, behind its header."""
+    newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(newest.read_bytes())
+    data[4096 + 4096 + 10] ^= 1
+    newest.write_bytes(data)
+
+
+def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:
+    """Though some tensors were filled from the damaged one already: the older one overwrites them all."""
+    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    checkpointer = Checkpointer(store, state)
+    for step in range(3):
+        state["a"].fill_(step)
+        state["b"].normal_()
+        checkpointer.save(step)
+        if step == 1:
+            expected = state["b"].clone()
+    _flip_newest(store)
+    restored = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch.*step 2"):
+        checkpoint = Checkpointer(store, restored).restore()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    assert torch.equal(restored["b"], expected)
+    assert set(restored["a"].tolist()) == {1.0}
+
+
+def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
+    """Who names a step gets that one or an error."""
+    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    checkpointer = Checkpointer(store, state)
+    for step in range(2):
+        state["a"].normal_()
+        state["b"].normal_()
+        checkpointer.save(step)
+    _flip_newest(store)
+    with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
+        checkpointer.restore(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"store": "somewhere"}, "Store.open"),
+        ({"state": torch.nn.Linear(1, 1)}, "state"),
+        ({"every": 10.0}, "every"),
+        ({"every": True}, "every"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_at_once(store: Store, arguments: dict[str, Any], named: str) -> None:
+    """Not at the first save, hours later."""
+    with pytest.raises(InvalidInputError, match=named):
+        Checkpointer(**{"store": store, "state": _state(), **arguments})
+
+
+def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
+    """Steps often come out of arrays."""
+    assert Checkpointer(store, _state()).save(np.int64(7)).step == 7
+    assert store.restore(np.int64(7)).checkpoint.step == 7

@@ -69,3 +69,30 @@ def test_the_installed_program_runs() -> None:
     """``python -m asymcheck --version`` prints name and version."""
     done = subprocess.run([sys.executable, "-m", "asymcheck", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"asymcheck, version {__version__}\n"
+
+
+def _run(words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False)
+
+
+def test_a_reader_that_has_seen_enough_is_no_damage(store: Path) -> None:
+    """As in `asymcheck inspect STORE | head -0`: the signal ends the program quietly, with no status of ours."""
+    done = _run(f"{sys.executable} -m asymcheck inspect {store} | head -c0; echo ${{PIPESTATUS[0]}}")
+    assert done.stdout.strip() in ("141", "0")
+    assert done.stderr == ""
+
+
+def test_output_that_cannot_be_written_is_said(store: Path) -> None:
+    """A full disk under a redirected output: status 5, not a traceback and not the status of damage."""
+    done = _run(f"{sys.executable} -m asymcheck inspect {store} > /dev/full")
+    assert done.returncode == exits.STORAGE
+    assert done.stderr.startswith("asymcheck: cannot write the output: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
+    """Python's own would be 1, which says that a checkpoint is lost."""
+    script = "import asymcheck.store as s, asymcheck.cli; s.Store.checkpoints = None; asymcheck.cli.main()"
+    done = _run(f"{sys.executable} -c '{script}' inspect {store}")
+    assert done.returncode == exits.DEFECT
+    assert "Traceback" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.errors import PartialRestoreError, StateMismatchError
+from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismatchError
 
 BIG = 3_000_000
 
@@ -69,9 +69,17 @@ def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
 def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
     """A state of another kind altogether."""
     store.save({"a": 1}, step=1)
-    for into in ([1], torch.ones(2), (1,), object()):
+    for into in ([1], torch.ones(2), (1,)):
         with pytest.raises(StateMismatchError):
             store.load(into=into)
+
+
+@pytest.mark.parametrize("into", [3, "model", object(), {}, [], torch.nn.Linear], ids=repr)
+def test_what_cannot_be_filled_at_all_is_refused(store: Store, into: object) -> None:
+    """It would be ignored otherwise, and the caller would train on with values that nothing was read into."""
+    store.save({"a": 1}, step=1)
+    with pytest.raises(InvalidInputError, match="into"):
+        store.load(into=into)
 
 
 def _net(width: int, *, bias: bool = True) -> torch.nn.Module:

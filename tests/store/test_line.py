@@ -81,7 +81,7 @@ def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
     """Until its first save there is no newest checkpoint; then it is that one, though its step is lower."""
     _save(store, 100)
     store.begin_generation(None)
-    with pytest.raises(CheckpointNotFoundError, match="it has steps 100"):
+    with pytest.raises(CheckpointNotFoundError, match=r"all 1 checkpoints .* up to step 100, are abandoned.*step=100"):
         store.load()
     _save(store, 1, "new")
     assert _value(store.load()) == "new"
@@ -237,7 +237,7 @@ def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
     with pytest.raises(HeadRecordError, match="generation 2 has no head record"):
         store.load()
     assert _value(store.load(1)) == "1"
-    assert {c.on_line for c in store.checkpoints()} == {False}
+    assert {c.on_line for c in store.checkpoints()} == {None}
     heads[1].unlink()
     with pytest.raises(HeadRecordError, match="a head record was lost"):
         store.load()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asymcheck import Store, StoreConfig
-from asymcheck.errors import CheckpointNotFoundError, StateMismatchError
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, StateMismatchError
 from asymcheck.tiers.nvme import NvmeTier
 from tests.store.equality import assert_same
 from tests.store.spies import CountingFiles, frames_read
@@ -92,11 +92,8 @@ SELECTED: dict[str, object] = {
     "list.1.x": {"list": [None, {"x": torch.tensor(6)}, None]},
     "tuple.0": {"tuple": (torch.tensor(8), None)},
     "plain.*": {"plain": {"epoch": 3}},
-    "epoch": {},
-    "MODEL.*": {},
     "[[]odd]": {"[odd]": 1},
     "?lain.epoch": {"plain": {"epoch": 3}},
-    "": {},
 }
 
 
@@ -105,6 +102,16 @@ def test_a_glob_selects_leaves_by_their_dotted_names(store: Store, pattern: str)
     """Types and order of the containers stay; what ends up empty is dropped, and gaps in sequences are None."""
     store.save(STATE, step=1)
     assert_same(store.load(tensors=pattern), SELECTED[pattern])
+
+
+@pytest.mark.parametrize("pattern", ["epoch", "MODEL.*", "", "model"])
+def test_a_glob_that_selects_nothing_is_an_error(store: Store, pattern: str) -> None:
+    """Nobody asks for nothing: it is a slip, and the message says what there is."""
+    store.save(STATE, step=1)
+    with pytest.raises(InvalidInputError, match=r"matches no name.*it has model, optimizer, list"):
+        store.load(tensors=pattern)
+    with pytest.raises(InvalidInputError, match="matches no name"):
+        store.load(tensors=pattern, into={"model": torch.nn.Linear(1, 1)})
 
 
 def test_a_module_is_filled_by_what_a_selection_leaves(store: Store) -> None:
@@ -121,7 +128,7 @@ def test_filling_what_the_selection_leaves_out_is_a_mismatch(store: Store) -> No
     """Asking for a tensor and excluding it at once is an error, not a tensor that silently keeps its values."""
     store.save({"a": torch.ones(3), "b": torch.ones(3)}, step=1)
     into = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    with pytest.raises(StateMismatchError, match="b: is not in the checkpoint"):
+    with pytest.raises(StateMismatchError, match="b: is not in the checkpoint, or not in the selection 'a'"):
         store.load(tensors="a", into=into)
     assert into["a"].sum() == 0
 
@@ -130,7 +137,8 @@ def test_a_bare_tensor_has_the_empty_name(store: Store) -> None:
     """Only `*` and the like select it."""
     store.save(torch.arange(3), step=1)
     assert_same(store.load(tensors="**"), torch.arange(3))
-    assert store.load(tensors="x*") == {}
+    with pytest.raises(InvalidInputError, match="matches no name"):
+        store.load(tensors="x*")
 
 
 def test_selecting_from_an_empty_store_finds_no_checkpoint(store: Store) -> None:

@@ -39,7 +39,7 @@ class Files:
         Raises:
             FileNotFoundError: left as it is, because callers treat a vanished file as an answer.
         """
-        with translated("open", path):
+        with translated("open for reading", path):
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
@@ -178,6 +178,13 @@ class Files:
                 return []
 
 
+_LOOKS = "this user may not look there"
+_REFUSALS = {
+    **dict.fromkeys(("open for reading", "read", "list", "look at", "look for"), _LOOKS),
+    "create directory": "choose a place where this user may write",
+}
+
+
 @contextlib.contextmanager
 def translated(action: str, path: Path) -> Iterator[None]:
     """Turn an operating system error into one of the package's, naming what was done to which file.
@@ -193,9 +200,8 @@ def translated(action: str, path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpaceError(f"{message}; free space, or delete checkpoints and run gc") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise ReadOnlyStoreError(
-                f"{message}; the store cannot be written here, open it with read_only=True"
-            ) from error
+            advice = _REFUSALS.get(action, "the store cannot be written here; to read it, open it with read_only=True")
+            raise ReadOnlyStoreError(f"{message}; {advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
         raise StorageError(message) from error

@@ -57,7 +57,8 @@ class NvmeTier:
         self._catalog_lock = threading.Lock()
         if not read_only:
             refuse_network(root)
-            self._create_if_missing()
+            with translated("look at", root):
+                self._create_if_missing()
             # Also when it was there: whoever created the store may have been killed before this.
             self.files.sync_directory(root)
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
@@ -79,6 +80,9 @@ class NvmeTier:
 
     def _read_descriptor(self) -> tuple[Descriptor, int]:
         path = self.root / layout.DESCRIPTOR_NAME
+        with translated("look at", self.root):
+            if self.root.is_file():
+                raise StoreNotFoundError(f"{self.root} is a file; a store is a directory")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
             what = "is not an asymcheck store (it has no asymcheck.store)" if self.root.exists() else "does not exist"

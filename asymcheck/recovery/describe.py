@@ -1,0 +1,68 @@
+"""Describe: what is known of checkpoints without reading a tensor."""
+
+from __future__ import annotations
+
+from asymcheck.errors import AsymcheckError, HeadRecordError
+from asymcheck.recovery.line import Line, check_generations, read_line
+from asymcheck.recovery.load import Loaded
+from asymcheck.recovery.resolve import read_manifests
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import Checkpoint, CheckpointRef
+
+
+def known_line(tier: NvmeTier, run: str) -> Line | None:
+    """Return the line of a run; None when a head record is lost, for then nobody knows."""
+    try:
+        line = read_line(tier, run)
+        check_generations(tier.manifests.checkpoints(run), line)
+    except HeadRecordError:
+        return None
+    return line
+
+
+def is_on_line(tier: NvmeTier, run: str, ref: CheckpointRef) -> bool | None:
+    """Tell whether a checkpoint leads to the present; None when nobody knows."""
+    line = known_line(tier, run)
+    return None if line is None else ref in line
+
+
+def describe(tier: NvmeTier, listing: CheckpointFiles, line: Line | None) -> Checkpoint:
+    """Describe a checkpoint by its name and its manifests."""
+    state_bytes = 0
+    metrics: dict[str, float] = {}
+    try:
+        for manifest in read_manifests(tier, listing):
+            state_bytes += manifest.total_bytes
+            metrics.update(manifest.header.metrics)
+        complete = True
+    except AsymcheckError:
+        complete = False
+    return Checkpoint(
+        run=listing.run,
+        step=listing.ref.step,
+        generation=listing.ref.generation,
+        save_id=listing.ref.save_id.hex(),
+        world_size=listing.world_size,
+        complete=complete,
+        on_line=None if line is None else listing.ref in line,
+        created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
+        state_bytes=state_bytes,
+        metrics=metrics,
+    )
+
+
+def describe_loaded(tier: NvmeTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
+    """Describe a checkpoint that was read; the newest one lies on the line."""
+    header = loaded.manifest.header
+    return Checkpoint(
+        run=loaded.run,
+        step=loaded.ref.step,
+        generation=loaded.ref.generation,
+        save_id=loaded.ref.save_id.hex(),
+        world_size=header.world_size,
+        complete=True,
+        on_line=is_newest or is_on_line(tier, loaded.run, loaded.ref),
+        created_ns=int.from_bytes(loaded.ref.save_id[:8], "big"),
+        state_bytes=loaded.manifest.total_bytes,
+        metrics=header.metrics,
+    )

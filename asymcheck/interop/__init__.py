@@ -1,0 +1,1 @@
+"""Other programs' formats: safetensors files and the Hugging Face folder layout."""

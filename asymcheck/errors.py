@@ -6,7 +6,7 @@
     ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
     │   ├── UnsupportedValueError          a leaf of the state cannot be stored
     │   ├── StateMismatchError             the given state does not fit the stored one
-    │   └── ForeignFileError               a file of another format cannot be read
+    │   └── ForeignFileError               a file of another format cannot be read as one
     ├── NotFoundError                  what was asked for is not there
     │   ├── StoreNotFoundError
     │   └── CheckpointNotFoundError
@@ -44,6 +44,7 @@ Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -79,9 +80,19 @@ class StateMismatchError(InvalidInputError):
 
 
 class ForeignFileError(InvalidInputError):
-    """A file of another format (safetensors, torch) breaks its rules, or holds what cannot be stored."""
+    """A file or folder of another program (safetensors, Hugging Face, torch) does not follow the rules of its format.
+
+    No :class:`FormatError`: those are about the store's own bytes, and mean damage to look for in the store.
+    """
 
     kind = "foreign-file"
+
+    def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str) -> None:
+        """Name the file, what is wrong with it, and what to do."""
+        super().__init__(f"{os.fspath(path)}: {problem}; {remedy}")
+        self.path = os.fspath(path)
+        self.problem = problem
+        self.remedy = remedy
 
 
 class NotFoundError(AsymcheckError):

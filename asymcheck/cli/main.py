@@ -9,7 +9,9 @@ import traceback
 import click
 
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
+from asymcheck.cli.convert_command import convert
 from asymcheck.cli.inspect_command import inspect
+from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
 from asymcheck.errors import AsymcheckError
@@ -33,7 +35,9 @@ def commands() -> None:
     """
 
 
+commands.add_command(convert)
 commands.add_command(inspect)
+commands.add_command(restore)
 commands.add_command(verify)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -19,14 +18,14 @@ from asymcheck.tiers.nvme.files import translated
 class SourceFile:
     """A file that tensors are read from. Threads share it. Close it, or use it in a ``with`` block."""
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path``.
+    def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
+        """Open ``path``; ``on_read`` is told how many bytes each read has brought.
 
         Raises:
             InvalidInputError: there is no such file.
         """
         self.path = path
-        self._lock = threading.Lock()
+        self._on_read = on_read
         try:
             with translated("open", path):
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -44,8 +43,16 @@ class SourceFile:
             while done < len(target):
                 count = os.preadv(self._descriptor, [target[done:]], start + done)
                 if count == 0:
-                    raise ForeignFileError(f"{self.path} became shorter while it was being read; convert it again")
+                    raise ForeignFileError(self.path, "it became shorter while it was being read", "convert it again")
                 done += count
+        if self._on_read is not None:
+            self._on_read(done)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        with translated("look at", self.path):
+            return os.fstat(self._descriptor).st_size
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:
         """Return the tensor whose elements lie in row-major order from byte ``start`` on."""
@@ -53,10 +60,9 @@ class SourceFile:
 
     def close(self) -> None:
         """Close the file; closing twice is no error."""
-        with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
     def __enter__(self) -> SourceFile:
         """Return itself."""
@@ -233,8 +239,8 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def refused(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of a foreign library into one that says what was being read.
+def refused(path: Path, remedy: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a foreign library that reads ``path`` into one of the package's.
 
     Raises:
         ForeignFileError
@@ -243,4 +249,4 @@ def refused(what: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ForeignFileError(f"{what}: {first}") from error
+        raise ForeignFileError(path, first, remedy) from error

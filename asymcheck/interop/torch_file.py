@@ -30,6 +30,7 @@ from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
 
+_REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 _ZIP_MAGIC = b"PK\x03\x04"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
@@ -47,10 +48,9 @@ def read_torch_file(file: SourceFile) -> object:
     Raises:
         ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
     """
-    magic = bytearray(min(4, file.path.stat().st_size))
+    magic = bytearray(min(len(_ZIP_MAGIC), file.size))
     file.read(0, memoryview(magic))
-    advice = "load it in a program of your own, and store what it gives with Store.save()"
-    with refused(f"{file.path} cannot be read with weights_only=True ({advice})", *_LOAD_ERRORS):
+    with refused(file.path, _REMEDY, *_LOAD_ERRORS):
         if magic != _ZIP_MAGIC:
             return torch.load(file.path, map_location="cpu", weights_only=True)
         with FakeTensorMode():
@@ -64,10 +64,7 @@ def _in_file(tensor: torch.Tensor, file: SourceFile, known: dict[tuple[object, .
     offset: int | None = getattr(storage, "_checkpoint_offset", None)
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if offset is None or tensor.dtype not in TORCH_NAMES or not plain:
-        raise ForeignFileError(
-            f"{file.path} holds a tensor of {tensor.dtype} and {tensor.layout}, which cannot be converted; load it in "
-            "a program of your own, and store what it gives with Store.save()"
-        )
+        raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} and {tensor.layout}", _REMEDY)
     start = int(offset + tensor.storage_offset() * tensor.element_size())
     # The same view of the same storage is one tied tensor, so it is one object in the state.
     key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())

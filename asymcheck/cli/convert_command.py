@@ -1,0 +1,69 @@
+"""``asymcheck convert``: files of other formats into a store, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.cli.restore_command import report
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.layout import DESCRIPTOR_NAME
+from asymcheck.interop.convert import Output, export_checkpoint, format_of, import_checkpoint
+from asymcheck.store import DEFAULT_RUN, Store
+
+
+@click.command(
+    epilog=exits.HELP, short_help="Convert a .safetensors or .pt file or a model folder to a store, or back."
+)
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--step", type=int, default=None, help="Step to save as [default: 0], or to read [default: the newest].")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save to or to read.")
+@click.option("--overwrite", is_flag=True, help="Replace DST when it is a file or a model folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.pass_context
+def convert(
+    ctx: click.Context,
+    src: Path,
+    dst: Path,
+    step: int | None,
+    run: str,
+    overwrite: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
+
+    The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save, of which
+    nothing is executed. What another program's file held comes back as it was; 'asymcheck restore' has more options
+    for the way out. Bytes that the store has already are not stored again.
+
+    \b
+    Examples:
+      asymcheck convert gpt2/ store            the model folder becomes step 0 of the store
+      asymcheck convert tuned.pt store --step 1
+      asymcheck convert store gpt2-again/ --step 0
+    """
+    if (src / DESCRIPTOR_NAME).exists():
+        _check_no_store(dst)
+        with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
+            done = export_checkpoint(opened, Output(dst, overwrite=overwrite), step=step, run=run, progress=progress)
+        report(done, as_json=as_json)
+        ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
+    if format_of(dst) != "folder":
+        raise InvalidInputError(f"{dst}: one of SRC and DST must be a store, and {src} is none")
+    if not src.exists():
+        raise InvalidInputError(f"{src} does not exist")
+    with Store.open(dst) as opened, output.progress("convert") as progress:
+        saved = import_checkpoint(opened, src, step=step or 0, run=run, progress=progress)
+    if as_json:
+        output.print_json(saved)
+    else:
+        written = output.size(saved.written_bytes or 0)
+        click.echo(f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, of which {written} were new")
+
+
+def _check_no_store(dst: Path) -> None:
+    if (dst / DESCRIPTOR_NAME).exists():
+        raise InvalidInputError(f"{dst} is a store as well; copy the directory to copy a store")

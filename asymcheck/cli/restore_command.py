@@ -1,0 +1,87 @@
+"""``asymcheck restore``: a checkpoint as a file or folder that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
+from asymcheck.store import DEFAULT_RUN, Store
+
+_SHOWN = 3
+
+
+@click.command(epilog=exits.HELP, short_help="Write a checkpoint to a .safetensors or .pt file, or a model folder.")
+@click.argument("store", type=click.Path())
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="*.safetensors, *.pt (.pth, .bin), or a folder: the layout of Hugging Face.",
+)
+@click.option("--step", type=int, default=None, help="Which checkpoint [default: the newest consistent one].")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoint.")
+@click.option("--part", default=None, help="Only what lies under this key, for instance 'model', by its names there.")
+@click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")
+@click.option(
+    "--max-shard-size",
+    type=click.IntRange(min=1),
+    default=SHARD_BYTES,
+    show_default=True,
+    help="Most bytes of tensors in one file of a folder.",
+)
+@click.option(
+    "--files-from",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=None,
+    help="Copy the small files (config.json, tokenizer …) of this model folder into the new one.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.pass_context
+def restore(  # noqa: PLR0913 - one parameter an option
+    ctx: click.Context,
+    store: str,
+    target: Path,
+    step: int | None,
+    run: str,
+    part: str | None,
+    tensors: str,
+    max_shard_size: int,
+    files_from: Path | None,
+    overwrite: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Write a checkpoint of STORE to a file or folder, every byte verified.
+
+    Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
+    hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.
+
+    \b
+    Examples:
+      asymcheck restore checkpoints --to weights.safetensors --part model
+      asymcheck restore checkpoints --to my-model --part model --files-from gpt2
+      asymcheck restore checkpoints --step 900 --to step-900.pt
+    """
+    place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size, files_from=files_from)
+    with Store.open(store, read_only=True) as opened, output.progress("restore") as progress:
+        done = export_checkpoint(opened, place, step=step, run=run, part=part, tensors=tensors, progress=progress)
+    report(done, as_json=as_json)
+    ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
+
+
+def report(done: Exported, *, as_json: bool) -> None:
+    """Say what was written, what was left out, and which newer checkpoints were passed over."""
+    for reason in done.skipped:
+        click.echo(f"asymcheck: passed over {reason}", err=True)
+    if as_json:
+        output.print_json(done)
+        return
+    at = f"{done.checkpoint.run} step {done.checkpoint.step}"
+    click.echo(f"{done.path}: {done.tensors} tensors, {output.size(done.nbytes)}, from {at}")
+    if done.left_out:
+        names = ", ".join(done.left_out[:_SHOWN]) + (" …" if len(done.left_out) > _SHOWN else "")
+        click.echo(f"left out: {len(done.left_out)} values that are no tensors ({names}); a .pt file keeps them")

@@ -1,0 +1,204 @@
+"""Checkpoints to and from files of other formats."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.interop.files import Draft, SourceFile
+from asymcheck.interop.hugging_face import other_files, read_folder
+from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
+from asymcheck.interop.safetensors_format import FileTensor, read_header
+from asymcheck.interop.safetensors_sink import SafetensorsSink
+from asymcheck.interop.torch_file import TorchSink, read_torch_file
+from asymcheck.partition.leaves import TensorBytes
+from asymcheck.recovery.stream import Progress
+from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.types import Checkpoint
+
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of tensors in one file of a folder, as transformers has it by default."""
+
+_SAFETENSORS = ".safetensors"
+_TORCH = (".pt", ".pth", ".bin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What was written to a file or folder."""
+
+    path: Path
+    """Where."""
+    format: str
+    """``safetensors``, ``folder`` or ``torch``."""
+    checkpoint: Checkpoint
+    """What was read."""
+    tensors: int
+    """Number of tensors; tied ones count once."""
+    nbytes: int
+    """Bytes of them."""
+    left_out: tuple[str, ...]
+    """Names of values that the format has no place for."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that were passed over, with the reasons."""
+
+
+def format_of(path: Path) -> str:
+    """Return the format that a name stands for: ``safetensors``, ``torch``, or ``folder`` when it has no suffix."""
+    if path.suffix == _SAFETENSORS:
+        return "safetensors"
+    return "torch" if path.suffix in _TORCH else "folder"
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where a checkpoint is written to."""
+
+    path: Path
+    """``*.safetensors``, ``*.pt`` (``.pth``, ``.bin``), or a folder in the layout of Hugging Face."""
+    overwrite: bool = False
+    """Replace what is there."""
+    max_shard_bytes: int = SHARD_BYTES
+    """Most bytes of tensors in one file of a folder."""
+    files_from: Path | None = None
+    """A folder whose small files (configuration, tokenizer) are copied into the new one."""
+
+    def sink(self, part: str | None) -> SafetensorsSink | TorchSink:
+        """Return what writes there the part of a state with a dotted name; all of it when that is None.
+
+        Raises:
+            InvalidInputError: the path is taken, or of a format that has no place for ``files_from``.
+        """
+        kind = format_of(self.path)
+        if self.files_from is not None and kind != "folder":
+            raise InvalidInputError(
+                f"{self.path} is one file, so there is no place beside it for the files of {self.files_from}"
+            )
+        draft = Draft(self.path, overwrite=self.overwrite)
+        if kind == "torch":
+            return TorchSink(draft, lambda shape: pick(shape, part).shape)
+        files = () if self.files_from is None else [self.files_from / name for name in other_files(self.files_from)]
+        shard_bytes = self.max_shard_bytes if kind == "folder" else None
+        return SafetensorsSink(draft, lambda shape: pick(shape, part), max_shard_bytes=shard_bytes, files=files)
+
+
+def export_checkpoint(
+    store: Store,
+    output: Output,
+    *,
+    step: int | None = None,
+    run: str = DEFAULT_RUN,
+    part: str | None = None,
+    tensors: str = "*",
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a checkpoint to a file or folder, every byte verified, in bounded memory however large it is.
+
+    Args:
+        store: where it lies.
+        output: where it goes.
+        step: which one; the newest consistent one by default.
+        run: whose checkpoint.
+        part: dotted name of a part of the state, for instance ``model``; its name is taken off the tensors' names.
+        tensors: a glob of names in the whole state.
+        progress: is told bytes done and bytes in all.
+
+    Raises:
+        InvalidInputError: the path is taken, there is no such part, or the format lacks a dtype; nothing was written.
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`Store.load`.
+        OutOfSpaceError: there is no room for it; nothing was written.
+    """
+    sink = output.sink(part)
+    restored = store.stream(sink, step, tensors=tensors, run=run, progress=progress)
+    left_out = tuple(sink.left_out) if isinstance(sink, SafetensorsSink) else ()
+    return Exported(
+        path=output.path,
+        format=format_of(output.path),
+        checkpoint=restored.checkpoint,
+        tensors=sink.tensors,
+        nbytes=sink.nbytes,
+        left_out=left_out,
+        skipped=restored.skipped,
+    )
+
+
+class _Meter:
+    """Counts what is read, for a progress bar."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = 0
+        self.total = 0
+
+    def add(self, count: int) -> None:
+        # Not exact when threads meet here; it is for the eye.
+        self._done += count
+        if self._progress is not None and self.total:
+            self._progress(min(self._done, self.total), self.total)
+
+
+def import_checkpoint(
+    store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN, progress: Progress | None = None
+) -> Checkpoint:
+    """Save what is in a safetensors file, a Hugging Face folder or a torch file as a checkpoint, in bounded memory.
+
+    A torch file keeps its structure. Of the others, the tensors go under ``model``, and under ``safetensors`` the
+    metadata and the small files of the folder, so that :func:`export_checkpoint` can bring all of it back.
+
+    Raises:
+        ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
+    """
+    if not path.exists():
+        raise InvalidInputError(f"{path} does not exist")
+    meter = _Meter(progress)
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: Path) -> SourceFile:
+            return stack.enter_context(SourceFile(name, meter.add))
+
+        if path.is_dir():
+            folder = read_folder(path)
+            small = {name: opened(path / name) for name in folder.others}
+            files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
+            state = _state_of(path, folder.tensors, folder.metadata, files, opened)
+        elif path.suffix == _SAFETENSORS:
+            header = read_header(path)
+            state = _state_of(path, header.tensors, header.metadata, {}, opened)
+        elif path.suffix in _TORCH:
+            state = read_torch_file(opened(path))
+        else:
+            raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a Hugging Face folder")
+        distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
+        meter.total = sum(leaf.nbytes for leaf in distinct.values())
+        return store.save(state, step=step, run=run)
+
+
+def _state_of(
+    path: Path,
+    tensors: tuple[FileTensor, ...],
+    metadata: Mapping[str, str],
+    files: Mapping[str, TensorBytes],
+    opened: Callable[[Path], SourceFile],
+) -> object:
+    sources = {name: opened(name) for name in sorted({tensor.path for tensor in tensors})}
+    model = {item.name: sources[item.path].tensor(item.start, item.dtype, item.shape) for item in tensors}
+    for name, first in _tied(path, metadata, model).items():
+        model[name] = model[first]
+    kept = {key: value for key, value in metadata.items() if key != TIED}
+    return {MODEL: model, SOURCE: {"metadata": kept, "files": dict(files)}}
+
+
+def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorBytes]) -> dict[str, str]:
+    """Return the further names of tied tensors that :func:`export_checkpoint` noted in the metadata."""
+    try:
+        tied = json.loads(metadata.get(TIED, "{}"))
+    except (ValueError, RecursionError):
+        tied = None
+    if not isinstance(tied, dict) or not all(first in model and name not in model for name, first in tied.items()):
+        problem = f"the metadata entry {TIED} names tensors that are not in the file, or are there already"
+        raise ForeignFileError(path, problem, "remove the entry, or export the file again")
+    return tied

@@ -1,0 +1,286 @@
+"""The folder layout of Hugging Face models: one safetensors file, or several with an index that says what is where.
+
+::
+
+    config.json  tokenizer.json  …           small files, which an export takes along
+    model.safetensors                        either all tensors in one file
+    model-00001-of-00002.safetensors  …      or in shards
+    model.safetensors.index.json             and the index: {"metadata": {…}, "weight_map": {tensor: shard}}
+
+A folder comes from anywhere, so nothing that it names is read outside of it. The one place beside it that links may
+lead to is `blobs` of the hub's cache, where `snapshots/<revision>/` consists of nothing but such links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
+from asymcheck.format.strict_json import parse_json
+from asymcheck.interop.safetensors_format import (
+    FileTensor,
+    NewTensor,
+    SafetensorsHeader,
+    opened,
+    read_header,
+    shown,
+)
+
+SUFFIX: Final = ".safetensors"
+SINGLE_NAME: Final = f"model{SUFFIX}"
+INDEX_NAME: Final = f"{SINGLE_NAME}.index.json"
+
+OTHER_BYTES_MAX: Final = 100_000_000
+"""The largest file that counts as a small one; the largest tokenizers have about 40 MB. Also the longest index."""
+
+_WEIGHT_SUFFIXES = (
+    *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".ot", ".tflite", ".pkl"),
+    ".index.json",
+)
+_NAME_BYTES_MAX = 255
+_FETCH_AGAIN = "fetch or export the folder again"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What a folder holds."""
+
+    tensors: tuple[FileTensor, ...]
+    """By name of the file, then in the order of their bytes."""
+    metadata: dict[str, str]
+    """Metadata of the files, as far as the files that have a key agree on its value."""
+    others: tuple[str, ...]
+    """Names of small files that are no weights: configuration, tokenizer, licence, code."""
+    ignored: tuple[str, ...]
+    """Names of all other entries: weights not read, sub-folders, hidden or large files, links that lead outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file to be written."""
+
+    name: str
+    tensors: tuple[NewTensor, ...]
+
+
+def read_folder(folder: Path) -> ModelFolder:
+    """Read the headers of a model in the layout of Hugging Face; no tensor data is read.
+
+    The weights are those of ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that ends
+    in ``.safetensors``. A folder with the first two is refused, unless the index is about that one file: which of
+    them counts depends on the reader.
+
+    Index and shards must agree in both directions. A tensor in a shard that the index does not name is refused too:
+    some readers would load it and others not, and either may be a remainder of another model. ``total_size`` in the
+    index is not looked at, because many published ones are wrong and no reader depends on it.
+
+    Raises:
+        ForeignFileError: the folder has no such weights, names files outside of it, or contradicts itself; or one of
+            its files breaks a rule of its format.
+        NotFoundError: there is no such folder.
+        StorageError: the operating system refused to read it.
+    """
+    names = _entries(folder)
+    if INDEX_NAME in names:
+        weight_map = _weight_map(folder, names)
+        shards = sorted(set(weight_map.values()))
+        headers = {shard: _shard_header(folder, shard) for shard in shards}
+        _check_agreement(folder, weight_map, headers)
+    else:
+        single = _single_name(folder, names)
+        headers = {single: _shard_header(folder, single)}
+    others = [name for name in names if name not in headers and _is_small_other(folder, name)]
+    ignored = [name for name in names if name not in headers and name not in others and name != INDEX_NAME]
+    tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
+    return ModelFolder(tensors, _agreed(header.metadata for header in headers.values()), tuple(others), tuple(ignored))
+
+
+def other_files(folder: Path) -> list[str]:
+    """Return the names of a folder's small files that are no weights, whether it has weights or not.
+
+    Raises:
+        NotFoundError: there is no such folder.
+        StorageError: the operating system refused to read it.
+    """
+    return [name for name in _entries(folder) if _is_small_other(folder, name)]
+
+
+def plan_shards(tensors: Sequence[NewTensor], max_shard_bytes: int) -> list[Shard]:
+    """Return the files to write, at most ``max_shard_bytes`` of tensors in each, as huggingface_hub cuts them.
+
+    Tensors stay in their order. A tensor that is larger than ``max_shard_bytes`` gets a file of its own, before the one
+    that is being filled. All in one file: it is ``model.safetensors``, and needs no index.
+
+    Raises:
+        InvalidInputError: ``max_shard_bytes`` is less than 1.
+    """
+    if max_shard_bytes < 1:
+        raise InvalidInputError(f"shards of {max_shard_bytes} bytes hold nothing; give at least 1")
+    filled: list[list[NewTensor]] = []
+    current: list[NewTensor] = []
+    room = max_shard_bytes
+    for tensor in tensors:
+        if tensor.nbytes > max_shard_bytes:
+            filled.append([tensor])
+            continue
+        if tensor.nbytes > room:
+            filled.append(current)
+            current, room = [], max_shard_bytes
+        current.append(tensor)
+        room -= tensor.nbytes
+    if current or not filled:
+        filled.append(current)
+    if len(filled) == 1:
+        return [Shard(SINGLE_NAME, tuple(filled[0]))]
+    count = len(filled)
+    return [Shard(f"model-{i:05d}-of-{count:05d}{SUFFIX}", tuple(part)) for i, part in enumerate(filled, start=1)]
+
+
+def encode_index(shards: Sequence[Shard], metadata: Mapping[str, object] | None = None) -> bytes:
+    """Return the text of ``model.safetensors.index.json`` for the shards of :func:`plan_shards`.
+
+    Its metadata is ``total_size``, the bytes of all tensors, and what ``metadata`` adds, of JSON's types.
+
+    Raises:
+        InvalidInputError: a tensor is in two shards, or ``metadata`` has its own ``total_size``.
+    """
+    if metadata and "total_size" in metadata:
+        raise InvalidInputError("total_size of an index is counted from its tensors; leave it out of the metadata")
+    weight_map: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor.name in weight_map:
+                where = f"{weight_map[tensor.name]} and {shard.name}"
+                raise InvalidInputError(f"tensor {shown(tensor.name)} is in {where}; put it into one")
+            weight_map[tensor.name] = shard.name
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
+    index = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{folder}: there is no such folder; check the path") from error
+    except NotADirectoryError as error:
+        raise ForeignFileError(folder, "a file, not a folder", "give the folder that holds it") from error
+    except OSError as error:
+        raise StorageError(f"cannot list {folder}: {error.strerror}; check its permissions and the device") from error
+
+
+def _single_name(folder: Path, names: Sequence[str]) -> str:
+    """The file with all weights of a folder that has no index."""
+    found = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
+    if SINGLE_NAME in found:
+        return SINGLE_NAME
+    if len(found) == 1:
+        return found[0]
+    if found:
+        what = (
+            f"{len(found)} files end in {SUFFIX}, none is {SINGLE_NAME}, and there is no {INDEX_NAME}: {shown(found)}"
+        )
+        raise ForeignFileError(folder, what, "give the one that is meant, or fetch the index too")
+    what = f"no file ends in {SUFFIX}"
+    remedy = "give a folder with safetensors weights; convert others, such as pytorch_model.bin, with their own tools"
+    raise ForeignFileError(folder, what, remedy)
+
+
+def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The index: tensor → name of a shard, each of which is a plain file name."""
+    path = _inside(folder, INDEX_NAME)
+    with opened(path) as (file, size):
+        if size > OTHER_BYTES_MAX:
+            raise ForeignFileError(path, f"{size} bytes, an index has at most {OTHER_BYTES_MAX}", _FETCH_AGAIN)
+        text = file.read(size)
+    try:
+        index = parse_json(text, "the index")
+    except StructureError as error:
+        # Not chained: the cause holds the whole text for as long as somebody keeps the error.
+        raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ForeignFileError(path, "no JSON object with a weight_map that names tensors", _FETCH_AGAIN)
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_shard_name(shard):
+            what = f"tensor {shown(tensor)} lies in {shown(shard)}, which is no name of a {SUFFIX} file in this folder"
+            raise ForeignFileError(path, what, "do not trust this folder before you know who wrote that")
+    if SINGLE_NAME in names and set(weight_map.values()) != {SINGLE_NAME}:
+        what = f"there is {SINGLE_NAME} too, and readers differ in which of the two they load"
+        raise ForeignFileError(path, what, "remove the one that is not meant")
+    return weight_map
+
+
+def _is_shard_name(name: str) -> bool:
+    """Whether a name can only mean a file of the folder itself, on any system."""
+    plain = not any(character in "/\\:" or not character.isprintable() for character in name)
+    short = len(name.encode("utf-8")) <= _NAME_BYTES_MAX
+    return plain and short and name.endswith(SUFFIX) and not name.startswith(".")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of an entry of the folder, after following links to see that they stay inside."""
+    if not _stays_inside(folder, name):
+        what = "a link that leads out of the folder"
+        raise ForeignFileError(folder / name, what, "put the file itself there, if you know what it links to")
+    return folder / name
+
+
+def _stays_inside(folder: Path, name: str) -> bool:
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    in_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    return in_cache or target.is_relative_to(home)
+
+
+def _shard_header(folder: Path, name: str) -> SafetensorsHeader:
+    path = _inside(folder, name)
+    try:
+        return read_header(path)
+    except NotFoundError as error:
+        # The folder was found; that it names a file it does not have is its own fault.
+        raise ForeignFileError(path, "a file of weights that is missing", _FETCH_AGAIN) from error
+
+
+def _check_agreement(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:
+    """Index and shards name the same tensors in the same places."""
+    found: dict[str, str] = {}
+    for shard, header in headers.items():
+        for tensor in header.tensors:
+            first = found.setdefault(tensor.name, shard)
+            if first != shard:
+                what = f"tensor {shown(tensor.name)} is in {first} and in {shard}"
+                raise ForeignFileError(folder, what, _FETCH_AGAIN)
+    index = folder / INDEX_NAME
+    for name, shard in found.items():
+        if name not in weight_map:
+            what = f"tensor {shown(name)} of {shard} is not in the index"
+            raise ForeignFileError(index, what, f"{_FETCH_AGAIN}, index and shards from the same export")
+    for name, shard in weight_map.items():
+        if found.get(name) != shard:
+            what = f"tensor {shown(name)} is not in {shard}, but {f'in {found[name]}' if name in found else 'nowhere'}"
+            raise ForeignFileError(index, what, f"{_FETCH_AGAIN}, index and shards from the same export")
+
+
+def _is_small_other(folder: Path, name: str) -> bool:
+    if name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES) or not _stays_inside(folder, name):
+        return False
+    try:
+        status = (folder / name).stat()
+    except OSError:
+        # A link to nowhere, or a file that went away after it was listed: there is nothing to take along.
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size <= OTHER_BYTES_MAX
+
+
+def _agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    merged: dict[str, set[str]] = {}
+    for part in metadata:
+        for key, value in part.items():
+            merged.setdefault(key, set()).add(value)
+    return {key: value for key, (value, *rest) in sorted(merged.items()) if not rest}

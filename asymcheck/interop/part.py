@@ -1,0 +1,119 @@
+"""Which part of a checkpoint is written to a file of another format, and what lies beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.tree import Key, join_name
+from asymcheck.recovery.shape import RowRef
+
+MODEL = "model"
+"""Where a checkpoint that was converted from a file keeps the tensors …"""
+SOURCE = "safetensors"
+"""… and where it keeps what else there was: a mapping with ``metadata`` and ``files``."""
+TIED = "asymcheck.tied"
+"""Key of a safetensors file's metadata: JSON of further names of tied tensors, with the names they lie under."""
+
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is to be written."""
+
+    shape: object
+    """A part of the state, with :class:`RowRef` in the place of tensors."""
+    metadata: Mapping[str, str]
+    """Metadata of the file that the checkpoint was converted from."""
+    files: Mapping[str, RowRef]
+    """Small files of the folder that it was converted from, by name."""
+
+    def rows_by_name(self) -> tuple[dict[str, int], dict[str, str]]:
+        """Return the row of each tensor by its name in the part, and further names of tied ones with the first name.
+
+        Raises:
+            InvalidInputError: two tensors have the same dotted name.
+        """
+        names: dict[str, int] = {}
+        first: dict[int, str] = {}
+        tied: dict[str, str] = {}
+        for path, leaf in leaves_of(self.shape):
+            if not isinstance(leaf, RowRef):
+                continue
+            name = join_name(path)
+            if name in names or name in tied:
+                raise InvalidInputError(f"two tensors are named {name!r} in a flat file; write a .pt file instead")
+            if leaf.row in first:
+                tied[name] = first[leaf.row]
+            else:
+                first[leaf.row] = name
+                names[name] = leaf.row
+        return names, tied
+
+    def plain_names(self) -> list[str]:
+        """Return the names of values that are no tensors."""
+        return [join_name(path) for path, leaf in leaves_of(self.shape) if not isinstance(leaf, RowRef)]
+
+
+def pick(shape: object, part: str | None) -> Part:
+    """Return the part of a state that lies under the dotted name ``part``; all of it when that is None.
+
+    Of a checkpoint that was converted from a file, the part is by default what that file held.
+
+    Raises:
+        InvalidInputError: there is no such part.
+    """
+    source = shape.get(SOURCE) if isinstance(shape, dict) else None
+    metadata, files = {}, {}
+    if isinstance(source, dict):
+        metadata = {str(key): str(value) for key, value in _mapping(source.get("metadata")).items()}
+        files = {str(name): ref for name, ref in _mapping(source.get("files")).items() if isinstance(ref, RowRef)}
+        part = MODEL if part is None else part
+    found = shape if part is None else _descend(shape, part)
+    if found is None:
+        tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
+        raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {', '.join(tops[:_SHOWN]) or 'no parts'}")
+    for name in files:
+        if PurePosixPath(name).name != name or "\0" in name:
+            raise InvalidInputError(f"the checkpoint holds a file with the name {name!r}, which leads out of a folder")
+    return Part(found, metadata, files)
+
+
+def _mapping(value: object) -> dict[object, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _descend(shape: object, name: str) -> object:
+    if not isinstance(shape, dict):
+        return None
+    for key, value in shape.items():
+        own = join_name((key,))
+        if own == name:
+            return value
+        # A key may have dots in it, so every key that fits is tried.
+        if name.startswith(f"{own}."):
+            found = _descend(value, name[len(own) + 1 :])
+            if found is not None:
+                return found
+    return None
+
+
+def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], object]]:
+    """Yield every value that is no container, with its path."""
+    if isinstance(shape, dict):
+        for key, value in shape.items():
+            yield from leaves_of(value, (*path, key))
+    elif type(shape) in (list, tuple):
+        for index, value in enumerate(shape):  # type: ignore[arg-type]  # the type was just compared
+            yield from leaves_of(value, (*path, index))
+    else:
+        yield path, shape
+
+
+def encode_tied(tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata entry for tied names; none when nothing is tied."""
+    return {TIED: json.dumps(dict(sorted(tied.items())), ensure_ascii=False)} if tied else {}

@@ -1,0 +1,11 @@
+"""What the tests of other programs' formats share."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all examples of a hypothesis test; each example writes its file anew."""
+    return tmp_path_factory.mktemp("scratch")

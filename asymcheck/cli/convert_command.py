@@ -33,7 +33,7 @@ def convert(
     overwrite: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
-    """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
+    r"""Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save, of which
     nothing is executed. What another program's file held comes back as it was; 'asymcheck restore' has more options

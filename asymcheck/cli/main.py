@@ -8,8 +8,8 @@ import traceback
 
 import click
 
-from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.convert_command import convert
+from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify

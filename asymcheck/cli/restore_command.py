@@ -42,7 +42,7 @@ _SHOWN = 3
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 @click.pass_context
-def restore(  # noqa: PLR0913 - one parameter an option
+def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: click.Context,
     store: str,
     target: Path,
@@ -55,7 +55,7 @@ def restore(  # noqa: PLR0913 - one parameter an option
     overwrite: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
-    """Write a checkpoint of STORE to a file or folder, every byte verified.
+    r"""Write a checkpoint of STORE to a file or folder, every byte verified.
 
     Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
     hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.

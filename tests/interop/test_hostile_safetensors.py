@@ -217,6 +217,13 @@ def test_parsing_stays_within_the_stated_multiple(filling: bytes, tmp_path: Path
     assert len(text) < peak[0] < 48 * len(text)
 
 
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """A file that the caller names may be a link; its tensors have the path that was given."""
+    (tmp_path / "x").write_bytes(one())
+    (tmp_path / "link").symlink_to("x")
+    assert [tensor.path for tensor in read_header(tmp_path / "link").tensors] == [tmp_path / "link"]
+
+
 def test_what_is_no_file(tmp_path: Path) -> None:
     """A folder and a pipe are refused without waiting; what is missing or cannot be opened has another error."""
     os.mkfifo(tmp_path / "pipe")

@@ -182,6 +182,10 @@ def test_the_cache_of_the_hub(folder: Path) -> None:
         model = read_folder(cache / "snapshots" / revision)
         assert [t.name for t in model.tensors] == ["a", "b", "c"]
         assert model.others == ("config.json", "tokenizer.model")
+    (cache / "snapshots").rename(cache / "revisions")
+    with pytest.raises(ForeignFileError, match="link that leads out"):
+        read_folder(cache / "revisions" / "main")
+    (cache / "revisions").rename(cache / "snapshots")
     (cache / "blobs").rename(cache / "refs")
     (cache / "blobs").symlink_to("refs")
     with pytest.raises(ForeignFileError, match="link that leads out"):

@@ -78,7 +78,7 @@ def pick(shape: object, part: str | None) -> Part:
         tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
         raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {', '.join(tops[:_SHOWN]) or 'no parts'}")
     for name in files:
-        if PurePosixPath(name).name != name or "\0" in name:
+        if PurePosixPath(name).name != name or name == ".." or "\0" in name:
             raise InvalidInputError(f"the checkpoint holds a file with the name {name!r}, which leads out of a folder")
     return Part(found, metadata, files)
 

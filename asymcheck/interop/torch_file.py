@@ -88,8 +88,8 @@ def _mapped(tensor: torch.Tensor, path: Path, offset: int) -> torch.Tensor:
 def _replace(value: object, make: Callable[[torch.Tensor], object]) -> object:
     if isinstance(value, torch.Tensor):
         return make(value)
-    if isinstance(value, dict):
-        items = ((key, _replace(item, make)) for key, item in value.items())
+    if type(value) in (dict, OrderedDict):
+        items = ((key, _replace(item, make)) for key, item in value.items())  # type: ignore[attr-defined]  # the type was just compared
         if not isinstance(value, OrderedDict):
             return dict(items)
         ordered: Any = OrderedDict(items)

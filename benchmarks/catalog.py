@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,9 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
         large, lone = Path(scratch) / "large", Path(scratch) / "lone"
         seconds = synthetic.build(large, shape)
         synthetic.build(lone, Shape(shape.added, 1))
-        print(f"a store of {shape.partitions} partitions in {shape.checkpoints} checkpoints was built in {seconds:.1f} s")
+        print(
+            f"a store of {shape.partitions} partitions in {shape.checkpoints} checkpoints was built in {seconds:.1f} s"
+        )
         label = f"{shape.checkpoints} checkpoints"
         results = [row(label, "build", "s", [seconds])]
         results += _reads(large, label, rounds=2 if quick else 5)
@@ -85,8 +88,7 @@ def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
         # The first round opens the catalogs.
         for number in range(rounds + 1):
             for name, store in opened.items():
-                state = {"weights": torch.randn(_SAVED_BYTES // 4)}
-                seconds = _seconds(lambda store=store, state=state: store.save(state, step=_STEP))  # type: ignore[misc]  # mypy gives lambdas with defaults no type
+                seconds = _seconds(partial(store.save, {"weights": torch.randn(_SAVED_BYTES // 4)}, step=_STEP))
                 store.delete(_STEP)
                 if number > 0:
                     times[name].append(seconds * 1e3)
@@ -111,7 +113,7 @@ def _collections(where: Path, label: str, shape: Shape) -> list[Row]:
     """Delete the newest checkpoint, which names everything, and a tenth of the others; collect what they held."""
     with asymcheck.Store.open(where) as store:
         steps = [shape.checkpoints - 1, *range(shape.checkpoints // 10)]
-        deletions = [_seconds(lambda step=step: store.delete(step)) * 1e3 for step in steps]  # type: ignore[misc]  # as above
+        deletions = [_seconds(partial(store.delete, step)) * 1e3 for step in steps]
         dry = _seconds(lambda: store.gc(dry_run=True))
         real = _seconds(store.gc)
         again = _seconds(store.gc)

@@ -14,9 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torchsnapshot import Snapshot, StateDict
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+with warnings.catch_warnings():
+    # It is compiled on import by what torch has deprecated since.
+    warnings.simplefilter("ignore")
+    from torchsnapshot import Snapshot, StateDict
 
 THREADS = 4
 """For the peers that ask: as many as asymcheck has frames in flight."""
@@ -81,7 +87,7 @@ class Safetensors(Peer):
 
     def loads(self) -> dict[str, Callable[[Path], Tensors]]:
         """Load the file; its bytes are read when they are touched."""
-        return {"safetensors": lambda where: load_file(where)}
+        return {"safetensors": load_file}
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
         """Load the file and copy from it."""
@@ -96,14 +102,14 @@ class DistributedCheckpoint(Peer):
     def save(self, tensors: Tensors, where: Path) -> None:
         """Write the folder."""
         with _no_warnings():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(where, thread_count=THREADS), no_dist=True)
+            save_distributed(dict(tensors), storage_writer=FileSystemWriter(where, thread_count=THREADS), no_dist=True)
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
         """Load in place, the only way that it has."""
 
         def fill(where: Path, tensors: Tensors) -> None:
             with _no_warnings():
-                dcp.load(tensors, storage_reader=dcp.FileSystemReader(where), no_dist=True)
+                load_distributed(tensors, storage_reader=FileSystemReader(where), no_dist=True)
 
         return {self.name: fill}
 

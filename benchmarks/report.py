@@ -78,17 +78,17 @@ def print_environment(environment: dict[str, str]) -> None:
 def print_report(report: Report) -> None:
     """Print rows and ratios as tables."""
     table = Table(box=SIMPLE_HEAD, title=report.workload)
-    for name in ("system", "metric", "unit", "median", "min", "max", "n"):
-        table.add_column(name, no_wrap=True)
+    for heading in ("system", "metric", "unit", "median", "min", "max", "n"):
+        table.add_column(heading, no_wrap=True)
     for item in report.results:
         numbers = (f"{value:.4g}" for value in (item.median, item.min, item.max))
         table.add_row(item.system, item.metric, item.unit, *numbers, str(item.n))
     # Without a terminal, too, a row is one line.
     console = Console(width=_WIDTH)
     console.print(table)
-    for name, value in report.environment.items():
+    for name, text in report.environment.items():
         if name.startswith(_TOLD_AGAIN):
-            console.print(f"{name}: {value}")
+            console.print(f"{name}: {text}")
     for name, value in report.ratios.items():
         console.print(f"{name} = {value:.3f}")
 

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +90,9 @@ class _Restore:
         restored = read()[1]
         wrong = [] if restored is None else states.differing(self._state, states.named_tensors(restored))
         if wrong:
-            raise RuntimeError(f"{name} restored {len(wrong)} tensors that are not what was saved, the first: {wrong[0]}")
+            raise RuntimeError(
+                f"{name} restored {len(wrong)} tensors that are not what was saved, the first: {wrong[0]}"
+            )
 
     def _systems(self) -> dict[str, tuple[Path, Callable[[], tuple[float, object]]]]:
         """Save with every system; return where, and how to read it again in how many seconds."""
@@ -101,16 +104,16 @@ class _Restore:
         into, named = self._into, states.named_tensors(self._into)
         systems: dict[str, tuple[Path, Callable[[], tuple[float, object]]]] = {
             LIMIT: (raw_file, lambda: (limit.read(raw_file), None)),
-            OURS: (store, lambda: _timed(lambda: _load(store, None))),
-            OURS_INTO: (store, lambda: _timed(lambda: _load(store, into))),
+            OURS: (store, partial(_timed, partial(_load, store, None))),
+            OURS_INTO: (store, partial(_timed, partial(_load, store, into))),
         }
         for peer in peers.PEERS:
             where = self._scratch / f"peer {peer.name}"
             peers.save_durably(peer, states.named_tensors(self._state), where)
             for name, load in peer.loads().items():
-                systems[name] = (where, lambda load=load, where=where: _timed(lambda: load(where)))  # type: ignore[misc]  # mypy gives lambdas with defaults no type
+                systems[name] = where, partial(_timed, partial(load, where))
             for name, fill in peer.fills().items():
-                systems[f"{name} into"] = (where, lambda fill=fill, where=where: _timed(lambda: fill(where, named), named))  # type: ignore[misc]  # as above
+                systems[f"{name} into"] = where, partial(_timed, partial(fill, where, named), filled=named)
         return systems
 
 

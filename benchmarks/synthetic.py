@@ -62,9 +62,7 @@ def build(where: Path, shape: Shape) -> float:
     return time.perf_counter() - began
 
 
-def _add_pack(
-    tier: NvmeTier, catalog: Catalog, random: np.random.Generator, count: int
-) -> tuple[PackId, list[Digest]]:
+def _add_pack(tier: NvmeTier, catalog: Catalog, random: np.random.Generator, count: int) -> tuple[PackId, list[Digest]]:
     """Write one pack of ``count`` frames and enter it."""
     pack_id, size = PackId(os.urandom(16)), frame_length(PAYLOAD_BYTES)
     end, start = registry.BLOCK_BYTES + count * size, payload_offset(PAYLOAD_BYTES)

@@ -25,7 +25,10 @@ def draw(report: Report, path: Path) -> None:
     chosen = _CHOSEN.get(report.workload)
     panels: dict[tuple[str, str], list[Row]] = {}
     for one in report.results:
-        if chosen is None or one.metric in chosen:
+        if report.workload == "catalog":
+            shown = _in_ms(one)
+            panels.setdefault(("time" if shown.unit == "ms" else "size", shown.unit), []).append(shown)
+        elif chosen is None or one.metric in chosen:
             panels.setdefault((one.metric, one.unit), []).append(one)
     limits = {one.unit: one.median for one in report.results if one.system == "state"}
     lines = [len([one for one in rows if not _is_limit(one)]) for rows in panels.values()]
@@ -52,21 +55,38 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
     axis.set_yticks(places, [one.system for one in bars])
     axis.invert_yaxis()
     end = max([one.max for one in rows] + ([size] if size else []))
-    axis.set_xlim(0, end * 1.14 or 1)
+    if metric in ("time", "size"):
+        # From the opening of a store to its collection it is four powers of ten.
+        axis.set_xscale("log")
+        axis.set_xlim(min(one.min for one in rows) / 3, end * 4)
+    else:
+        axis.set_xlim(0, end * 1.14 or 1)
     for place, one in zip(places, bars, strict=True):
         axis.annotate(
-            f"{one.median:.3g}", (one.max, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+            _number(one.median), (one.max, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
         )
     lines = [(one.system, one.median) for one in rows if _is_limit(one)] + (
         [("size of the state", size)] if size else []
     )
     for (name, value), style in zip(lines, ("--", ":"), strict=False):
-        axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {value:.3g} {unit}")
+        axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {_number(value)} {unit}")
     if lines:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)
     axis.set_xlabel(", ".join(filter(None, (f"{metric} [{unit}]", _BETTER.get(unit, "less is better")))), fontsize=9)
     axis.tick_params(labelsize=9)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _in_ms(one: Row) -> Row:
+    """Return a row of ``catalog`` as a bar that names the metric, seconds as milliseconds."""
+    scale = 1e3 if one.unit == "s" else 1
+    unit = "ms" if one.unit == "s" else one.unit
+    name = f"{one.metric}, {one.system}"
+    return Row(name, one.metric, unit, one.median * scale, one.min * scale, one.max * scale, one.n)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _grouped(rows: list[Row]) -> list[Row]:

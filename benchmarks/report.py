@@ -50,7 +50,7 @@ class Report:
     results: list[Row]
     """What was measured."""
     ratios: dict[str, float]
-    """Named quotients of medians, in one run."""
+    """Named figures of one run, as ``report.schema.json`` says: quotients of medians as a rule."""
 
 
 def row(system: str, metric: str, unit: str, values: Sequence[float]) -> Row:

@@ -1,8 +1,9 @@
 """``durable``: seconds from the call of ``save`` until the checkpoint is durable.
 
-Beside a raw O_DIRECT write of as many bytes. Each round measures both, in turn first, after a sync, so that both see
-the same machine. *New* writes new files; *recycled* overwrites files that are there: for asymcheck, packs that
-collection freed. The ratios are quotients of throughputs: 1 is the machine's limit.
+Beside a raw O_DIRECT write of as many bytes, and beside the libraries that users have instead, each made as durable as
+asymcheck is. Each round measures all of them, each time another one first, each after a sync, so that all see the same
+machine. *New* writes new files. *Recycled* overwrites files that are there: for asymcheck, packs that collection freed;
+for peers that users save to one name with, their own old file.
 """
 
 from __future__ import annotations
@@ -11,62 +12,97 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import asymcheck
-from benchmarks import environment, raw, states
-from benchmarks.report import Report, row
+from benchmarks import environment, peers, raw, states
+from benchmarks.report import Report, best, rotated, row
 
-QUICK_LAYERS = 2
+OVER = "over its old file"
 
 
-def run(folder: Path | None, *, quick: bool) -> Report:
-    """Measure in a temporary folder inside ``folder``."""
+def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``; ``state`` replaces GPT-2 with AdamW."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        state = states.gpt2_adamw(QUICK_LAYERS if quick else 12)
-        total = sum(tensor.nbytes for tensor in states.tensors_of(state))
-        times = _measure(Path(scratch), state, rounds=3 if quick else 7)
+        state = state or states.gpt2_adamw(2 if quick else 12)
+        gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
+        times = _Durable(Path(scratch), state).measure(rounds=2 if quick else 7)
         described = environment.describe(Path(scratch))
-    described["state"] = f"GPT-2 with AdamW, {total / 1e9:.2f} GB"
+    described["state"] = states.describe(state)
     results = [row(name, "time to durable", "s", values) for name, values in times.items()]
     results += [
-        row(name, "throughput", "GB/s", [total / 1e9 / value for value in values]) for name, values in times.items()
+        row(name, "throughput", "GB/s", [gigabytes / value for value in values]) for name, values in times.items()
     ]
     medians = {name: statistics.median(values) for name, values in times.items()}
-    ratios = {
-        f"durable_{mode}/limit": medians[f"raw {mode}"] / medians[f"asymcheck {mode}"] for mode in ("new", "recycled")
-    }
+    peer = best(medians, [name for name in medians if not name.startswith(("raw", "asymcheck"))])
+    described["best peer"] = peer
+    ratios = {}
+    for mode in ("new", "recycled"):
+        ours = medians[f"asymcheck {mode}"]
+        ratios[f"durable_{mode}/limit"] = medians[f"raw {mode}"] / ours
+        ratios[f"durable_{mode}/best_peer"] = medians[peer] / ours
     return Report("durable", described, results, ratios)
 
 
-def _measure(scratch: Path, state: dict[str, object], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {"raw new": [], "asymcheck new": [], "raw recycled": [], "asymcheck recycled": []}
-    raw_file, limit = scratch / "raw", raw.Limit(states.tensors_of(state))
-    with asymcheck.Store.open(scratch / "store") as store:
+class _Durable:
+    """Where everybody saves one state again and again."""
 
-        def save(step: int) -> float:
-            states.change_everything(state)
-            began = time.perf_counter()
-            store.save(state, step=step)
-            return time.perf_counter() - began
+    def __init__(self, scratch: Path, state: dict[str, object]) -> None:
+        self._scratch, self._state = scratch, state
+        self._tensors = states.named_tensors(state)
+        self._limit = raw.Limit(states.tensors_of(state))
+        self._raw_file = scratch / "raw"
+        self._step = 0
 
-        for number in range(rounds + 1):
-            raw_file.unlink(missing_ok=True)
-            _empty_pool(store)
-            for mode in ("new", "recycled"):
-                step = 2 * number + (mode == "recycled")
-                # Who goes first changes: the device may still be busy with what the one before left behind.
-                for system in ("raw", "asymcheck") if number % 2 else ("asymcheck", "raw"):
-                    os.sync()
-                    taken = limit.write(raw_file) if system == "raw" else save(step)
-                    # The first round warms up memory and file system, for both alike.
-                    if number > 0:
-                        times[f"{system} {mode}"].append(taken)
-                store.delete(step)
-                store.gc()
-    return times
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """Return the seconds of each system's saves. A first round warms up memory and file system, for all alike."""
+        times: dict[str, list[float]] = {}
+        with asymcheck.Store.open(self._scratch / "store") as store:
+            for number in range(rounds + 1):
+                self._begin_with_nothing(store)
+                for systems in (self._new(store), self._over(store)):
+                    # Who goes first changes: the device may still be busy with what the one before left behind.
+                    for name, save in rotated(list(systems.items()), number):
+                        states.change_everything(self._state)
+                        os.sync()
+                        taken = save()
+                        if number > 0:
+                            times.setdefault(name, []).append(taken)
+                    # Into the pool, or out of it: what the next save finds to overwrite.
+                    store.delete(self._step)
+                    store.gc()
+        return times
 
+    def _begin_with_nothing(self, store: asymcheck.Store) -> None:
+        self._raw_file.unlink(missing_ok=True)
+        for peer in peers.PEERS:
+            peers.remove(self._place(peer))
+        for path in (store.path / "pool").iterdir():
+            path.unlink()
 
-def _empty_pool(store: asymcheck.Store) -> None:
-    for path in (store.path / "pool").iterdir():
-        path.unlink()
+    def _new(self, store: asymcheck.Store) -> dict[str, Callable[[], float]]:
+        systems = {
+            "raw new": lambda: self._limit.write(self._raw_file),
+            "asymcheck new": lambda: self._save(store),
+        }
+        return systems | {f"{peer.name} new": self._saver(peer) for peer in peers.PEERS}
+
+    def _over(self, store: asymcheck.Store) -> dict[str, Callable[[], float]]:
+        systems = {
+            "raw recycled": lambda: self._limit.write(self._raw_file),
+            "asymcheck recycled": lambda: self._save(store),
+        }
+        return systems | {f"{peer.name} {OVER}": self._saver(peer) for peer in peers.PEERS if peer.overwrites}
+
+    def _save(self, store: asymcheck.Store) -> float:
+        self._step += 1
+        began = time.perf_counter()
+        store.save(self._state, step=self._step)
+        return time.perf_counter() - began
+
+    def _saver(self, peer: peers.Peer) -> Callable[[], float]:
+        return lambda: peers.save_durably(peer, self._tensors, self._place(peer))
+
+    def _place(self, peer: peers.Peer) -> Path:
+        return self._scratch / f"peer {peer.name}"

@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ def describe(folder: Path) -> dict[str, str]:
         "asymcheck": f"{asymcheck.__version__} ({commit.stdout.strip() or 'no commit'})",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "peers": ", ".join(f"{name} {metadata.version(name)}" for name in ("safetensors", "torchsnapshot")),
         "processor": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "kernel": platform.release(),

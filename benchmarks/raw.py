@@ -1,11 +1,11 @@
-"""The machine's own limit: the same bytes by O_DIRECT from aligned memory, synced at the end."""
+"""The machine's own limit: the same bytes by O_DIRECT between aligned memory and one file, several calls in flight."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +16,10 @@ IN_FLIGHT = 4
 
 
 class Limit:
-    """A state's bytes in aligned memory, ready to be written without a copy."""
+    """A state's bytes in aligned memory, ready to be written, or read again, without a copy."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors, one after the other, into huge pages, which make direct writes faster."""
+        """Copy the tensors, one after the other, into huge pages, which make direct access faster."""
         total = sum(tensor.nbytes for tensor in tensors)
         self.nbytes = -(-total // CHUNK) * CHUNK
         """Bytes written: the tensors, and the rest of the last chunk."""
@@ -35,13 +35,25 @@ class Limit:
         """Write everything to ``path``, in place when it exists; return seconds until it is durable."""
         began = time.perf_counter()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-
-        def lane(number: int) -> None:
-            for offset in range(number * CHUNK, self.nbytes, IN_FLIGHT * CHUNK):
-                os.pwrite(descriptor, self._memory[offset : offset + CHUNK], offset)
-
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            list(pool.map(lane, range(IN_FLIGHT)))
+        self._transfer(lambda piece, offset: os.pwrite(descriptor, piece, offset))
         os.fdatasync(descriptor)
         os.close(descriptor)
         return time.perf_counter() - began
+
+    def read(self, path: Path) -> float:
+        """Read everything back from ``path`` into the same memory; return the seconds."""
+        began = time.perf_counter()
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._transfer(lambda piece, offset: os.preadv(descriptor, [piece], offset))
+        os.close(descriptor)
+        return time.perf_counter() - began
+
+    def _transfer(self, call: Callable[[memoryview, int], int]) -> None:
+        def lane(number: int) -> None:
+            for offset in range(number * CHUNK, self.nbytes, IN_FLIGHT * CHUNK):
+                done = call(self._memory[offset : offset + CHUNK], offset)
+                if done != CHUNK:
+                    raise OSError(f"{done} of {CHUNK} bytes at offset {offset}")
+
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            list(pool.map(lane, range(IN_FLIGHT)))

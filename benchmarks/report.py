@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+_T = TypeVar("_T")
+_WIDTH = 120
+# What a workload adds to the environment while it runs, so that it is not printed at the start.
+_TOLD_AGAIN = ("best peer", "made cold by", "state", "store", "skipped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +50,23 @@ class Report:
     results: list[Row]
     """What was measured."""
     ratios: dict[str, float]
-    """Named quotients of medians, in one run."""
+    """Named figures of one run, as ``report.schema.json`` says: quotients of medians as a rule."""
 
 
 def row(system: str, metric: str, unit: str, values: Sequence[float]) -> Row:
     """Return the row of some runs."""
     return Row(system, metric, unit, statistics.median(values), min(values), max(values), len(values))
+
+
+def best(medians: Mapping[str, float], names: Sequence[str]) -> str:
+    """Return the name with the least median among ``names``."""
+    return min(names, key=lambda name: medians[name])
+
+
+def rotated(items: Sequence[_T], number: int) -> list[_T]:
+    """Return the items in order, but begun at another one in each round."""
+    start = number % len(items)
+    return [*items[start:], *items[:start]]
 
 
 def print_environment(environment: dict[str, str]) -> None:
@@ -60,12 +77,18 @@ def print_environment(environment: dict[str, str]) -> None:
 
 def print_report(report: Report) -> None:
     """Print rows and ratios as tables."""
-    table = Table("system", "metric", "unit", "median", "min", "max", "n", box=SIMPLE_HEAD, title=report.workload)
+    table = Table(box=SIMPLE_HEAD, title=report.workload)
+    for heading in ("system", "metric", "unit", "median", "min", "max", "n"):
+        table.add_column(heading, no_wrap=True)
     for item in report.results:
         numbers = (f"{value:.4g}" for value in (item.median, item.min, item.max))
         table.add_row(item.system, item.metric, item.unit, *numbers, str(item.n))
-    console = Console()
+    # Without a terminal, too, a row is one line.
+    console = Console(width=_WIDTH)
     console.print(table)
+    for name, text in report.environment.items():
+        if name.startswith(_TOLD_AGAIN):
+            console.print(f"{name}: {text}")
     for name, value in report.ratios.items():
         console.print(f"{name} = {value:.3f}")
 

@@ -47,3 +47,55 @@ def change_everything(state: object) -> None:
     """Change at least one number in every block of 4 KiB, so that nothing is stored already."""
     for tensor in tensors_of(state):
         tensor.view(-1)[:: 4096 // tensor.element_size()] += 1
+
+
+def named_tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a state made here by their dotted names, as the peers store them."""
+    if isinstance(state, torch.Tensor):
+        return {name: state}
+    if isinstance(state, dict):
+        return {
+            inner: tensor
+            for key, value in state.items()
+            for inner, tensor in named_tensors(value, f"{name}.{key}" if name else str(key)).items()
+        }
+    return {}
+
+
+def small(megabytes: int = 8) -> dict[str, object]:
+    """Return a state of that many MB in tensors of many sizes, for runs that show only that a workload works."""
+    count = 16
+    large = torch.randn(megabytes * 10**6 // 4 // 2)
+    rest = torch.randn(count, megabytes * 10**6 // 4 // 2 // count)
+    model = {f"p{number}": part.clone() for number, part in enumerate(rest)}
+    return {"model": {"large": large, **model}, "step": torch.tensor(1.0)}
+
+
+def describe(state: object) -> str:
+    """Say which state it is, for the report."""
+    tensors = tensors_of(state)
+    return f"{len(tensors)} tensors of float32, {sum(tensor.nbytes for tensor in tensors) / 1e9:.3f} GB"
+
+
+def differing(state: object, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that are not bit for bit those of ``state``."""
+    return [
+        name
+        for name, tensor in named_tensors(state).items()
+        if name not in tensors or not torch.equal(_bytes_of(tensor), _bytes_of(tensors[name]))
+    ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def empty_like(state: object) -> object:
+    """Return the same state with tensors that hold zeros, in memory that is there."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state).fill_(0)
+    if isinstance(state, dict):
+        return {key: empty_like(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [empty_like(value) for value in state]
+    return state

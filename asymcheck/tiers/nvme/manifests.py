@@ -78,9 +78,10 @@ class ManifestFiles:
 
     def newest(self, run: str, generation: int) -> CheckpointRef | None:
         """Return the greatest (step, save id) of a generation that has a manifest; looks into one folder as a rule."""
-        refs = map(layout.parse_checkpoint_name, self._files.list(self._manifests / run))
-        for ref in sorted((ref for ref in refs if ref is not None and ref.generation == generation), reverse=True):
-            if self.listing(run, ref).manifests:
+        # Their names sort as they do, so that a save does not take every name of a long run apart.
+        for name in reversed(self._files.list(self._manifests / run)):
+            ref = layout.parse_checkpoint_name(name) if name.startswith(f"{generation:08d}-") else None
+            if ref is not None and self.listing(run, ref).manifests:
                 return ref
         return None
 

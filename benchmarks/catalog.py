@@ -1,0 +1,131 @@
+"""``catalog``: what a large store costs apart from its bytes.
+
+A synthetic store of a million partitions in a thousand checkpoints, of which the newest names every partition. Beside
+it a store that holds one checkpoint: what a small save costs there and in the large one is measured in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import asymcheck
+from asymcheck.config import StoreConfig
+from asymcheck.recovery.resolve import candidates, resolve_one
+from asymcheck.tiers.nvme import NvmeTier
+from benchmarks import environment, synthetic
+from benchmarks.report import Report, Row, row
+from benchmarks.synthetic import Shape
+
+FULL = Shape(partitions=1_000_000, checkpoints=1_000)
+QUICK = Shape(partitions=20_000, checkpoints=50)
+_SAVED_BYTES = 1 << 20
+_STEP = 999_999_999
+
+
+def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``; ``shape`` replaces the size of the store."""
+    shape = shape or (QUICK if quick else FULL)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        large, lone = Path(scratch) / "large", Path(scratch) / "lone"
+        seconds = synthetic.build(large, shape)
+        synthetic.build(lone, Shape(shape.added, 1))
+        print(
+            f"a store of {shape.partitions} partitions in {shape.checkpoints} checkpoints was built in {seconds:.1f} s"
+        )
+        label = f"{shape.checkpoints} checkpoints"
+        results = [row(label, "build", "s", [seconds])]
+        results += _reads(large, label, rounds=2 if quick else 5)
+        commits = _commits({"1 checkpoint": lone, label: large}, rounds=10 if quick else 20)
+        results += [row(name, "commit of a small save", "ms", values) for name, values in commits.items()]
+        results += _sizes(large, label, shape)
+        results += _collections(large, label, shape)
+        described = environment.describe(Path(scratch))
+    described["store"] = f"{shape.partitions} partitions in {shape.checkpoints} checkpoints"
+    at_1, at_all = (statistics.median(values) for values in commits.values())
+    resolved = next(one.median for one in results if one.metric == "resolve")
+    names = ("commit_ms_at_1000/commit_ms_at_1", "resolve_s_1m")
+    if shape != FULL:
+        # A figure under these names belongs to the full size only.
+        names = (f"commit_ms_at_{shape.checkpoints}/commit_ms_at_1", f"resolve_s_{shape.partitions}")
+    return Report("catalog", described, results, dict(zip(names, (at_all / at_1, resolved), strict=True)))
+
+
+def _reads(where: Path, label: str, rounds: int) -> list[Row]:
+    """Measure what reads only: opening, resolving the newest checkpoint, listing all."""
+    opens, resolves, listings = [], [], []
+    for _ in range(rounds):
+        opens.append(_seconds(lambda: asymcheck.Store.open(where, read_only=True).close()))
+        resolves.append(_seconds(lambda: _resolve(where)))
+        with asymcheck.Store.open(where, read_only=True) as store:
+            listings.append(_seconds(store.checkpoints))
+    return [
+        row(label, "open", "s", opens),
+        row(label, "resolve", "s", resolves),
+        row(label, "checkpoints()", "s", listings),
+    ]
+
+
+def _resolve(where: Path) -> None:
+    """Open the store and find where every partition of its newest checkpoint lies."""
+    tier = NvmeTier(where, StoreConfig(), read_only=True)
+    resolved = resolve_one(tier, candidates(tier, synthetic.RUN, None)[0])
+    resolved.sources.close()
+    tier.close()
+
+
+def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
+    """Measure milliseconds of small saves in each store in turn; what was saved is deleted again, untimed."""
+    times: dict[str, list[float]] = {name: [] for name in stores}
+    opened = {name: asymcheck.Store.open(path) for name, path in stores.items()}
+    try:
+        # The first round opens the catalogs.
+        for number in range(rounds + 1):
+            for name, store in opened.items():
+                seconds = _seconds(partial(store.save, {"weights": torch.randn(_SAVED_BYTES // 4)}, step=_STEP))
+                store.delete(_STEP)
+                if number > 0:
+                    times[name].append(seconds * 1e3)
+    finally:
+        for store in opened.values():
+            store.close()
+    return times
+
+
+def _sizes(where: Path, label: str, shape: Shape) -> list[Row]:
+    """Say what catalog and manifests take on disk."""
+    sizes = [path.stat().st_size for path in (where / "manifests").rglob("*.manifest")]
+    catalog = (where / "catalog" / "data.mdb").stat().st_blocks * 512
+    return [
+        row(label, "manifest", "bytes", sizes),
+        row(label, "catalog per checkpoint", "bytes", [catalog / shape.checkpoints]),
+        row(label, "catalog per partition", "bytes", [catalog / shape.partitions]),
+    ]
+
+
+def _collections(where: Path, label: str, shape: Shape) -> list[Row]:
+    """Delete the newest checkpoint, which names everything, and a tenth of the others; collect what they held."""
+    with asymcheck.Store.open(where) as store:
+        steps = [shape.checkpoints - 1, *range(shape.checkpoints // 10)]
+        deletions = [_seconds(partial(store.delete, step)) * 1e3 for step in steps]
+        dry = _seconds(lambda: store.gc(dry_run=True))
+        real = _seconds(store.gc)
+        again = _seconds(store.gc)
+    return [
+        row(label, "delete", "ms", deletions),
+        row(label, "gc, dry run", "s", [dry]),
+        row(label, f"gc of {len(steps)} deleted", "s", [real]),
+        row(label, "gc of nothing", "s", [again]),
+    ]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -1,0 +1,76 @@
+"""One operation in a fresh process that is watched: ``python -m benchmarks.memory_child OPERATION STORE STATE``.
+
+It prepares, prints the memory that it has then, waits for a line, works, says so, and keeps what it has made until the
+watcher has looked a last time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import asymcheck
+from benchmarks import states
+from benchmarks.resident import status_of
+
+
+def main(operation: str, store: Path, state_file: Path) -> None:
+    """Do one operation on ``store``; ``state_file`` says which state it holds."""
+    # Everything imported and every pool made: this is about the state.
+    with tempfile.TemporaryDirectory(dir=store.parent) as scratch, asymcheck.Store.open(Path(scratch) / "warm") as warm:
+        warm.save({"weights": torch.zeros(1)}, step=1)
+        warm.load()
+    work = OPERATIONS[operation](store, state_file)
+    # 5 sets the kernel's own peak (VmHWM) back to what is there now.
+    Path("/proc/self/clear_refs").write_text("5")
+    print(json.dumps(status_of(os.getpid())), flush=True)
+    sys.stdin.readline()
+    kept = work()
+    print("done", flush=True)
+    sys.stdin.readline()
+    del kept
+
+
+def _state(state_file: Path) -> object:
+    # Read, not mapped: in memory of its own, as a state in training is.
+    return torch.load(state_file, weights_only=True)
+
+
+def _save(store: Path, state_file: Path) -> Callable[[], object]:
+    state = _state(state_file)
+
+    def work() -> object:
+        with asymcheck.Store.open(store) as opened:
+            return opened.save(state, step=2)
+
+    return work
+
+
+def _load(store: Path, _state_file: Path) -> Callable[[], object]:
+    def work() -> object:
+        with asymcheck.Store.open(store, read_only=True) as opened:
+            return opened.load()
+
+    return work
+
+
+def _load_into(store: Path, state_file: Path) -> Callable[[], object]:
+    state = states.empty_like(_state(state_file))
+
+    def work() -> object:
+        with asymcheck.Store.open(store, read_only=True) as opened:
+            return opened.load(into=state)
+
+    return work
+
+
+OPERATIONS = {"save": _save, "load": _load, "load-into": _load_into}
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,111 @@
+"""How much memory a process takes while it does something, beyond what it took before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+SAMPLE_S = 0.003
+BEGIN = b"begin\n"
+# Children find these modules wherever they are started.
+_ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Greatest amounts during an operation, less those before it, in bytes."""
+
+    resident: int
+    """All pages in memory, as the kernel counts the peak (VmHWM): also pages of files that are mapped."""
+    private: int
+    """Anonymous and shared memory, without pages of files; sampled, so that a short peak may be missed."""
+
+
+class Sampler:
+    """A thread that watches a process."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch the process ``pid`` from :meth:`start` on."""
+        self._pid = pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler")
+        self.private = 0
+        """Most bytes of anonymous and shared memory seen."""
+        self.resident = 0
+        """Greatest peak of all pages seen."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look a last time, and end."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            ended = self._stop.is_set()
+            status = status_of(self._pid)
+            self.private = max(self.private, status.get("RssAnon", 0) + status.get("RssShmem", 0))
+            self.resident = max(self.resident, status.get("VmHWM", 0))
+            if ended:
+                return
+            self._stop.wait(SAMPLE_S)
+
+
+def status_of(pid: int) -> dict[str, int]:
+    """Return the amounts of memory in ``/proc/<pid>/status`` in bytes; none when the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    pairs = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.rstrip(":"): int(amount) * 1024 for name, amount, _ in pairs}
+
+
+def of_operation(arguments: Sequence[object]) -> Peak:
+    """Run ``benchmarks.memory_child`` with ``arguments`` in a process of its own; return what its operation took."""
+    command = [sys.executable, "-m", "benchmarks.memory_child", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
+        if child.stdin is None or child.stdout is None:
+            raise RuntimeError("no pipes to the child")
+        # Prepared: what it holds from here on is what it held before. It has set its peak back to that itself.
+        before = json.loads(child.stdout.readline())
+        sampler = Sampler(child.pid)
+        sampler.start()
+        child.stdin.write(BEGIN)
+        child.stdin.flush()
+        done = child.stdout.readline()
+        sampler.stop()
+    if child.returncode or done != b"done\n":
+        raise RuntimeError(f"{' '.join(command)} failed with status {child.returncode}")
+    private = before["RssAnon"] + before["RssShmem"]
+    return Peak(max(0, sampler.resident - before["VmRSS"]), max(0, sampler.private - private))
+
+
+def of_command(command: Sequence[object]) -> Peak:
+    """Run a command of asymcheck; return what it takes beyond what the program takes that only shows its help."""
+    idle, busy = (_command_peak(arguments) for arguments in (["--help"], command))
+    return Peak(max(0, busy.resident - idle.resident), max(0, busy.private - idle.private))
+
+
+def _command_peak(arguments: Sequence[object]) -> Peak:
+    command = [sys.executable, "-m", "asymcheck", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_ENVIRONMENT) as child:
+        sampler = Sampler(child.pid)
+        sampler.start()
+        child.wait()
+        sampler.stop()
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with status {child.returncode}")
+    return Peak(sampler.resident, sampler.private)

@@ -1,0 +1,136 @@
+"""``restore``: seconds from the call until a state's bytes are in memory, read from the device and not from a cache.
+
+Before each read the files are dropped from the page cache, for all alike. asymcheck verifies every byte, as it always
+does; the peers verify none. *Into* fills tensors that are there; the others make new ones. Of new tensors one byte in
+each page is touched inside the time, because some libraries only map their file and read later. The limit is a raw
+O_DIRECT read of as many bytes into memory that is there, in huge pages.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import asymcheck
+from benchmarks import coldness, environment, peers, raw, states
+from benchmarks.report import Report, best, rotated, row
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+LIMIT = "raw read"
+OURS = "asymcheck load"
+OURS_INTO = "asymcheck load into"
+
+
+def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``; ``state`` replaces GPT-2 with AdamW."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        state = state or states.gpt2_adamw(2 if quick else 12)
+        gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
+        restore = _Restore(Path(scratch), state)
+        times = restore.measure(rounds=2 if quick else 7)
+        described = environment.describe(Path(scratch))
+    described |= {"state": states.describe(state), "made cold by": ", ".join(sorted(restore.made_cold))}
+    results = [row(name, "time to restore", "s", values) for name, values in times.items()]
+    results += [
+        row(name, "throughput", "GB/s", [gigabytes / value for value in values]) for name, values in times.items()
+    ]
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    others = [name for name in medians if name not in (LIMIT, OURS, OURS_INTO)]
+    ratios = {}
+    for label, ours, rivals in (
+        ("restore", OURS_INTO, [name for name in others if name.endswith(" into")]),
+        ("restore_fresh", OURS, [name for name in others if not name.endswith(" into")]),
+    ):
+        peer = best(medians, rivals)
+        described[f"best peer of {label}"] = peer
+        ratios[f"{label}/limit"] = medians[LIMIT] / medians[ours]
+        ratios[f"{label}/best_peer"] = medians[peer] / medians[ours]
+    return Report("restore", described, results, ratios)
+
+
+class _Restore:
+    """One state, saved by everybody once, and read by everybody again and again."""
+
+    def __init__(self, scratch: Path, state: dict[str, object]) -> None:
+        self._scratch, self._state = scratch, state
+        self._into = states.empty_like(state)
+        self.made_cold: set[str] = set()
+        """How the files were dropped from the page cache."""
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """Return the seconds of each system's restores.
+
+        A first round warms up memory and checks that each restores what was saved.
+
+        Raises:
+            RuntimeError: one restored something else.
+        """
+        systems = self._systems()
+        times: dict[str, list[float]] = {name: [] for name in systems}
+        for number in range(rounds + 1):
+            for name, (where, read) in rotated(list(systems.items()), number):
+                os.sync()
+                self.made_cold.add(coldness.make_cold(peers.files_in(where)))
+                if number > 0:
+                    times[name].append(read()[0])
+                else:
+                    self._check(name, read)
+        return times
+
+    def _check(self, name: str, read: Callable[[], tuple[float, object]]) -> None:
+        for tensor in states.tensors_of(self._into):
+            tensor.zero_()
+        restored = read()[1]
+        wrong = [] if restored is None else states.differing(self._state, states.named_tensors(restored))
+        if wrong:
+            raise RuntimeError(
+                f"{name} restored {len(wrong)} tensors that are not what was saved, the first: {wrong[0]}"
+            )
+
+    def _systems(self) -> dict[str, tuple[Path, Callable[[], tuple[float, object]]]]:
+        """Save with every system; return where, and how to read it again in how many seconds."""
+        limit, raw_file = raw.Limit(states.tensors_of(self._state)), self._scratch / "raw"
+        limit.write(raw_file)
+        store = self._scratch / "store"
+        with asymcheck.Store.open(store) as opened:
+            opened.save(self._state, step=1)
+        into, named = self._into, states.named_tensors(self._into)
+        systems: dict[str, tuple[Path, Callable[[], tuple[float, object]]]] = {
+            LIMIT: (raw_file, lambda: (limit.read(raw_file), None)),
+            OURS: (store, partial(_timed, partial(_load, store, None))),
+            OURS_INTO: (store, partial(_timed, partial(_load, store, into))),
+        }
+        for peer in peers.PEERS:
+            where = self._scratch / f"peer {peer.name}"
+            peers.save_durably(peer, states.named_tensors(self._state), where)
+            for name, load in peer.loads().items():
+                systems[name] = where, partial(_timed, partial(load, where))
+            for name, fill in peer.fills().items():
+                systems[f"{name} into"] = where, partial(_timed, partial(fill, where, named), filled=named)
+        return systems
+
+
+def _load(store: Path, into: object) -> object:
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        return opened.load(into=into)
+
+
+def _timed(read: Callable[[], object], filled: object = None) -> tuple[float, object]:
+    began = time.perf_counter()
+    restored = read()
+    if restored is not None:
+        _touch(states.tensors_of(restored))
+    return time.perf_counter() - began, filled if restored is None else restored
+
+
+def _touch(tensors: Iterable[torch.Tensor]) -> None:
+    """Look at one byte in each page: what is only mapped is read now."""
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8)[::_PAGE].sum()

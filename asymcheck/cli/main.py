@@ -6,8 +6,11 @@ import sys
 
 import click
 
+from asymcheck.cli.diff_command import diff
+from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import status_of
 from asymcheck.cli.inspect_command import inspect
+from asymcheck.cli.log_command import log
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
 from asymcheck.errors import AsymcheckError
@@ -31,7 +34,10 @@ def commands() -> None:
     """
 
 
+commands.add_command(diff)
+commands.add_command(du)
 commands.add_command(inspect)
+commands.add_command(log)
 commands.add_command(verify)
 
 

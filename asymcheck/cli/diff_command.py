@@ -66,7 +66,7 @@ def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
     if others:
         listed = ", ".join(f"save:{other[:_HEX_SHOWN]}" for other in others[:_SAVES_SHOWN])
         more = " …" if len(others) > _SAVES_SHOWN else ""
-        details.append(f"step {item.step} was saved {len(others) + 1} times; the others are {listed}{more}")
+        details.append(f"step {item.step} was saved {len(others) + 1} times, also as {listed}{more}")
     save = f"save {item.save_id[:_HEX_SHOWN]}  {output.moment(item.created_ns)} UTC"
     output.print_entry(f"{letter}  {item.run}  step {item.step}  generation {item.generation}  {save}", details)
 

@@ -94,9 +94,10 @@ class Accounting:
     live_bytes: int
     """Bytes of frames that a checkpoint of any run refers to, further copies of a partition included."""
     locked_bytes: int
-    """Bytes of frames that none refers to, in packs that collection keeps because other frames of them are live."""
+    """Bytes of frames that none refers to, in packs that collection keeps: for the sake of other frames of them, or
+    because their index is damaged. While a manifest is unreadable, it keeps all packs."""
     freeable_packs: int
-    """Number of packs without a live frame, which collection would free."""
+    """Number of packs that collection would free: they hold no live frame."""
     freeable_bytes: int
     """Bytes of their files."""
     overhead_bytes: int
@@ -116,7 +117,7 @@ class Accounting:
     manifest_bytes: int
     """Bytes of their files."""
     unreadable_manifests: int
-    """How many of them cannot be read. What they need looks like garbage, and collection frees nothing until then."""
+    """How many of them cannot be read. What they need looks like garbage, so collection frees nothing."""
     catalog_bytes: int
     """Bytes that the catalog takes on disk."""
 
@@ -248,8 +249,8 @@ class _Sums:
         chosen = np.array([run in (None, member.listing.run) for member in needs.members], dtype=bool)
         live = self.users_of[self.stored] > 0
         held = _summed(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
-        # Collection leaves a pack alone whose index it cannot trust.
-        kept = held | np.array(frames.is_damaged, dtype=bool)
+        # Collection leaves a pack alone whose index it cannot trust, and all packs when it cannot know what is needed.
+        kept = held | np.array(frames.is_damaged, dtype=bool) | (needs.unreadable > 0)
         file_bytes = np.array(frames.file_bytes, dtype=np.int64)
         live_bytes = int(self.lengths[live].sum())
         locked_bytes = int(self.lengths[~live & kept[self.packs]].sum())

@@ -26,7 +26,7 @@ from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Checkpoint, Digest
 
 _BLOCK_ELEMENTS = 1 << 16
-_VALUE_SHOWN = 120
+_VALUE_SHOWN = 64
 
 Progress = Callable[[int, int], None]
 """Called with bytes compared so far and bytes to compare in all."""
@@ -47,6 +47,7 @@ class TensorChange:
     change: str
     """``added``, ``removed``, ``shape``, ``dtype`` or ``value``.
 
+    A further name of a tensor that is in both checkpoints is added or removed with no bytes.
     Or ``undecided``, without norms only: its bytes lie in other partitions than before, which other tensors share.
     """
     dtype_a: str | None
@@ -252,16 +253,18 @@ class _Comparison:
         return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
 
     def _one_sided(self) -> None:
-        """Note the tensors of which no name is in the other checkpoint."""
+        """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
         for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
             for rank, row in side.ranked_rows():
                 names = (row.name, *row.aliases)
-                if self._chosen(names) and not any((rank, name) in other.rows for name in names):
+                alone = tuple(name for name in names if (rank, name) not in other.rows)
+                if alone and self._chosen(alone):
+                    size = row.nbytes if alone == names else 0
                     is_added = change == "added"
                     self.changed.append(
                         TensorChange(
-                            name=row.name,
-                            aliases=row.aliases,
+                            name=alone[0],
+                            aliases=alone[1:],
                             rank=rank,
                             role=row.role,
                             change=change,
@@ -269,9 +272,9 @@ class _Comparison:
                             dtype_b=row.dtype if is_added else None,
                             shape_a=None if is_added else row.shape,
                             shape_b=row.shape if is_added else None,
-                            bytes_a=0 if is_added else row.nbytes,
-                            bytes_b=row.nbytes if is_added else 0,
-                            shared_bytes=_bytes_in(row, other.partitions),
+                            bytes_a=0 if is_added else size,
+                            bytes_b=size if is_added else 0,
+                            shared_bytes=_bytes_in(row, other.partitions) if size else 0,
                             norms=None,
                         )
                     )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
 
 _WIDE_INTEGERS = ("int64", "uint64")
 _PACKED = "float4_e2m1fn_x2"
@@ -68,7 +68,7 @@ class NormSums:
         self._elements += count
         same_dtype = self.dtypes[0] == self.dtypes[1]
         if same_dtype:
-            self._differing += int((a != b).reshape(count, -1).any(axis=1).sum())
+            self._differing += _count_differing(a, b, DTYPE_BYTES[self.dtypes[0]])
         if self.note and same_dtype:
             return
         # A value too large for the sum makes it infinite, which is the answer.
@@ -83,12 +83,15 @@ class NormSums:
 
     def _add_numbers(self, a: Numbers, b: Numbers) -> None:
         finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-        self._nonfinite_a += int((~finite_a).sum())
-        self._nonfinite_b += int((~finite_b).sum())
-        self._l2_a = math.hypot(self._l2_a, _l2(np.abs(a[finite_a])))
+        nonfinite = [len(finite) - int(np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
+        self._nonfinite_a += nonfinite[0]
+        self._nonfinite_b += nonfinite[1]
+        # Choosing elements costs a copy, which is saved where all are chosen.
+        self._l2_a = math.hypot(self._l2_a, _l2(np.abs(a[finite_a] if nonfinite[0] else a)))
         if self.dtypes[0] != self.dtypes[1] or self.dtypes[0] not in _WIDE_INTEGERS:
-            both = finite_a & finite_b
-            self._add_difference(np.abs(b[both] - a[both]))
+            if any(nonfinite):
+                a, b = a[finite_a & finite_b], b[finite_a & finite_b]
+            self._add_difference(np.abs(b - a))
 
     def _add_difference(self, sizes: npt.NDArray[np.float64]) -> None:
         self._l2_difference = math.hypot(self._l2_difference, _l2(sizes))
@@ -128,9 +131,24 @@ def _without_norms(dtypes: tuple[str, str], role: str) -> str:
 
 
 def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
-    wide = torch.complex128 if dtype.startswith("complex") else torch.float64
-    numbers: Numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
+    is_complex = dtype.startswith("complex")
+    known = NUMPY_DTYPES.get(dtype)
+    numbers: Numbers
+    if known is not None:
+        numbers = data.view(known).astype(np.complex128 if is_complex else np.float64)
+    else:
+        wide = torch.complex128 if is_complex else torch.float64
+        numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
     return numbers
+
+
+def _count_differing(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], size: int) -> int:
+    """Count the elements of ``size`` bytes that are not the same bits."""
+    words = f"u{min(size, 8)}"
+    differ = a.view(words) != b.view(words)
+    if size > 8:  # noqa: PLR2004 - the widest integer of numpy, in bytes
+        differ = differ.reshape(-1, size // 8).any(axis=1)
+    return int(np.count_nonzero(differ))
 
 
 def _integer_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float64]:
@@ -147,5 +165,5 @@ def _l2(sizes: npt.NDArray[np.float64]) -> float:
     largest = float(sizes.max(initial=0.0))
     if largest == 0.0 or not math.isfinite(largest):
         return largest
-    scaled = sizes / largest
-    return largest * math.sqrt(float(np.dot(scaled, scaled)))
+    # Not np.dot: the threads of a BLAS, and torch's beside them, wait for each other on few cores.
+    return largest * math.sqrt(float(np.square(sizes / largest).sum()))

@@ -6,19 +6,30 @@ from asymcheck.config import StoreConfig, __version__
 from asymcheck.errors import AbandonedCheckpointsWarning, SkippedCheckpointWarning, StepOrderWarning
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.collect import Collected
+from asymcheck.recovery.accounting import Accounting, CheckpointBytes, RoleBytes
+from asymcheck.recovery.difference import Difference, TensorChange, ValueChange
+from asymcheck.recovery.history import History, HistoryEntry, Opening
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor
+from asymcheck.recovery.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Restored, Stateful, Usage
 from asymcheck.verify import Finding, Severity
 
 __all__ = [
     "AbandonedCheckpointsWarning",
+    "Accounting",
     "Checkpoint",
+    "CheckpointBytes",
     "Checkpointer",
     "Collected",
+    "Difference",
     "Finding",
+    "History",
+    "HistoryEntry",
+    "Opening",
     "Restored",
     "RngState",
+    "RoleBytes",
     "Severity",
     "SkippedCheckpointWarning",
     "Stateful",
@@ -27,7 +38,10 @@ __all__ = [
     "StoreConfig",
     "StoredPartition",
     "StoredTensor",
+    "TensorChange",
+    "TensorNorms",
     "Usage",
+    "ValueChange",
     "__version__",
     "errors",
     "events",

@@ -26,7 +26,10 @@ from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import Place, SaveRequest, save
+from asymcheck.recovery.accounting import Accounting, account
 from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
+from asymcheck.recovery.difference import Difference, compare
+from asymcheck.recovery.history import History, read_history
 from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.line import begin_generation, read_line
 from asymcheck.recovery.load import Loaded, load
@@ -261,6 +264,56 @@ class Store:
         check_glob(pattern)
         ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
+
+    def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
+        """Return the checkpoints along the line of training, newest first, and where training went back.
+
+        With ``everything`` also those that are abandoned, incomplete or damaged. Reads no tensor bytes.
+
+        Raises:
+            CheckpointNotFoundError: the store has other runs, but not this one.
+            HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
+        """
+        self._tier.check_usable()
+        return read_history(self._tier, layout.check_run(run), everything=everything)
+
+    def diff(
+        self,
+        a: int | str,
+        b: int | str,
+        *,
+        run: str = DEFAULT_RUN,
+        tensors: str = "*",
+        norms: bool = True,
+        progress: Progress | None = None,
+    ) -> Difference:
+        """Return what changed between two checkpoints, every byte that was read verified.
+
+        Args:
+            a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
+            b: likewise.
+            run: whose checkpoints, where the names do not say.
+            tensors: a glob of the dotted names to compare.
+            norms: whether to read what changed and say by how much; without, only manifests are read.
+            progress: called with bytes compared so far and in all.
+
+        Raises:
+            InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
+            DamagedPartitionError, FormatError, HeadRecordError
+        """
+        self._tier.check_usable()
+        return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
+
+    def accounting(self, run: str | None = None) -> Accounting:
+        """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
+
+        Reads manifests and the indexes of packs only.
+
+        Raises:
+            CheckpointNotFoundError: the store has other runs, but not this one.
+        """
+        self._tier.check_usable()
+        return account(self._tier, None if run is None else layout.check_run(run))
 
     def usage(self) -> Usage:
         """Return the bytes that the store takes on disk."""

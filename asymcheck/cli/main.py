@@ -9,8 +9,11 @@ import traceback
 import click
 
 from asymcheck.cli.convert_command import convert
+from asymcheck.cli.diff_command import diff
+from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
+from asymcheck.cli.log_command import log
 from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
@@ -35,10 +38,8 @@ def commands() -> None:
     """
 
 
-commands.add_command(convert)
-commands.add_command(inspect)
-commands.add_command(restore)
-commands.add_command(verify)
+for _command in (convert, diff, du, inspect, log, restore, verify):
+    commands.add_command(_command)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime as dt
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 import click
@@ -20,6 +21,8 @@ from rich.text import Text
 _PIPE_WIDTH = 10_000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP = 1024
+_MINUTE = 60
+_SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def console() -> Console:
@@ -31,12 +34,26 @@ def console() -> Console:
 
 def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under headings; each column is a heading and ``left`` or ``right``."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
     for heading, side in columns:
-        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side == "right")
+        # Folded, not cut: names of tensors differ at their ends.
+        is_number = side == "right"
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console().print(table)
+
+
+def print_entry(heading: str, details: Sequence[str]) -> None:
+    """Print a heading with indented lines below it, wrapped to the terminal."""
+    click.secho(heading, bold=True)
+    indent = " " * 4
+    for line in details:
+        click.echo(
+            textwrap.fill(
+                line, console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
+        )
 
 
 def print_json(value: object) -> None:
@@ -70,6 +87,24 @@ def moment(nanoseconds: int) -> str:
     """Return a time for people, in UTC."""
     when = dt.datetime.fromtimestamp(nanoseconds / 1e9, tz=dt.timezone.utc)
     return when.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration(nanoseconds: int) -> str:
+    """Return a span of time for people, for instance ``3 h 20 min``."""
+    sign, seconds = ("-", -nanoseconds / 1e9) if nanoseconds < 0 else ("", nanoseconds / 1e9)
+    if round(seconds, 1) < _MINUTE:
+        return f"{sign}{seconds:.1f} s"
+    whole = round(seconds)
+    for length, unit, part, smaller in _SPANS:
+        if whole >= length:
+            rest = whole % length // part
+            return f"{sign}{whole // length} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{sign}{whole} s"
+
+
+def count(number: int, thing: str) -> str:
+    """Return a number of things, for instance ``1 checkpoint`` or ``2 checkpoints``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 @contextlib.contextmanager

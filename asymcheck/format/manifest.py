@@ -143,6 +143,11 @@ class Manifest:
         names: list[str] = self._batch.column("name").to_pylist()
         return names
 
+    def roles(self) -> list[str]:
+        """Return the roles of all rows."""
+        roles: list[str] = self._batch.column("role").to_pylist()
+        return roles
+
     def row(self, index: int) -> TensorRow:
         """Return one row as a value; for many rows use the columns."""
         return self.rows([index])[0]

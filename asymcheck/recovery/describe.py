@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asymcheck.errors import AsymcheckError, HeadRecordError
+from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import Line, check_generations, read_line
 from asymcheck.recovery.load import Loaded
 from asymcheck.recovery.resolve import read_manifests
@@ -28,25 +31,27 @@ def is_on_line(tier: NvmeTier, run: str, ref: CheckpointRef) -> bool | None:
 
 def describe(tier: NvmeTier, listing: CheckpointFiles, line: Line | None) -> Checkpoint:
     """Describe a checkpoint by its name and its manifests."""
-    state_bytes = 0
-    metrics: dict[str, float] = {}
     try:
-        for manifest in read_manifests(tier, listing):
-            state_bytes += manifest.total_bytes
-            metrics.update(manifest.header.metrics)
-        complete = True
+        return describe_by(listing, read_manifests(tier, listing), line)
     except AsymcheckError:
-        complete = False
+        return describe_by(listing, None, line)
+
+
+def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, line: Line | None) -> Checkpoint:
+    """Describe a checkpoint; ``manifests`` is None when they are not all there, or one cannot be read."""
+    metrics: dict[str, float] = {}
+    for manifest in manifests or ():
+        metrics.update(manifest.header.metrics)
     return Checkpoint(
         run=listing.run,
         step=listing.ref.step,
         generation=listing.ref.generation,
         save_id=listing.ref.save_id.hex(),
         world_size=listing.world_size,
-        complete=complete,
+        complete=manifests is not None,
         on_line=None if line is None else listing.ref in line,
         created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
-        state_bytes=state_bytes,
+        state_bytes=sum(manifest.total_bytes for manifest in manifests or ()),
         metrics=metrics,
     )
 

@@ -29,23 +29,31 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
     searching = threading.Lock()
 
     def read(name: Digest, slot: Slot) -> None:
-        place(name, _read_any(sources, name, slot, searching))
+        place(name, read_any(sources, name, slot, searching))
 
     work_off(
         sources.in_reading_order(digests),
         read,
         slots=slots,
-        payload_bytes=max((_stored_length(sources.copy(name)) for name in digests), default=0),
+        payload_bytes=max((stored_length(sources.copy(name)) for name in digests), default=0),
         threads=threads,
         name="fetch",
     )
 
 
-def _stored_length(copy: Copy) -> int:
+def stored_length(copy: Copy) -> int:
+    """Return the bytes of payload of a copy's frame."""
     return int(copy.pack.entries[copy.sequence]["stored_length"])
 
 
-def _read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.Lock) -> memoryview:
+def read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.Lock) -> memoryview:
+    """Read a partition from the first of its copies that is intact and return its plain bytes, in ``slot`` as a rule.
+
+    ``searching`` keeps threads that share ``sources`` from looking for further copies together.
+
+    Raises:
+        DamagedPartitionError: no copy is intact; the message names packs and frames.
+    """
     first = sources.copy(name)
     try:
         return read_checked(first, name, slot)
@@ -55,7 +63,7 @@ def _read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.L
         others = sources.other_copies(name, first)
     for copy in others:
         try:
-            return read_checked(copy, name, Slot(max(slot.payload_bytes, _stored_length(copy), BLOCK_BYTES)))
+            return read_checked(copy, name, Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES)))
         except (FormatError, StorageError) as error:
             problems.append(_problem(copy, error))
     raise DamagedPartitionError("; ".join(problems), name)

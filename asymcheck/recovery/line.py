@@ -29,14 +29,13 @@ class Line:
         return limit is None or ref <= limit
 
 
-def read_line(tier: NvmeTier, run: str) -> Line:
-    """Follow the head records of a run.
+def read_line(tier: NvmeTier, run: str, generation: int | None = None) -> Line:
+    """Follow the head records of a run from the present, or from another generation as if it were the present one.
 
     Raises:
         HeadRecordError: one that is needed is missing or damaged.
     """
-    heads = tier.manifests.heads(run)
-    present = max(heads, default=1)
+    present = max(tier.manifests.heads(run), default=1) if generation is None else generation
     limits: dict[int, CheckpointRef | None] = {}
     generation, limit = present, None
     while True:

@@ -17,6 +17,10 @@ from tests.cli.conftest import Outcome
 Call = Callable[..., Outcome]
 
 
+WORDS = {"diff": ("10", "20")}
+"""What a command needs after the store."""
+
+
 @pytest.mark.parametrize("name", sorted(commands.commands))
 def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
     """Every command's help names each status."""
@@ -28,7 +32,7 @@ def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(commands.commands))
 def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
     """A store that is not there: status 3, the path in the message, and nothing is created."""
-    outcome = call(name, tmp_path / "nowhere")
+    outcome = call(name, tmp_path / "nowhere", *WORDS.get(name, ()))
     assert outcome.status == exits.NOT_FOUND
     assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
     assert list(tmp_path.iterdir()) == []
@@ -38,7 +42,7 @@ def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
 def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
     """A directory that is not a store: status 3, and it says so."""
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    outcome = call(name, tmp_path)
+    outcome = call(name, tmp_path, *WORDS.get(name, ()))
     assert outcome.status == exits.NOT_FOUND
     assert "is not an asymcheck store" in outcome.err
 
@@ -47,15 +51,17 @@ def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
 def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
     """Both copies of the descriptor destroyed: status 4."""
     (store / "asymcheck.store").write_bytes(bytes(8192))
-    outcome = call(name, store)
+    outcome = call(name, store, *WORDS.get(name, ()))
     assert outcome.status == exits.UNREADABLE
     assert "both copies" in outcome.err
 
 
-@pytest.mark.parametrize("name", sorted(commands.commands))
-def test_a_step_that_is_not_there(call: Call, name: str, store: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [("inspect", "--step", 99), ("verify", "--step", 99), ("diff", 10, 99)], ids=["inspect", "verify", "diff"]
+)
+def test_a_step_that_is_not_there(call: Call, words: tuple[str, ...], store: Path) -> None:
     """Status 3, and the message says which steps there are."""
-    outcome = call(name, store, "--step", 99)
+    outcome = call(words[0], store, *words[1:])
     assert outcome.status == exits.NOT_FOUND
     assert "it has steps 10, 20, 25, 30" in outcome.err
 

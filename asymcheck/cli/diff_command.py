@@ -1,0 +1,142 @@
+"""``asymcheck diff``: what changed between two checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.recovery.difference import Difference, TensorChange
+from asymcheck.recovery.norms import TensorNorms
+from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.types import Checkpoint
+
+_HEX_SHOWN = 12
+_SAVES_SHOWN = 3
+
+
+@click.command(epilog=exits.HELP)
+@click.argument("store", type=click.Path())
+@click.argument("a")
+@click.argument("b")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run of A and B, where they do not name one.")
+@click.option("--tensors", "pattern", default="*", help="Only what has a name that matches this glob, as 'model.*'.")
+@click.option("--norms/--no-norms", default=True, help="Read what changed and say by how much [default: yes].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+    """Show what changed from checkpoint A to checkpoint B of STORE.
+
+    \b
+    A and B are each one of
+      STEP             the checkpoint of this step that a restore would take
+      save:DIGITS      the one whose save id begins with these digits (see 'asymcheck log')
+      RUN@STEP, RUN@save:DIGITS
+
+    Tensors whose digests are equal are not read. Of the others every byte is read and checked, a few partitions at a
+    time. Norms are in float64: of integers and bool, too; those of complex numbers in complex128. Elements that are
+    infinite or not a number are counted and left out of the norms. There are no norms of states of random number
+    generators, of float4, and where the shape changed.
+    With --no-norms nothing is read but manifests; then a tensor that shares its partitions with others may be
+    'undecided'.
+    The status is 0 whether they differ or not.
+    """  # noqa: D301 - click wants the character
+    with Store.open(store, read_only=True) as opened, output.progress("diff") as progress:
+        difference = opened.diff(a, b, run=run, tensors=pattern, norms=norms, progress=progress)
+    if as_json:
+        output.print_json({"store": store, "difference": difference})
+        return
+    _show_side("A", difference.a, difference.other_saves_a)
+    _show_side("B", difference.b, difference.other_saves_b)
+    if difference.tensors:
+        _show_tensors(difference.tensors)
+    compared = [(change, change.norms) for change in difference.tensors if change.norms is not None]
+    if compared:
+        _show_norms(compared)
+    if difference.values:
+        output.print_table(
+            [("value", "left"), ("in A", "left"), ("in B", "left")],
+            [[change.name, change.a or "(none)", change.b or "(none)"] for change in difference.values],
+        )
+    _show_sums(difference)
+
+
+def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
+    details = []
+    if others:
+        listed = ", ".join(f"save:{other[:_HEX_SHOWN]}" for other in others[:_SAVES_SHOWN])
+        more = " …" if len(others) > _SAVES_SHOWN else ""
+        details.append(f"step {item.step} was saved {len(others) + 1} times, also as {listed}{more}")
+    save = f"save {item.save_id[:_HEX_SHOWN]}  {output.moment(item.created_ns)} UTC"
+    output.print_entry(f"{letter}  {item.run}  step {item.step}  generation {item.generation}  {save}", details)
+
+
+def _show_tensors(changes: tuple[TensorChange, ...]) -> None:
+    output.print_table(
+        [
+            ("tensor", "left"),
+            ("change", "left"),
+            ("dtype", "left"),
+            ("shape", "left"),
+            ("bytes", "right"),
+            ("shared", "right"),
+        ],
+        [
+            [
+                " = ".join((change.name, *change.aliases)),
+                change.change,
+                _from_to(change.dtype_a, change.dtype_b),
+                _from_to(_shape(change.shape_a), _shape(change.shape_b)),
+                output.size(change.bytes_a if change.change == "removed" else change.bytes_b),
+                output.size(change.shared_bytes),
+            ]
+            for change in changes
+        ],
+    )
+
+
+def _from_to(a: str | None, b: str | None) -> str:
+    return f"{a} → {b}" if a is not None and b is not None and a != b else a or b or ""
+
+
+def _shape(shape: tuple[int, ...] | None) -> str | None:
+    return None if shape is None else "×".join(map(str, shape)) or "scalar"
+
+
+def _show_norms(compared: list[tuple[TensorChange, TensorNorms]]) -> None:
+    notes: dict[str, list[str]] = {}
+    rows = []
+    for change, norms in compared:
+        numbers = [norms.l2_a, norms.l2_difference, norms.relative, norms.largest]
+        shown = ["–" if number is None else f"{number:.4g}" for number in numbers]
+        odd = f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
+        rows.append([change.name, *shown, str(norms.differing), odd])
+        if norms.note:
+            notes.setdefault(norms.note, []).append(change.name)
+    columns = [("tensor", "left"), ("|A|", "right"), ("|B−A|", "right"), ("relative", "right"), ("largest", "right")]
+    columns += [("differ", "right"), ("not finite", "right")]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    output.print_table(columns, rows)
+    for note, names in notes.items():
+        click.echo(f"no norms of {', '.join(names)}: {note}")
+
+
+def _show_sums(difference: Difference) -> None:
+    words = {
+        "added": "added",
+        "removed": "removed",
+        "shape": "changed in shape",
+        "dtype": "changed in dtype",
+        "value": "changed in value",
+        "undecided": "undecided",
+    }
+    counts = Counter(change.change for change in difference.tensors)
+    parts = [f"{counts[change]} {word}" for change, word in words.items() if counts[change]]
+    parts.append(f"{difference.unchanged_tensors} unchanged ({output.size(difference.unchanged_bytes)})")
+    click.echo(f"tensors: {', '.join(parts)}")
+    if difference.values or difference.unchanged_values:
+        click.echo(f"values: {len(difference.values)} changed, {difference.unchanged_values} unchanged")
+    share = f" ({difference.shared_bytes / difference.bytes_b:.0%} of B)" if difference.bytes_b else ""
+    a, b = output.size(difference.bytes_a), output.size(difference.bytes_b)
+    click.echo(f"bytes: {a} in A, {b} in B, {output.size(difference.shared_bytes)} shared{share}")

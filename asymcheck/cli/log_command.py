@@ -1,0 +1,102 @@
+"""``asymcheck log``: the history of a run."""
+
+from __future__ import annotations
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.recovery.history import History, HistoryEntry, Opening
+from asymcheck.store import DEFAULT_RUN, Store
+
+_HEX_SHOWN = 12
+_METRICS_SHOWN = 8
+
+
+@click.command(epilog=exits.HELP)
+@click.argument("store", type=click.Path())
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also what is abandoned, incomplete or damaged, marked as such."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.pass_context
+def log(ctx: click.Context, store: str, run: str, everything: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+    """Show the checkpoints of a run of STORE along its line of training, newest first.
+
+    A line of dashes shows where training went on from an earlier checkpoint.
+    When a head record is lost, the line is not known: then --all shows what there is, and the status is 6.
+    Reads manifests and head records only, never a tensor; 'asymcheck verify' checks the bytes.
+    """
+    with Store.open(store, read_only=True) as opened:
+        history = opened.history(run, everything=everything)
+    if as_json:
+        output.print_json({"store": store, "history": history})
+    else:
+        _show(history)
+    ctx.exit(exits.WARNINGS if history.line_problem else exits.OK)
+
+
+def _show(history: History) -> None:
+    if not (history.entries or history.openings or history.hidden_abandoned or history.hidden_incomplete):
+        click.echo("no checkpoints yet")
+        return
+    if history.line_problem:
+        click.echo(f"asymcheck: {history.line_problem}", err=True)
+    openings = list(history.openings)
+    newest = next((entry for entry in history.entries if _mark(entry, history) == ""), None)
+    for entry in history.entries:
+        while openings and openings[0].generation > entry.checkpoint.generation:
+            _show_opening(openings.pop(0))
+        _show_entry(entry, "newest" if entry is newest else _mark(entry, history))
+    for opening in openings:
+        _show_opening(opening)
+    hidden = [
+        output.count(number, f"{word} checkpoint")
+        for number, word in ((history.hidden_abandoned, "abandoned"), (history.hidden_incomplete, "incomplete"))
+        if number
+    ]
+    if hidden:
+        click.echo(f"{' and '.join(hidden)} not shown; --all shows them")
+
+
+def _mark(entry: HistoryEntry, history: History) -> str:
+    """Say what is the matter with a checkpoint; nothing when it can be restored and leads to the present."""
+    marks = [] if entry.checkpoint.complete else ["incomplete or damaged"]
+    if history.line_problem:
+        marks.append("line unknown")
+    elif not entry.checkpoint.on_line:
+        marks.append("abandoned")
+    return ", ".join(marks)
+
+
+def _show_entry(entry: HistoryEntry, mark: str) -> None:
+    item = entry.checkpoint
+    name = f"step {item.step}  generation {item.generation}  save {item.save_id[:_HEX_SHOWN]}"
+    details = [entry.problem] if entry.problem else []
+    if item.complete:
+        since = "" if entry.since_before_ns is None else f"{output.duration(entry.since_before_ns)} after step "
+        after = since and f", {since}{entry.step_before}"
+        details.append(f"{output.size(item.state_bytes)}{after}, by {entry.writer}")
+        shown = [f"{name} {value:.6g}" for name, value in list(item.metrics.items())[:_METRICS_SHOWN]]
+        more = [f"… {len(item.metrics) - _METRICS_SHOWN} more"] if len(item.metrics) > _METRICS_SHOWN else []
+        if shown:
+            details.append(", ".join([*shown, *more]))
+    output.print_entry(f"{name}  {output.moment(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
+
+
+def _show_opening(opening: Opening) -> None:
+    what = f"--- generation {opening.generation}"
+    if opening.problem:
+        output.print_entry(f"{what}: its head record cannot be read", [opening.problem])
+        return
+    origin = (
+        "began from nothing"
+        if opening.parent_step is None
+        else f"went on from step {opening.parent_step}, generation {opening.parent_generation}"
+    )
+    lost = "" if opening.abandoned is None else f"; {output.count(opening.abandoned, 'checkpoint')} abandoned"
+    mark = "" if opening.on_line else " (not on the line)"
+    when = "" if opening.opened_ns is None else f"{output.moment(opening.opened_ns)} UTC, by {opening.writer}"
+    output.print_entry(
+        f"{what} {origin}{lost if opening.abandoned or opening.parent_step is not None else ''}{mark}", [when]
+    )

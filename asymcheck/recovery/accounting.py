@@ -1,0 +1,360 @@
+"""Accounting: which checkpoint and which role needs how many bytes, and what collection would free.
+
+Reads manifests and the indexes of packs, never a tensor and never the catalog. Partitions are counted as numbers in
+arrays, so that a million of them are a matter of seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import (
+    AsymcheckError,
+    CheckpointNotFoundError,
+    HeadRecordError,
+    MissingPartitionError,
+    TooManyFilesError,
+)
+from asymcheck.format import layout, registry
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.pack import frame_lengths
+from asymcheck.recovery.line import Line, read_line
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import PackId
+
+_Ints = npt.NDArray[np.int64]
+_STAT_BLOCK = 512
+_ROLES = {role: number for number, role in enumerate(registry.ROLES)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointBytes:
+    """What one checkpoint takes. Stored bytes are those of whole frames: header, payload and padding."""
+
+    run: str
+    """The run."""
+    step: int
+    """The training step."""
+    generation: int
+    """The line of training."""
+    save_id: str
+    """The attempt that saved it, 32 hexadecimal digits."""
+    complete: bool
+    """Whether the manifests of all ranks are there and can be read."""
+    on_line: bool
+    """Whether it leads to the present."""
+    state_bytes: int
+    """Bytes of all its tensors."""
+    stored_bytes: int
+    """Stored bytes of the partitions that it refers to, each counted once."""
+    own_bytes: int
+    """Those that no other checkpoint of any run refers to: what deleting it makes garbage."""
+    shared_bytes: int
+    """The rest of ``stored_bytes``."""
+    manifest_bytes: int
+    """Bytes of its manifests, which deleting it gives back at once."""
+    missing_partitions: int
+    """Partitions that it refers to and that lie in no readable pack."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleBytes:
+    """What the tensors of one role take, in all the checkpoints listed."""
+
+    role: str
+    """A role of the format, for instance ``weights``."""
+    state_bytes: int
+    """Bytes of these tensors, summed over the checkpoints."""
+    stored_bytes: int
+    """Stored bytes of their partitions, each counted once; one with several roles counts to one of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accounting:
+    """What a store takes on disk, and for what.
+
+    ``pack_bytes`` is the sum of ``live_bytes``, ``locked_bytes``, ``freeable_bytes``, ``overhead_bytes`` and
+    ``unreadable_bytes``. What a save in progress has written and not committed yet looks like garbage.
+    """
+
+    store_id: str
+    """The store's id, 32 hexadecimal digits."""
+    checkpoints: tuple[CheckpointBytes, ...]
+    """The checkpoints, or those of one run, oldest first."""
+    roles: tuple[RoleBytes, ...]
+    """What they hold, by role."""
+    packs: int
+    """Number of packs in use."""
+    pack_bytes: int
+    """Bytes of their files."""
+    live_bytes: int
+    """Bytes of frames that a checkpoint of any run refers to, further copies of a partition included."""
+    locked_bytes: int
+    """Bytes of frames that none refers to, in packs that collection keeps: for the sake of other frames of them, or
+    because their index is damaged. While a manifest is unreadable, it keeps all packs."""
+    freeable_packs: int
+    """Number of packs that collection would free: they hold no live frame."""
+    freeable_bytes: int
+    """Bytes of their files."""
+    overhead_bytes: int
+    """Headers and indexes of the other packs, and what is left in their files of an earlier life."""
+    damaged_packs: int
+    """Number of packs whose header or index is damaged; collection keeps them."""
+    unreadable_bytes: int
+    """Bytes of files of packs of which nothing can be read."""
+    pooled_packs: int
+    """Number of freed packs kept to be overwritten."""
+    pooled_bytes: int
+    """Bytes of their files."""
+    unfinished_bytes: int
+    """Bytes of packs that are being written, or were when a process was killed."""
+    manifests: int
+    """Number of manifests."""
+    manifest_bytes: int
+    """Bytes of their files."""
+    unreadable_manifests: int
+    """How many of them cannot be read. What they need looks like garbage, so collection frees nothing."""
+    catalog_bytes: int
+    """Bytes that the catalog takes on disk."""
+
+
+def account(tier: NvmeTier, run: str | None = None) -> Accounting:
+    """Count the bytes of a store; list the checkpoints of one run, or of all.
+
+    Raises:
+        CheckpointNotFoundError: the store has other runs, but not this one.
+    """
+    runs = tier.manifests.runs()
+    if run is not None and runs and run not in runs:
+        raise CheckpointNotFoundError(f"store {tier.root} has no run {run!r}; it has runs {', '.join(runs)}")
+    needs, frames = _Needs(), _Frames()
+    # In this order a checkpoint that is committed meanwhile is left out; in the other its partitions would seem lost.
+    for name in runs:
+        needs.add_run(tier, name)
+    for pack_id in tier.pack_ids():
+        frames.add(tier, pack_id)
+    return _Sums(tier, needs, frames).result(run)
+
+
+@dataclasses.dataclass
+class _Member:
+    """One checkpoint while it is being counted."""
+
+    listing: CheckpointFiles
+    on_line: bool
+    complete: bool = True
+    state_bytes: int = 0
+    manifest_bytes: int = 0
+
+
+class _Needs:
+    """What all checkpoints refer to: one reference an extent, in columns."""
+
+    def __init__(self) -> None:
+        self.members: list[_Member] = []
+        self.unreadable = 0
+        self.digests: list[bytes] = []
+        self.users: list[_Ints] = []
+        self.roles: list[_Ints] = []
+        self.state_by_role: list[_Ints] = []
+
+    def add_run(self, tier: NvmeTier, run: str) -> None:
+        try:
+            line = read_line(tier, run)
+        except HeadRecordError:
+            line = Line(0, {})
+        for listing in tier.manifests.checkpoints(run):
+            member = _Member(listing, listing.ref in line, listing.is_complete)
+            by_role = np.zeros(len(_ROLES), dtype=np.int64)
+            for name in listing.manifests:
+                path = tier.manifests.directory(run, listing.ref) / str(name)
+                with contextlib.suppress(OSError):  # deleted since it was listed
+                    member.manifest_bytes += path.stat().st_size
+                try:
+                    manifest = tier.manifests.read(run, listing.ref, name)
+                except AsymcheckError:
+                    member.complete = False
+                    self.unreadable += 1
+                else:
+                    self._add(manifest, member, by_role)
+            self.members.append(member)
+            self.state_by_role.append(by_role)
+
+    def _add(self, manifest: Manifest, member: _Member, by_role: _Ints) -> None:
+        roles = np.array([_ROLES[role] for role in manifest.roles()], dtype=np.int64)
+        np.add.at(by_role, roles, manifest.nbytes)
+        member.state_bytes += manifest.total_bytes
+        self.digests.append(manifest.extent_digests.tobytes())
+        self.roles.append(np.repeat(roles, np.diff(manifest.extent_starts)))
+        self.users.append(np.full(len(manifest.extent_digests), len(self.members), dtype=np.int64))
+
+
+class _Frames:
+    """What all packs hold: one entry a frame, in columns."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.lengths: list[_Ints] = []
+        self.packs: list[_Ints] = []
+        self.file_bytes: list[int] = []
+        self.is_damaged: list[bool] = []
+        self.unreadable = 0
+        self.unreadable_bytes = 0
+
+    def add(self, tier: NvmeTier, pack_id: PackId) -> None:
+        path = tier.packs / layout.pack_name(pack_id)
+        try:
+            pack = tier.open_pack(pack_id)
+        except MissingPartitionError:
+            return  # recycled since it was listed
+        except TooManyFilesError:
+            raise  # nothing is wrong with the pack
+        except AsymcheckError:
+            with contextlib.suppress(OSError):  # as above
+                self.unreadable_bytes += path.stat().st_size
+                self.unreadable += 1
+            return
+        try:
+            # While it is open it is locked, so the file is there and is still this pack.
+            self.file_bytes.append(path.stat().st_size)
+            self.is_damaged.append(pack.damage is not None)
+            self.digests.append(pack.entries["digest"].tobytes())
+            self.lengths.append(frame_lengths(pack.entries["stored_length"]).astype(np.int64))
+            self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
+        finally:
+            pack.close()
+
+
+class _Sums:
+    """The sums, over partitions that are numbered from 0."""
+
+    def __init__(self, tier: NvmeTier, needs: _Needs, frames: _Frames) -> None:
+        self.tier, self.needs, self.frames = tier, needs, frames
+        users, self.roles = _joined(needs.users), _joined(needs.roles)
+        numbers, self.count = _number(b"".join(needs.digests + frames.digests))
+        self.needed, self.stored = numbers[: len(users)], numbers[len(users) :]
+        self.users = users
+        self.lengths, self.packs = _joined(frames.lengths), _joined(frames.packs)
+        self.bytes_of = _summed(self.stored, self.lengths, self.count)
+        pairs = np.unique(users * max(self.count, 1) + self.needed)
+        self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
+        self.users_of = np.bincount(self.pair_needs, minlength=self.count)
+
+    def result(self, run: str | None) -> Accounting:
+        tier, needs, frames = self.tier, self.needs, self.frames
+        chosen = np.array([run in (None, member.listing.run) for member in needs.members], dtype=bool)
+        live = self.users_of[self.stored] > 0
+        held = _summed(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
+        # Collection leaves a pack alone whose index it cannot trust, and all packs when it cannot know what is needed.
+        kept = held | np.array(frames.is_damaged, dtype=bool) | (needs.unreadable > 0)
+        file_bytes = np.array(frames.file_bytes, dtype=np.int64)
+        live_bytes = int(self.lengths[live].sum())
+        locked_bytes = int(self.lengths[~live & kept[self.packs]].sum())
+        pooled = tier.pool.sizes().values()
+        return Accounting(
+            store_id=tier.descriptor.store_id.hex(),
+            checkpoints=self._checkpoints(chosen),
+            roles=self._by_role(chosen),
+            packs=len(file_bytes) + frames.unreadable,
+            pack_bytes=int(file_bytes.sum()) + frames.unreadable_bytes,
+            live_bytes=live_bytes,
+            locked_bytes=locked_bytes,
+            freeable_packs=int((~kept).sum()),
+            freeable_bytes=int(file_bytes[~kept].sum()),
+            overhead_bytes=int(file_bytes[kept].sum()) - live_bytes - locked_bytes,
+            damaged_packs=sum(frames.is_damaged) + frames.unreadable,
+            unreadable_bytes=frames.unreadable_bytes,
+            pooled_packs=len(pooled),
+            pooled_bytes=sum(pooled),
+            unfinished_bytes=_unfinished_bytes(tier),
+            manifests=sum(len(member.listing.manifests) for member in needs.members),
+            manifest_bytes=sum(member.manifest_bytes for member in needs.members),
+            unreadable_manifests=needs.unreadable,
+            catalog_bytes=_catalog_bytes(tier),
+        )
+
+    def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
+        members = self.needs.members
+        bytes_of, alone = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
+        stored = _summed(self.pair_users, bytes_of, len(members)).tolist()
+        own = _summed(self.pair_users, bytes_of * alone, len(members)).tolist()
+        # A frame is never empty, so a partition of no bytes lies nowhere.
+        missing = _summed(self.pair_users, (bytes_of == 0).astype(np.int64), len(members)).tolist()
+        return tuple(
+            CheckpointBytes(
+                run=member.listing.run,
+                step=member.listing.ref.step,
+                generation=member.listing.ref.generation,
+                save_id=member.listing.ref.save_id.hex(),
+                complete=member.complete,
+                on_line=member.on_line,
+                state_bytes=member.state_bytes,
+                stored_bytes=stored[number],
+                own_bytes=own[number],
+                shared_bytes=stored[number] - own[number],
+                manifest_bytes=member.manifest_bytes,
+                missing_partitions=missing[number],
+            )
+            for number, member in enumerate(members)
+            if chosen[number]
+        )
+
+    def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
+        state = sum(
+            (by_role for by_role, wanted in zip(self.needs.state_by_role, chosen, strict=True) if wanted),
+            np.zeros(len(_ROLES), dtype=np.int64),
+        )
+        counted = chosen[self.users] if len(self.users) else np.zeros(0, dtype=bool)
+        role_of = np.full(self.count, -1, dtype=np.int64)
+        role_of[self.needed[counted]] = self.roles[counted]
+        named = role_of >= 0
+        stored = _summed(role_of[named], self.bytes_of[named], len(_ROLES))
+        return tuple(
+            RoleBytes(role, int(state[number]), int(stored[number]))
+            for role, number in _ROLES.items()
+            if state[number] or stored[number]
+        )
+
+
+def _joined(columns: list[_Ints]) -> _Ints:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
+
+
+def _summed(keys: _Ints, values: _Ints, count: int) -> _Ints:
+    """Return the sum of the values of each key from 0 to ``count`` - 1, in integers."""
+    sums = np.zeros(count, dtype=np.int64)
+    np.add.at(sums, keys, values)
+    return sums
+
+
+def _number(digests: bytes) -> tuple[_Ints, int]:
+    """Number equal digests alike, from 0; return a number for each digest, and how many numbers there are."""
+    halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+    order = np.lexsort((halves[:, 0], halves[:, 1]))
+    ordered = halves[order]
+    is_new = np.ones(len(ordered), dtype=bool)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    numbers = np.empty(len(ordered), dtype=np.int64)
+    numbers[order] = np.cumsum(is_new) - 1
+    return numbers, int(is_new.sum())
+
+
+def _unfinished_bytes(tier: NvmeTier) -> int:
+    total = 0
+    for name in filter(layout.is_pack_temporary, tier.files.list(tier.packs)):
+        with contextlib.suppress(OSError):  # finished or removed since it was listed
+            total += (tier.packs / name).stat().st_size
+    return total
+
+
+def _catalog_bytes(tier: NvmeTier) -> int:
+    """Return the blocks of the catalog's files: the size of a sparse file says nothing."""
+    total = 0
+    for name in tier.files.list(tier.root / layout.CATALOG):
+        with contextlib.suppress(OSError):  # set aside since it was listed
+            total += (tier.root / layout.CATALOG / name).stat().st_blocks * _STAT_BLOCK
+    return total

@@ -1,0 +1,389 @@
+"""Difference: what changed between two checkpoints, and by how much.
+
+What digests tell is not read. The rest is streamed, a few partitions in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from asymcheck.errors import DamagedPartitionError, HeadRecordError, MissingPartitionError
+from asymcheck.format.manifest import Extent, Manifest, TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.recovery.describe import describe_by
+from asymcheck.recovery.line import Line, read_line
+from asymcheck.recovery.locate import Sources
+from asymcheck.recovery.naming import Named, find_checkpoint
+from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
+from asymcheck.recovery.resolve import needed_by, read_manifests
+from asymcheck.recovery.windows import PartitionCache, TensorStream
+from asymcheck.recovery.values import plain_values
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import Checkpoint, Digest
+
+# So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
+_BLOCK_ELEMENTS = 1 << 15
+_VALUE_SHOWN = 64
+
+Progress = Callable[[int, int], None]
+"""Called with bytes compared so far and bytes to compare in all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorChange:
+    """One tensor that is not the same in two checkpoints, A and B."""
+
+    name: str
+    """Dotted name in the state."""
+    aliases: tuple[str, ...]
+    """Further names of the same tensor, in both checkpoints if it is in both."""
+    rank: int
+    """The rank that saved it."""
+    role: str
+    """What part it plays in training."""
+    change: str
+    """``added``, ``removed``, ``shape``, ``dtype`` or ``value``.
+
+    A further name of a tensor that is in both checkpoints is added or removed with no bytes.
+    Or ``undecided``, without norms only: its bytes lie in other partitions than before, which other tensors share.
+    """
+    dtype_a: str | None
+    """Dtype in A; None when it was added."""
+    dtype_b: str | None
+    """Dtype in B; None when it was removed."""
+    shape_a: tuple[int, ...] | None
+    """Shape in A; None when it was added."""
+    shape_b: tuple[int, ...] | None
+    """Shape in B; None when it was removed."""
+    bytes_a: int
+    """Bytes in A."""
+    bytes_b: int
+    """Bytes in B."""
+    shared_bytes: int
+    """Those of its bytes in B (in A when it was removed) that lie in partitions which both checkpoints refer to."""
+    norms: TensorNorms | None
+    """How far apart they are; None when not asked for, or when elements cannot be compared one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueChange:
+    """One plain value that is not the same in two checkpoints."""
+
+    name: str
+    """Dotted name in the state; of several ranks, with the rank in front."""
+    a: str | None
+    """The value in A as text, shortened in the middle; None when there is none."""
+    b: str | None
+    """The value in B as text, shortened in the middle; None when there is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What changed between two checkpoints."""
+
+    a: Checkpoint
+    """The first checkpoint."""
+    b: Checkpoint
+    """The second checkpoint."""
+    other_saves_a: tuple[str, ...]
+    """Save ids of further checkpoints of A's step, when A was named by a step."""
+    other_saves_b: tuple[str, ...]
+    """Save ids of further checkpoints of B's step, when B was named by a step."""
+    tensors: tuple[TensorChange, ...]
+    """The tensors that changed, by name."""
+    unchanged_tensors: int
+    """Number of tensors that did not."""
+    unchanged_bytes: int
+    """Their bytes in B."""
+    values: tuple[ValueChange, ...]
+    """The plain values that changed, by name."""
+    unchanged_values: int
+    """Number of plain values that did not."""
+    bytes_a: int
+    """Bytes of all tensors of A."""
+    bytes_b: int
+    """Bytes of all tensors of B."""
+    shared_bytes: int
+    """Bytes of B's tensors in partitions that A refers to, too: these are stored once."""
+
+
+def compare(
+    tier: NvmeTier,
+    a: int | str,
+    b: int | str,
+    *,
+    run: str,
+    tensors: str = "*",
+    norms: bool = True,
+    progress: Progress | None = None,
+) -> Difference:
+    """Compare two checkpoints, named as :func:`asymcheck.recovery.naming.find_checkpoint` says.
+
+    ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
+
+    Raises:
+        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint.
+        InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
+        MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
+    """
+    sides = [_Side(tier, find_checkpoint(tier, name, run)) for name in (a, b)]
+    return _Comparison(tier, sides[0], sides[1], tensors).result(norms=norms, progress=progress)
+
+
+class _Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, tier: NvmeTier, named: Named) -> None:
+        listing = named.listing
+        self.ref = listing.ref
+        self.manifests: list[Manifest] = read_manifests(tier, listing)
+        try:
+            line = read_line(tier, listing.run)
+        except HeadRecordError:
+            line = Line(0, {})
+        self.checkpoint = describe_by(listing, self.manifests, line)
+        self.other_saves = tuple(other.ref.save_id.hex() for other in named.others)
+        self.partitions: set[Digest] = set()
+        self.rows: dict[tuple[int, str], TensorRow] = {}
+        self.values: dict[str, str] = {}
+        for manifest in self.manifests:
+            rank = manifest.header.rank
+            self.partitions.update(manifest.partitions())
+            for row in manifest.rows(range(len(manifest))):
+                self.rows.update(dict.fromkeys([(rank, name) for name in (row.name, *row.aliases)], row))
+            prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
+            self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
+
+    def ranked_rows(self) -> list[tuple[int, TensorRow]]:
+        """Return each tensor once, with its rank."""
+        return [(rank, row) for (rank, name), row in self.rows.items() if name == row.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A tensor that is in A and in B, under the same names."""
+
+    rank: int
+    names: tuple[str, ...]
+    a: TensorRow
+    b: TensorRow
+
+    @property
+    def kind(self) -> str:
+        """What changed, when something did."""
+        if self.a.shape != self.b.shape:
+            return "shape"
+        return "dtype" if self.a.dtype != self.b.dtype else "value"
+
+    @property
+    def has_same_bytes(self) -> bool:
+        """Whether the manifests alone tell that nothing changed."""
+        if self.kind != "value" or self.a.inline != self.b.inline:
+            return False
+        return [_place(one) for one in self.a.extents] == [_place(one) for one in self.b.extents]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there is something to read, and element can be compared with element."""
+        return self.kind != "shape" and can_compare(self.a.dtype, self.b.dtype)
+
+    @property
+    def kind_without_reading(self) -> str:
+        """What the manifests alone tell of a change."""
+        if self.kind != "value" or (self.a.inline is not None and self.b.inline is not None):
+            return self.kind
+        # Partitions that belong to this tensor alone, cut alike: then other digests are other bytes.
+        starts = dict(_whole_partitions(self.a))
+        told = any(starts.get(place, digest) != digest for place, digest in _whole_partitions(self.b))
+        return self.kind if told else "undecided"
+
+
+def _place(extent: Extent) -> tuple[Digest, int, int]:
+    return extent.digest, extent.offset, extent.length
+
+
+def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]]:
+    """Yield start and length in the tensor, and the digest, of each partition that holds nothing else."""
+    start = 0
+    for extent in row.extents:
+        if extent.length == extent.partition_length:
+            yield (start, extent.length), extent.digest
+        start += extent.length
+
+
+class _Comparison:
+    def __init__(self, tier: NvmeTier, a: _Side, b: _Side, pattern: str) -> None:
+        self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
+        self.changed: list[TensorChange] = []
+        self.unchanged: list[TensorRow] = []
+
+    def result(self, *, norms: bool, progress: Progress | None) -> Difference:
+        self._one_sided()
+        to_read = []
+        for pair in self._pairs():
+            if pair.has_same_bytes:
+                self.unchanged.append(pair.b)
+            elif norms and pair.is_comparable:
+                to_read.append(pair)
+            else:
+                self._note(pair, pair.kind_without_reading, None)
+        if to_read:
+            self._read(to_read, progress)
+        values, unchanged_values = self._values()
+        a, b = self.a, self.b
+        return Difference(
+            a=a.checkpoint,
+            b=b.checkpoint,
+            other_saves_a=a.other_saves,
+            other_saves_b=b.other_saves,
+            tensors=tuple(sorted(self.changed, key=lambda change: (change.rank, change.name))),
+            unchanged_tensors=len(self.unchanged),
+            unchanged_bytes=sum(row.nbytes for row in self.unchanged),
+            values=values,
+            unchanged_values=unchanged_values,
+            bytes_a=a.checkpoint.state_bytes,
+            bytes_b=b.checkpoint.state_bytes,
+            shared_bytes=sum(_bytes_in(row, a.partitions) for _, row in b.ranked_rows()),
+        )
+
+    def _chosen(self, names: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
+
+    def _one_sided(self) -> None:
+        """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
+        for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
+            for rank, row in side.ranked_rows():
+                names = (row.name, *row.aliases)
+                alone = tuple(name for name in names if (rank, name) not in other.rows)
+                if alone and self._chosen(alone):
+                    size = row.nbytes if alone == names else 0
+                    is_added = change == "added"
+                    self.changed.append(
+                        TensorChange(
+                            name=alone[0],
+                            aliases=alone[1:],
+                            rank=rank,
+                            role=row.role,
+                            change=change,
+                            dtype_a=None if is_added else row.dtype,
+                            dtype_b=row.dtype if is_added else None,
+                            shape_a=None if is_added else row.shape,
+                            shape_b=row.shape if is_added else None,
+                            bytes_a=0 if is_added else size,
+                            bytes_b=size if is_added else 0,
+                            shared_bytes=_bytes_in(row, other.partitions) if size else 0,
+                            norms=None,
+                        )
+                    )
+
+    def _pairs(self) -> list[_Pair]:
+        """Return the tensors that are in both; where the tied names of one were untied, it is in several pairs."""
+        found: dict[tuple[int, int], _Pair] = {}
+        for (rank, name), b in self.b.rows.items():
+            a = self.a.rows.get((rank, name))
+            if a is not None:
+                known = found.get((id(a), id(b)))
+                names = (*known.names, name) if known else (name,)
+                found[id(a), id(b)] = _Pair(rank, names, a, b)
+        return [pair for pair in found.values() if self._chosen(pair.names)]
+
+    def _note(self, pair: _Pair, change: str, norms: TensorNorms | None) -> None:
+        self.changed.append(
+            TensorChange(
+                name=pair.names[0],
+                aliases=pair.names[1:],
+                rank=pair.rank,
+                role=pair.b.role,
+                change=change,
+                dtype_a=pair.a.dtype,
+                dtype_b=pair.b.dtype,
+                shape_a=pair.a.shape,
+                shape_b=pair.b.shape,
+                bytes_a=pair.a.nbytes,
+                bytes_b=pair.b.nbytes,
+                shared_bytes=_bytes_in(pair.b, self.a.partitions),
+                norms=norms,
+            )
+        )
+
+    def _read(self, pairs: Sequence[_Pair], progress: Progress | None) -> None:
+        """Compare tensors element by element."""
+        wanted: dict[Digest, int] = {}
+        for extent in (extent for pair in pairs for row in (pair.a, pair.b) for extent in row.extents):
+            if wanted.setdefault(extent.digest, extent.partition_length) != extent.partition_length:
+                raise MissingPartitionError(
+                    f"partition {extent.digest.hex()} has two lengths in the manifests; run asymcheck verify",
+                    extent.digest,
+                )
+        hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
+        total, done = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs), 0
+        try:
+            with Sources(self.tier, wanted, dict.fromkeys(hints)) as sources:
+                order = {digest: place for place, digest in enumerate(sources.in_reading_order(wanted))}
+                cache = PartitionCache(sources, wanted)
+                # Tensors that share partitions one after the other, and from the start of a pack to its end.
+                for pair in sorted(pairs, key=lambda pair: _first_place(pair, order)):
+                    sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
+                    for compared in _compare_blocks(pair, cache, sums):
+                        done += compared
+                        if progress is not None:
+                            progress(done, total)
+                    self._settle(pair, sums.result())
+        except (MissingPartitionError, DamagedPartitionError) as error:
+            raise type(error)(f"{error}; {self._needed_by(error.digest)}", error.digest) from error
+
+    def _settle(self, pair: _Pair, norms: TensorNorms) -> None:
+        if norms.differing or pair.kind != "value":
+            self._note(pair, pair.kind, norms)
+        else:
+            self.unchanged.append(pair.b)
+
+    def _needed_by(self, digest: bytes | None) -> str:
+        side = self.a if digest in self.a.partitions else self.b
+        return needed_by(side.manifests, side.checkpoint.ref, digest)
+
+    def _values(self) -> tuple[tuple[ValueChange, ...], int]:
+        a, b = self.a.values, self.b.values
+        names = [name for name in sorted({*a, *b}) if self._chosen([name])]
+        changed = [name for name in names if a.get(name) != b.get(name)]
+        found = tuple(ValueChange(name, _shortened(a.get(name)), _shortened(b.get(name))) for name in changed)
+        return found, len(names) - len(changed)
+
+
+def _compare_blocks(pair: _Pair, cache: PartitionCache, sums: NormSums) -> Iterator[int]:
+    """Add two tensors to ``sums`` block by block; yield the bytes of each block."""
+    sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
+    streams = [TensorStream(row, cache) for row in (pair.a, pair.b)]
+    blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
+    left = pair.a.nbytes // sizes[0]
+    while left:
+        count = min(left, _BLOCK_ELEMENTS)
+        views = [block[: count * size] for block, size in zip(blocks, sizes, strict=True)]
+        for stream, view in zip(streams, views, strict=True):
+            stream.read_into(view)
+        sums.add(*views)
+        left -= count
+        yield count * sum(sizes)
+
+
+def _first_place(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
+    """Return where the first byte of a pair lies, A's before B's; inline tensors come first."""
+    for row in (pair.a, pair.b):
+        if row.extents:
+            return order[row.extents[0].digest], row.extents[0].offset
+    return -1, 0
+
+
+def _bytes_in(row: TensorRow, partitions: set[Digest]) -> int:
+    return sum(extent.length for extent in row.extents if extent.digest in partitions)
+
+
+def _shortened(text: str | None) -> str | None:
+    if text is None or len(text) <= _VALUE_SHOWN:
+        return text
+    half = _VALUE_SHOWN // 2
+    return f"{text[:half]} … {text[-half:]} ({len(text)} characters)"

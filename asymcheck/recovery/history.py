@@ -1,0 +1,197 @@
+"""History: the checkpoints of a run along the line of training, and where training went on from an earlier one.
+
+Reads manifests and head records only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, HeadRecordError
+from asymcheck.recovery.describe import describe_by
+from asymcheck.recovery.line import Line, check_generations, read_line
+from asymcheck.recovery.resolve import read_manifests
+from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import Checkpoint, CheckpointRef
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryEntry:
+    """One checkpoint in the history of a run."""
+
+    checkpoint: Checkpoint
+    """The checkpoint; of one that is not complete, metrics and bytes are unknown."""
+    writer: str
+    """Name and version of the program that saved it; empty when no manifest of it can be read."""
+    step_before: int | None
+    """Step of the complete checkpoint before it, from which training came; None for the first, or when unknown."""
+    since_before_ns: int | None
+    """Nanoseconds from the save of that checkpoint to this one; negative when the clock was set back."""
+    problem: str
+    """Why it is not complete; empty when it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """Where a generation of a run was opened."""
+
+    generation: int
+    """The generation."""
+    on_line: bool
+    """Whether the line of training leads through it."""
+    opened_ns: int | None
+    """When, nanoseconds since 1970-01-01 UTC; None when its head record cannot be read."""
+    writer: str
+    """Name and version of the program that opened it; empty when its head record cannot be read."""
+    parent_step: int | None
+    """Step of the checkpoint that training went on from; None when it began from nothing, or when unknown."""
+    parent_generation: int | None
+    """Generation of that checkpoint."""
+    parent_save_id: str | None
+    """Its save id, 32 hexadecimal digits."""
+    abandoned: int | None
+    """How many checkpoints of the line as it was before are still there and no longer on it; None when unknown."""
+    problem: str
+    """Why the head record cannot be read; empty when it can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The history of one run, newest first."""
+
+    run: str
+    """The run."""
+    generation: int | None
+    """The present generation; None when a head record is lost."""
+    entries: tuple[HistoryEntry, ...]
+    """The checkpoints; on the line, older ones come later."""
+    openings: tuple[Opening, ...]
+    """The generations that were opened. An opening is older than the checkpoints of its generation."""
+    hidden_abandoned: int
+    """How many checkpoints were left out because training abandoned them."""
+    hidden_incomplete: int
+    """How many checkpoints of the line were left out because they are incomplete or damaged."""
+    line_problem: str
+    """Why it cannot be known which checkpoints are on the line; empty when it is known."""
+
+
+def read_history(tier: NvmeTier, run: str, *, everything: bool = False) -> History:
+    """Return the history of a run; with ``everything`` also what is abandoned, incomplete or damaged.
+
+    Raises:
+        CheckpointNotFoundError: the store has other runs, but not this one.
+        HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
+    """
+    runs = tier.manifests.runs()
+    if runs and run not in runs:
+        raise CheckpointNotFoundError(f"store {tier.root} has no run {run!r}; it has runs {', '.join(runs)}")
+    return _Historian(tier, run).write(everything=everything)
+
+
+class _Historian:
+    def __init__(self, tier: NvmeTier, run: str) -> None:
+        self.tier, self.run = tier, run
+        self.listings = tier.manifests.checkpoints(run)
+        self.line: Line | None = None
+        self.line_problem = ""
+        self.complete: list[CheckpointRef] = []
+        self.lines: dict[int, Line | None] = {}
+
+    def write(self, *, everything: bool) -> History:
+        try:
+            self.line = read_line(self.tier, self.run)
+            check_generations(self.listings, self.line)
+        except HeadRecordError as error:
+            if not everything:
+                raise
+            self.line, self.line_problem = None, str(error)
+        read = [self._read(listing) for listing in self.listings]
+        self.complete = [entry.checkpoint.ref for entry in read if entry.checkpoint.complete]
+        shown = [
+            self._after(entry)
+            for entry in read
+            if everything or (entry.checkpoint.complete and entry.checkpoint.on_line)
+        ]
+        abandoned = sum(entry.checkpoint.on_line is False for entry in read)
+        incomplete = sum(bool(entry.checkpoint.on_line) and not entry.checkpoint.complete for entry in read)
+        return History(
+            run=self.run,
+            generation=None if self.line is None else self.line.generation,
+            entries=tuple(reversed(shown)),
+            openings=tuple(self._openings(everything=everything)),
+            hidden_abandoned=0 if everything else abandoned,
+            hidden_incomplete=0 if everything else incomplete,
+            line_problem=self.line_problem,
+        )
+
+    def _read(self, listing: CheckpointFiles) -> HistoryEntry:
+        try:
+            manifests = read_manifests(self.tier, listing)
+        except AsymcheckError as error:
+            return HistoryEntry(describe_by(listing, None, self.line), "", None, None, str(error))
+        writers = dict.fromkeys(manifest.header.writer for manifest in manifests)
+        return HistoryEntry(describe_by(listing, manifests, self.line), ", ".join(writers), None, None, "")
+
+    def _after(self, entry: HistoryEntry) -> HistoryEntry:
+        """Add which checkpoint came before."""
+        ref = entry.checkpoint.ref
+        line = self._line_of(ref.generation)
+        earlier = reversed(self.complete[: bisect.bisect_left(self.complete, ref)])
+        before = next((one for one in earlier if line is not None and one in line), None)
+        if before is None:
+            return entry
+        since = entry.checkpoint.created_ns - int.from_bytes(before.save_id[:8], "big")
+        return dataclasses.replace(entry, step_before=before.step, since_before_ns=since)
+
+    def _line_of(self, generation: int) -> Line | None:
+        """Return the line as it is when ``generation`` is the present one; None when a head record is lost."""
+        if generation not in self.lines:
+            try:
+                self.lines[generation] = read_line(self.tier, self.run, generation)
+            except HeadRecordError:
+                self.lines[generation] = None
+        return self.lines[generation]
+
+    def _openings(self, *, everything: bool) -> list[Opening]:
+        """Return the openings, newest first."""
+        numbers = self.tier.manifests.heads(self.run)
+        return [
+            self._opening(generation, max(numbers[:place], default=1))
+            for place, generation in reversed(list(enumerate(numbers)))
+            if everything or (self.line is not None and generation in self.line.limits)
+        ]
+
+    def _opening(self, generation: int, before: int) -> Opening:
+        on_line = self.line is not None and generation in self.line.limits
+        try:
+            found = self.tier.manifests.read_head(self.run, generation)
+        except AsymcheckError as error:
+            return Opening(generation, on_line, None, "", None, None, None, None, str(error))
+        if found is None:
+            return Opening(generation, on_line, None, "", None, None, None, None, "it is gone")
+        head = found[0]
+        parent = head.parent
+        return Opening(
+            generation=generation,
+            on_line=on_line,
+            opened_ns=head.created_ns,
+            writer=head.writer,
+            parent_step=None if parent is None else parent.step,
+            parent_generation=None if parent is None else parent.generation,
+            parent_save_id=None if parent is None else parent.save_id.hex(),
+            abandoned=self._left_by(generation, before),
+            problem="",
+        )
+
+    def _left_by(self, generation: int, before: int) -> int | None:
+        """Count the checkpoints that were on the line of generation ``before`` and are not on that of ``generation``.
+
+        What a process of the older generation saved after the opening counts, too.
+        """
+        if generation == 1:
+            return 0
+        old, new = self._line_of(before), self._line_of(generation)
+        if old is None or new is None:
+            return None
+        return sum(listing.ref in old and listing.ref not in new for listing in self.listings)

@@ -1,0 +1,83 @@
+"""``asymcheck diff`` shows what changed between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def rows(outcome: Outcome, name: str) -> list[list[str]]:
+    """Return the cells of the table rows that begin with a name."""
+    return [line.split() for line in outcome.out.splitlines() if line.split()[:1] == [name]]
+
+
+def test_what_changed_and_by_how_much(call: Call, store: Path) -> None:
+    """One row for the change and one for the norms; the sums below; status 0 although they differ."""
+    outcome = call("diff", store, 10, 20)
+    assert (outcome.status, outcome.err) == (0, "")
+    change, norms = rows(outcome, "optimizer.0.exp_avg")
+    assert change == ["optimizer.0.exp_avg", "value", "float32", "3000", "11.7", "KiB", "0", "B"]
+    assert norms == ["optimizer.0.exp_avg", "547.7", "547.7", "1", "10", "3000"]
+    assert "tensors: 1 changed in value, 1 unchanged (39.1 KiB)\n" in outcome.out
+    assert "values: 0 changed, 1 unchanged\n" in outcome.out
+    assert outcome.out.endswith("bytes: 50.8 KiB in A, 50.8 KiB in B, 39.1 KiB shared (77% of B)\n")
+
+
+def test_equal_checkpoints(call: Call, store: Path) -> None:
+    """No table, and the sums."""
+    outcome = call("diff", store, 20, 20)
+    assert outcome.status == 0
+    assert "tensors: 2 unchanged (50.8 KiB)\n" in outcome.out
+    assert len(outcome.out.splitlines()) == 5
+
+
+def test_values_and_runs(call: Call, store: Path) -> None:
+    """A plain value that is gone; a checkpoint of another run by its name."""
+    assert rows(call("diff", store, 20, 25), "lr") == [["lr", "0.1", "(none)"]]
+    assert "A  default  step 20" in call("diff", store, 20, "other@1").out
+    assert "B  other  step 1 " in call("diff", store, 20, "other@1").out
+
+
+def test_only_some_tensors_without_reading(call: Call, store: Path) -> None:
+    """A glob chooses, and --no-norms needs no pack."""
+    for pack in (store / "packs").iterdir():
+        pack.unlink()
+    outcome = call("diff", store, 10, 20, "--no-norms", "--tensors", "opt*")
+    assert outcome.status == 0
+    assert len(rows(outcome, "optimizer.0.exp_avg")) == 1
+    assert "tensors: 1 changed in value, 0 unchanged (0 B)" in outcome.out
+
+
+def test_a_step_that_was_saved_twice_says_so(call: Call, store: Path) -> None:
+    """The other one is named by its save id, which can be given."""
+    import asymcheck
+
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"model": {"weight": 1}}, step=30)
+        old = next(item.save_id for item in opened.checkpoints() if item.step == 30 and item.generation == 1)
+    assert f"step 30 was saved 2 times, also as save:{old[:12]}\n" in call("diff", store, 10, 30).out
+    assert f"save {old[:12]}" in call("diff", store, 10, f"save:{old[:12]}").out
+    outcome = call("diff", store, 10, f"save:{old[:1]}")
+    assert outcome.status == 2
+    assert "give more digits:\n  step 10: save:" in outcome.err
+
+
+def test_damage_in_what_must_be_read(call: Call, store: Path) -> None:
+    """Status 4, with frame, pack and tensor."""
+    import asymcheck
+
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        (tensor,) = opened.tensors(10, "optimizer.*")[1]
+    place = tensor.partitions[0]
+    path = store / "packs" / f"{place.pack}.pack"
+    data = bytearray(path.read_bytes())
+    data[-8192 - 200 :] = bytes(8192 + 200)
+    path.write_bytes(data)
+    outcome = call("diff", store, 10, 20)
+    assert outcome.status == 4
+    assert f"pack {place.pack}" in outcome.err
+    assert "needed by tensor optimizer.0.exp_avg" in outcome.err

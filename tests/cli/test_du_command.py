@@ -1,0 +1,77 @@
+"""``asymcheck du`` shows what takes the room in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import asymcheck
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def test_checkpoints_roles_and_totals(call: Call, store: Path) -> None:
+    """A row for each checkpoint and role, and for each part of the store."""
+    outcome = call("du", store)
+    assert (outcome.status, outcome.err) == (0, "")
+    rows = [line.split() for line in outcome.out.splitlines() if line.strip()]
+    assert [row[1] for row in rows if row[0] in ("default", "other") and len(row) > 8] == ["10", "20", "30", "25", "1"]
+    assert [row[1] for row in rows if row[-1] == "abandoned"] == ["30"]
+    assert {"weights", "first", "packs", "live", "freeable", "locked", "overhead", "pool", "manifests", "catalog"} <= {
+        row[0] for row in rows
+    }
+    assert not {"unreadable", "unfinished"} & {row[0] for row in rows}
+
+
+def test_one_run(call: Call, store: Path) -> None:
+    """Its checkpoints only; a run that is not there is status 3."""
+    document = call("du", store, "--run", "other", "--json").json
+    assert [item["step"] for item in document["accounting"]["checkpoints"]] == [1]  # type: ignore[index]  # JSON
+    assert call("du", store, "--run", "nobody").status == 3
+
+
+def test_garbage_after_a_deletion(call: Call, store: Path) -> None:
+    """What gc would free is named as such."""
+    with asymcheck.Store.open(store) as opened:
+        opened.delete(25)
+    outcome = call("du", store)
+    assert "1 pack that gc would free" in outcome.out
+
+
+def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
+    """Status 1, and it says how many."""
+    max((store / "packs").iterdir(), key=lambda path: path.stat().st_size).unlink()
+    outcome = call("du", store)
+    assert outcome.status == 1
+    assert "refer to partitions that lie in no readable pack" in outcome.out
+    assert "damaged" in outcome.out
+
+
+def test_a_damaged_index_costs_none(call: Call, store: Path) -> None:
+    """Status 6: the frames are found by scanning."""
+    path = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    outcome = call("du", store)
+    assert outcome.status == 6
+    assert "1 pack with a damaged header or index; gc keeps them" in outcome.out
+
+
+def test_a_damaged_manifest(call: Call, store: Path) -> None:
+    """Status 1: what it needs is unknown."""
+    (manifest,) = next((store / "manifests" / "default").iterdir()).iterdir()
+    manifest.write_bytes(b"x")
+    outcome = call("du", store)
+    assert outcome.status == 1
+    assert "1 manifest cannot be read: gc frees nothing" in outcome.out
+    assert "0 packs that gc would free" in outcome.out
+
+
+def test_an_empty_store(call: Call, store_path: Path) -> None:
+    """No checkpoints, and the totals."""
+    asymcheck.Store.open(store_path).close()
+    outcome = call("du", store_path)
+    assert outcome.status == 0
+    assert outcome.out.startswith("no checkpoints yet\n")

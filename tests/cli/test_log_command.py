@@ -1,0 +1,75 @@
+"""``asymcheck log`` shows the history of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import asymcheck
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def headings(outcome: Outcome) -> list[str]:
+    """Return the lines that are not indented."""
+    return [line for line in outcome.out.splitlines() if not line.startswith(" ")]
+
+
+def test_the_line_newest_first_with_what_was_left(call: Call, store: Path) -> None:
+    """One entry a checkpoint, a line of dashes where training went back, and a word on what is hidden."""
+    outcome = call("log", store)
+    assert (outcome.status, outcome.err) == (0, "")
+    lines = headings(outcome)
+    assert [line.split("  ")[:2] for line in lines if line.startswith("step")] == [
+        ["step 25", "generation 2"],
+        ["step 20", "generation 1"],
+        ["step 10", "generation 1"],
+    ]
+    assert lines[0].endswith(" UTC  (newest)")
+    assert lines[1] == "--- generation 2 went on from step 20, generation 1; 1 checkpoint abandoned"
+    assert lines[-1] == "1 abandoned checkpoint not shown; --all shows them"
+    assert " s after step 20, by asymcheck " in outcome.out
+    assert "    bad nan, loss 0.05\n" in outcome.out
+
+
+def test_all_marks_what_was_abandoned(call: Call, store: Path) -> None:
+    """The abandoned step is there, with its mark, and no other has it."""
+    lines = headings(call("log", store, "--all"))
+    assert [line.split("  ")[0] for line in lines if line.endswith("(abandoned)")] == ["step 30"]
+    assert not any("not shown" in line for line in lines)
+
+
+def test_a_damaged_manifest_is_marked(call: Call, store: Path) -> None:
+    """It is hidden but counted; --all gives the reason. Status 0, as from inspect."""
+    (manifest,) = next(
+        path for path in (store / "manifests" / "default").iterdir() if "-000000000010-" in path.name
+    ).iterdir()
+    manifest.write_bytes(b"x")
+    assert (
+        headings(call("log", store))[-1]
+        == "1 abandoned checkpoint and 1 incomplete checkpoint not shown; --all shows them"
+    )
+    outcome = call("log", store, "--all")
+    assert outcome.status == 0
+    assert "UTC  (incomplete or damaged)\n    manifest default/" in outcome.out
+
+
+def test_a_lost_head_record(call: Call, store: Path) -> None:
+    """Status 4, for nobody knows the line; with --all everything is shown, and the status is 6."""
+    (store / "heads" / "default" / "00000002.head").write_bytes(bytes(8192))
+    assert call("log", store).status == 4
+    outcome = call("log", store, "--all")
+    assert outcome.status == 6
+    assert outcome.out.count("(line unknown)") == 4
+    assert "--- generation 2: its head record cannot be read" in outcome.out
+    assert "both copies" in outcome.err
+
+
+def test_runs(call: Call, store: Path, tmp_path: Path) -> None:
+    """Another run by name; one that is not there is status 3; an empty store says so."""
+    assert "step 1  " in call("log", store, "--run", "other").out
+    outcome = call("log", store, "--run", "nobody")
+    assert (outcome.status, "it has runs default, other" in outcome.err) == (3, True)
+    asymcheck.Store.open(tmp_path / "empty").close()
+    assert call("log", tmp_path / "empty").out == "no checkpoints yet\n"

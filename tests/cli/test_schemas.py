@@ -1,0 +1,117 @@
+"""What ``--json`` prints is what docs/schemas says: every document is valid, and every property of a schema occurs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import asymcheck
+from asymcheck.cli.main import commands
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
+
+WORDS: dict[str, list[tuple[str, ...]]] = {
+    "inspect": [(), ("--step", "20")],
+    "verify": [()],
+    "log": [(), ("--all",), ("--run", "other")],
+    "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
+    "du": [(), ("--run", "other")],
+}
+"""The ways in which each command is called."""
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """Return the schema of a command, itself checked."""
+    schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return schema
+
+
+def objects(schema: Any, where: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401 - JSON
+    """Yield each object schema with its place."""
+    if isinstance(schema, dict):
+        if "properties" in schema:
+            yield where, schema
+        for key, value in schema.items():
+            yield from objects(value, f"{where}/{key}")
+    elif isinstance(schema, list):
+        for number, value in enumerate(schema):
+            yield from objects(value, f"{where}/{number}")
+
+
+def seen_in(schema: dict[str, Any], where: str, root: dict[str, Any], value: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
+    """Yield the places of the properties of a schema that a valid value has."""
+    if "$ref" in schema:
+        target = schema["$ref"]
+        yield from seen_in(root["$defs"][target.rsplit("/", 1)[-1]], target, root, value)
+    for keyword in ("oneOf", "anyOf"):
+        for number, choice in enumerate(schema.get(keyword, ())):
+            if jsonschema.Draft202012Validator({**choice, "$defs": root["$defs"]}).is_valid(value):
+                yield from seen_in(choice, f"{where}/{keyword}/{number}", root, value)
+    if isinstance(value, list):
+        for item in value:
+            yield from seen_in(schema.get("items", {}), f"{where}/items", root, item)
+    if isinstance(value, dict):
+        for key, below in schema.get("properties", {}).items():
+            if key in value:
+                yield f"{where}/properties/{key}"
+                yield from seen_in(below, f"{where}/properties/{key}", root, value[key])
+
+
+def damage(store: Path) -> None:
+    """Spoil a manifest, the largest pack and one copy of the descriptor."""
+    (manifest,) = next((store / "manifests" / "default").iterdir()).iterdir()
+    manifest.write_bytes(b"x")
+    pack = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
+    for path, place in ((pack, 4096 + 300), (store / "asymcheck.store", 20)):
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+
+
+def test_every_command_has_a_schema() -> None:
+    """And every schema a command; those without --json have none."""
+    with_json = {name for name, command in commands.commands.items() if "as_json" in {p.name for p in command.params}}
+    assert {path.stem for path in SCHEMAS.glob("*.json")} == with_json
+    assert with_json == set(WORDS)
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_schemas_are_closed_and_described(name: str) -> None:
+    """No object allows a property without a name, all are required, and each is described."""
+    schema = schema_of(name)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    found = list(objects(schema))
+    assert found
+    for where, one in found:
+        assert one["additionalProperties"] is False, where
+        assert one["required"] == list(one["properties"]), where
+        assert all(below.get("description") for below in one["properties"].values()), where
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store: Path, tmp_path: Path) -> None:
+    """For a good store, an empty one and a damaged one."""
+    schema = schema_of(name)
+    validator = jsonschema.Draft202012Validator(schema)
+    asymcheck.Store.open(tmp_path / "empty").close()
+    documents = [call(name, store, *words, "--json") for words in WORDS[name]]
+    assert all(outcome.status == 0 for outcome in documents)
+    documents += [call(name, tmp_path / "empty", *words, "--json") for words in WORDS[name]]
+    damage(store)
+    documents += [call(name, store, *words, "--json") for words in WORDS[name]]
+    # A command that fails prints its message on standard error and no document.
+    printed = [outcome.json for outcome in documents if outcome.out]
+    assert all(outcome.err for outcome in documents if not outcome.out)
+    for document in printed:
+        validator.validate(document)
+    seen = {place for document in printed for place in seen_in(schema, "#", schema, document)}
+    promised = {f"{where}/properties/{key}" for where, one in objects(schema) for key in one["properties"]}
+    assert promised - seen == set()

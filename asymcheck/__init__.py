@@ -7,6 +7,8 @@ from asymcheck.errors import AbandonedCheckpointsWarning, SkippedCheckpointWarni
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.collect import Collected
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor
+from asymcheck.recovery.rebuild import Rebuilt
+from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Restored, Stateful, Usage
 from asymcheck.verify import Finding, Severity
@@ -17,6 +19,9 @@ __all__ = [
     "Checkpointer",
     "Collected",
     "Finding",
+    "Rebuilt",
+    "Repair",
+    "Repaired",
     "Restored",
     "RngState",
     "Severity",
@@ -27,6 +32,7 @@ __all__ = [
     "StoreConfig",
     "StoredPartition",
     "StoredTensor",
+    "Unrepaired",
     "Usage",
     "__version__",
     "errors",

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import (
     AsymcheckError,
+    CatalogError,
     CheckpointNotFoundError,
     HeadRecordError,
     InvalidInputError,
@@ -30,7 +32,9 @@ from asymcheck.pipeline.save import SaveRequest, save
 from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.line import Line, begin_generation, read_line
 from asymcheck.recovery.load import load
-from asymcheck.recovery.rebuild import rebuild
+from asymcheck.recovery.rebuild import Rebuilt, rebuild, reconcile
+from asymcheck.recovery.repair import repair
+from asymcheck.recovery.repaired import Repaired
 from asymcheck.recovery.resolve import candidates, read_manifests
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, Transaction
 from asymcheck.types import Checkpoint, CheckpointRef, Restored, Usage
@@ -38,6 +42,7 @@ from asymcheck.verify import Finding, verify
 from asymcheck.verify.checker import Progress
 
 DEFAULT_RUN = "default"
+_T = TypeVar("_T")
 
 
 class Store:
@@ -308,6 +313,42 @@ class Store:
         self._tier.check_writable()
         return collect(self._tier, self._catalog(), dry_run=dry_run)
 
+    def repair(self, progress: Progress | None = None) -> Repaired:
+        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
+
+        Safe beside saves, loads and collections of other processes. What it cannot repair it names, with what can be
+        done about it. A second repair in a row does nothing.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
+        """
+        return self._with_catalog(lambda catalog, made: repair(self._tier, catalog, progress, made))
+
+    def rebuild(self) -> Rebuilt:
+        """Make the catalog again from packs and manifests alone; pins of living processes are kept.
+
+        Where no process has the catalog open, a new file takes its place; else its entries are corrected.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            CatalogError: it is damaged and in use by other processes; the message names them.
+        """
+        return self._with_catalog(lambda catalog, made: made or reconcile(self._tier, catalog), anew=True)
+
+    def _with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
+        """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
+        made: list[Rebuilt] = []
+
+        def populate(transaction: Transaction) -> None:
+            made[:] = [rebuild(self._tier, transaction)]
+
+        try:
+            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
+        except CatalogError:
+            self._tier.leave_catalog()
+            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
+
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
         """Say, durably, that training goes on from ``parent`` (None: from nothing).
 
@@ -319,10 +360,10 @@ class Store:
         return begin_generation(self._tier, layout.check_run(run), None if parent is None else parent.ref)
 
     def _catalog(self) -> Catalog:
-        def populate(transaction: Transaction) -> None:
-            rebuild(self._tier, transaction)
+        return self._tier.open_catalog(self._populate)
 
-        return self._tier.open_catalog(populate)
+    def _populate(self, transaction: Transaction) -> None:
+        rebuild(self._tier, transaction)
 
     def close(self) -> None:
         """Close the store; closing twice is no error."""

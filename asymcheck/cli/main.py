@@ -8,6 +8,7 @@ import click
 
 from asymcheck.cli.exits import status_of
 from asymcheck.cli.inspect_command import inspect
+from asymcheck.cli.rebuild_command import rebuild
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
 from asymcheck.errors import AsymcheckError
@@ -32,6 +33,7 @@ def commands() -> None:
 
 
 commands.add_command(inspect)
+commands.add_command(rebuild)
 commands.add_command(verify)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -198,6 +199,26 @@ def test_what_collection_holds_is_not_entered(path: Path) -> None:
         assert states == [(0, freed, {registry.PACK_FREED})]
         store.save(make_state(0), step=0)
         check_steps(store, {0: 0})
+
+
+def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index was read before; by the time of the transaction collection holds it."""
+    pack = packs(path)[0]
+    pack_id = PackId(bytes.fromhex(pack.stem))
+    with open_store(path) as store, contextlib.ExitStack() as stack:
+        catalog = store._catalog()
+        original = reconcile.__globals__["_manifests"]
+
+        def manifests(tier: NvmeTier) -> object:
+            assert stack.enter_context(tier.locked(pack))
+            with catalog.write() as transaction:
+                transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
+            return original(tier)
+
+        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        rebuilt = store.rebuild()
+        assert [pack.name in reason for reason in rebuilt.left_out] == [True]
+        assert _rows(store)[1][pack_id] == registry.PACK_FREED
 
 
 def test_packs_put_back_are_known_again(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tests.crash.actions import open_store
 from tests.crash.states import CONFIG, fingerprint, make_state
 from tests.crash.survival import check_steps
 from tests.crash.test_races import at_first
-from tests.repair.damages import check_idle, flip_frame_header, flip_header, packs
+from tests.repair.damages import check_idle, flip_frame_header, flip_header, locked, packs
 
 REPAIR = ["frame.written", "pack.sealed", "repair.entered", "repair.removed", "repair.forgotten"]
 
@@ -104,6 +105,16 @@ def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
         store.repair()
         check_idle(store)
         check_steps(store, {0: 0, 1: 1})
+
+
+def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
+    """The damaged pack is left to the reader, and the new one does not stay."""
+    damaged, before = packs(path)[0], set(packs(path))
+    with open_store(path) as store, contextlib.ExitStack() as stack:
+        with at_first("pack.sealed", lambda: stack.enter_context(locked(damaged))):
+            repaired = store.repair()
+        assert {one.kind for one in repaired.left} == {"busy-pack"}
+        assert set(packs(path)) == before
 
 
 def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

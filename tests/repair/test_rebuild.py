@@ -47,7 +47,7 @@ def test_a_lost_catalog_comes_back_as_it_was(path: Path) -> None:
     with open_store(path) as store:
         rebuilt = store.rebuild()
         assert _rows(store) == before
-    assert (rebuilt.packs, rebuilt.partitions, rebuilt.manifests) == tuple(map(len, (before[1], before[0], before[2])))
+    assert (rebuilt.packs, rebuilt.partitions, rebuilt.manifests) == (len(before[1]), len(before[0]), len(before[2]))
     assert rebuilt.left_out == ()
 
 

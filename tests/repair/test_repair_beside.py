@@ -93,7 +93,7 @@ def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
         damaged = packs(store_path)
         for pack in damaged:
             flip_frame_header(pack, 0)
-        kept = []
+        kept: list[Path] = []
 
         def repair() -> None:
             other.repair()

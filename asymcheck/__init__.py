@@ -11,6 +11,8 @@ from asymcheck.recovery.difference import Difference, TensorChange, ValueChange
 from asymcheck.recovery.history import History, HistoryEntry, Opening
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor
 from asymcheck.recovery.norms import TensorNorms
+from asymcheck.recovery.rebuild import Rebuilt
+from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Restored, Stateful, Usage
 from asymcheck.verify import Finding, Severity
@@ -27,6 +29,9 @@ __all__ = [
     "History",
     "HistoryEntry",
     "Opening",
+    "Rebuilt",
+    "Repair",
+    "Repaired",
     "Restored",
     "RngState",
     "RoleBytes",
@@ -40,6 +45,7 @@ __all__ = [
     "StoredTensor",
     "TensorChange",
     "TensorNorms",
+    "Unrepaired",
     "Usage",
     "ValueChange",
     "__version__",

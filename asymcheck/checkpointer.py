@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
@@ -14,7 +15,7 @@ from asymcheck.errors import (
     SkippedCheckpointWarning,
     StateMismatchError,
 )
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Restored
 
 

@@ -7,6 +7,8 @@ import dataclasses
 __version__ = "0.1.0"
 WRITER = f"asymcheck {__version__}"
 MIB = 1 << 20
+DEFAULT_RUN = "default"
+"""The run that is meant when none is named."""
 
 
 @dataclasses.dataclass(frozen=True)

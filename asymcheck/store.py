@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
 from asymcheck.arguments import check_device, check_glob, check_location, check_metrics, check_step
-from asymcheck.config import StoreConfig
+from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import (
+    CatalogError,
     CheckpointNotFoundError,
     InvalidInputError,
     SkippedCheckpointWarning,
@@ -26,35 +27,27 @@ from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import Place, SaveRequest, save
-from asymcheck.recovery.accounting import Accounting, account
 from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
-from asymcheck.recovery.difference import Difference, compare
-from asymcheck.recovery.history import History, read_history
-from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.line import begin_generation, read_line
 from asymcheck.recovery.load import Loaded, load
-from asymcheck.recovery.rebuild import rebuild
-from asymcheck.recovery.resolve import candidates, what_is_there
+from asymcheck.recovery.rebuild import Rebuilt, rebuild, reconcile
+from asymcheck.recovery.repair import repair
+from asymcheck.recovery.repaired import Repaired
+from asymcheck.recovery.resolve import what_is_there
 from asymcheck.recovery.stream import Sink, stream
+from asymcheck.reports import Reports
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Checkpoint, CheckpointRef, Restored, Usage
-from asymcheck.verify import Finding, verify
+from asymcheck.types import Checkpoint, CheckpointRef, Restored
 from asymcheck.verify.checker import Progress
 
-DEFAULT_RUN = "default"
+_T = TypeVar("_T")
 
 
-class Store:
+class Store(Reports):
     """A checkpoint store in a directory on a local drive.
 
     Open it with :meth:`open`; threads may share it, forked children may not.
     """
-
-    def __init__(self, tier: NvmeTier) -> None:
-        """Wrap an opened tier; use :meth:`open`."""
-        if not isinstance(tier, NvmeTier):
-            raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
-        self._tier = tier
 
     @classmethod
     def open(
@@ -74,11 +67,6 @@ class Store:
         """Name the directory and how it was opened."""
         mode = ", read-only" if self._tier.read_only else ""
         return f"<asymcheck.Store {str(self.path)!r}{mode}>"
-
-    @property
-    def path(self) -> Path:
-        """The store's directory."""
-        return self._tier.root
 
     def save(
         self,
@@ -238,109 +226,6 @@ class Store:
     def _restored(self, loaded: Loaded, step: int | None) -> Restored:
         return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
 
-    def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
-        """Return the checkpoints of a run, or of all runs, oldest first, by their names.
-
-        Tensor bytes are not checked, :meth:`verify` does that.
-        """
-        self._tier.check_usable()
-        found = []
-        for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
-            line = known_line(self._tier, name)
-            found += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
-        return found
-
-    def runs(self) -> list[str]:
-        """Return the names of all runs."""
-        self._tier.check_usable()
-        return self._tier.manifests.runs()
-
-    def tensors(
-        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
-    ) -> tuple[Checkpoint, list[StoredTensor]]:
-        """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
-        self._tier.check_usable()
-        step = None if step is None else check_step(step)
-        check_glob(pattern)
-        ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
-        return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
-
-    def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
-        """Return the checkpoints along the line of training, newest first, and where training went back.
-
-        With ``everything`` also those that are abandoned, incomplete or damaged. Reads no tensor bytes.
-
-        Raises:
-            CheckpointNotFoundError: the store has other runs, but not this one.
-            HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
-        """
-        self._tier.check_usable()
-        return read_history(self._tier, layout.check_run(run), everything=everything)
-
-    def diff(
-        self,
-        a: int | str,
-        b: int | str,
-        *,
-        run: str = DEFAULT_RUN,
-        tensors: str = "*",
-        norms: bool = True,
-        progress: Progress | None = None,
-    ) -> Difference:
-        """Return what changed between two checkpoints, every byte that was read verified.
-
-        Args:
-            a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
-            b: likewise.
-            run: whose checkpoints, where the names do not say.
-            tensors: a glob of the dotted names to compare.
-            norms: whether to read what changed and say by how much; without, only manifests are read.
-            progress: called with bytes compared so far and in all.
-
-        Raises:
-            InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
-            DamagedPartitionError, FormatError, HeadRecordError
-        """
-        self._tier.check_usable()
-        return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
-
-    def accounting(self, run: str | None = None) -> Accounting:
-        """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
-
-        Reads manifests and the indexes of packs only.
-
-        Raises:
-            CheckpointNotFoundError: the store has other runs, but not this one.
-        """
-        self._tier.check_usable()
-        return account(self._tier, None if run is None else layout.check_run(run))
-
-    def usage(self) -> Usage:
-        """Return the bytes that the store takes on disk."""
-        self._tier.check_usable()
-        return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
-
-    def verify(
-        self, step: int | None = None, *, run: str | None = None, progress: Progress | None = None
-    ) -> list[Finding]:
-        """Read and check every byte of the store, or what one step needs.
-
-        Returns what is wrong; nothing when all is well.
-
-        Raises:
-            CheckpointNotFoundError: there is no such step or run.
-        """
-        self._tier.check_usable()
-        if step is not None:
-            step = check_step(step)
-            run = run or DEFAULT_RUN
-            candidates(self._tier, run, step)
-        elif run is not None and layout.check_run(run) not in self.runs():
-            raise CheckpointNotFoundError(
-                f"store {self.path} has no run {run!r}; it has {', '.join(self.runs()) or 'none'}"
-            )
-        return verify(self._tier, run, step, progress)
-
     def delete(self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None) -> list[Checkpoint]:
         """Delete the checkpoints of a step, of one generation or of all, durably; return them.
 
@@ -376,6 +261,42 @@ class Store:
         self._tier.check_writable()
         return collect(self._tier, self._catalog(), dry_run=dry_run)
 
+    def repair(self, progress: Progress | None = None) -> Repaired:
+        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
+
+        Safe beside saves, loads and collections of other processes. What it cannot repair it names, with what can be
+        done about it. A second repair in a row does nothing.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
+        """
+        return self._with_catalog(lambda catalog, made: repair(self._tier, catalog, progress, made))
+
+    def rebuild(self) -> Rebuilt:
+        """Make the catalog again from packs and manifests alone; pins of living processes are kept.
+
+        Where no process has the catalog open, a new file takes its place; else its entries are corrected.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            CatalogError: it is damaged and in use by other processes; the message names them.
+        """
+        return self._with_catalog(lambda catalog, made: made or reconcile(self._tier, catalog), anew=True)
+
+    def _with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
+        """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
+        made: list[Rebuilt] = []
+
+        def populate(transaction: Transaction) -> None:
+            made[:] = [rebuild(self._tier, transaction)]
+
+        try:
+            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
+        except CatalogError:
+            self._tier.leave_catalog()
+            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
+
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
         """Say, durably, that training goes on from ``parent`` (None: from nothing).
 
@@ -387,10 +308,10 @@ class Store:
         return begin_generation(self._tier, layout.check_run(run), None if parent is None else parent.ref)
 
     def _catalog(self) -> Catalog:
-        def populate(transaction: Transaction) -> None:
-            rebuild(self._tier, transaction)
+        return self._tier.open_catalog(self._populate)
 
-        return self._tier.open_catalog(populate)
+    def _populate(self, transaction: Transaction) -> None:
+        rebuild(self._tier, transaction)
 
     def close(self) -> None:
         """Close the store; closing twice is no error."""

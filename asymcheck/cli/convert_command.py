@@ -8,10 +8,11 @@ import click
 
 from asymcheck.cli import exits, output
 from asymcheck.cli.restore_command import report
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.layout import DESCRIPTOR_NAME
 from asymcheck.interop.convert import Output, export_checkpoint, format_of, import_checkpoint
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 
 
 @click.command(

@@ -7,9 +7,10 @@ from collections import Counter
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.difference import Difference, TensorChange
 from asymcheck.recovery.norms import TensorNorms
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
 _HEX_SHOWN = 12

@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.inventory import StoredTensor
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
 _HEX_SHOWN = 8

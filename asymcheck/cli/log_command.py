@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.history import History, HistoryEntry, Opening
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 
 _HEX_SHOWN = 12
 _METRICS_SHOWN = 8

@@ -14,6 +14,7 @@ from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.log_command import log
+from asymcheck.cli.rebuild_command import rebuild
 from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
@@ -38,7 +39,7 @@ def commands() -> None:
     """
 
 
-for _command in (convert, diff, du, inspect, log, restore, verify):
+for _command in (convert, diff, du, inspect, log, rebuild, restore, verify):
     commands.add_command(_command)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 
 _SHOWN = 3
 

@@ -1,11 +1,13 @@
-"""``asymcheck verify``: read every byte and say what is wrong."""
+"""``asymcheck verify``: read every byte and say what is wrong; with ``--repair``, make whole what can be made whole."""
 
 from __future__ import annotations
 
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.recovery.repaired import Repaired
 from asymcheck.store import Store
+from asymcheck.types import Checkpoint
 from asymcheck.verify import Finding, Severity
 
 
@@ -15,24 +17,58 @@ from asymcheck.verify import Finding, Severity
     "--run", default=None, help="Check the manifests of this run only [default: all; with --step: 'default']."
 )
 @click.option("--step", type=int, default=None, help="Check only what this step's checkpoint needs.")
+@click.option("--repair", is_flag=True, help="Repair the whole store first; no checkpoint is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 @click.pass_context
-def verify(ctx: click.Context, store: str, run: str | None, step: int | None, as_json: bool) -> None:  # noqa: FBT001 - click's way
-    """Check every byte of STORE, or what one step needs, and change nothing.
+def verify(ctx: click.Context, store: str, run: str | None, step: int | None, repair: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+    """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
 
     Every frame is read and compared with its digest, every manifest and record with its checksum, and every partition
     that a checkpoint needs must be there.
+
+    With --repair, damaged records are written again from their other copy, what is intact in damaged packs is copied
+    into new packs, the catalog is corrected, and files of killed processes are removed. Then the store is checked: the
+    status says what is left.
     """
+    if repair and (run is not None or step is not None):
+        raise click.UsageError("--repair works on the whole store: leave out --run and --step")
+    repaired = _repair(store) if repair else None
     with Store.open(store, read_only=True) as opened:
         with output.progress("verify") as progress:
             findings = opened.verify(step, run=run, progress=progress)
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
+    _report(store, findings, checkpoints, repaired, as_json=as_json)
+    ctx.exit(_status(findings))
+
+
+def _repair(store: str) -> Repaired:
+    with Store.open(store, read_only=True):
+        pass  # There is a store: to open it for writing would make one.
+    with Store.open(store) as opened, output.progress("repair") as progress:
+        return opened.repair(progress)
+
+
+def _report(
+    store: str, findings: list[Finding], checkpoints: list[Checkpoint], repaired: Repaired | None, *, as_json: bool
+) -> None:
     lost = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
     if as_json:
-        output.print_json({"store": store, "checkpoints": len(checkpoints), "lost": sorted(lost), "findings": findings})
-    else:
-        _show(findings, len(checkpoints), len(lost))
-    ctx.exit(_status(findings))
+        document = {"store": store, "checkpoints": len(checkpoints), "lost": sorted(lost), "findings": findings}
+        output.print_json(document if repaired is None else {**document, "repaired": repaired})
+        return
+    if repaired is not None:
+        _show_repaired(repaired)
+    _show(findings, len(checkpoints), len(lost))
+
+
+def _show_repaired(repaired: Repaired) -> None:
+    for done in repaired.done:
+        click.echo(f"found: {done.where}: {done.found}")
+        click.echo(f"done:  {done.where}: {done.done}")
+    for left in repaired.left:
+        click.echo(f"left:  {left.where}: {left.message}: {left.remedy}")
+    if not repaired.done:
+        click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 
 
 def _show(findings: list[Finding], checkpoints: int, lost: int) -> None:

@@ -89,6 +89,18 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
     return value, len(blocks) - len(texts)
 
 
+def repaired_record(data: bytes) -> bytes | None:
+    """Return a record file with both copies intact, made from the first intact one; None when there is none.
+
+    The bytes are those that are there: keys that this program does not know stay.
+    """
+    blocks = [data[: registry.BLOCK_BYTES], data[registry.BLOCK_BYTES : RECORD_BYTES]]
+    intact = [block for block in blocks if _intact_text(block) is not None]
+    if not intact:
+        return None
+    return data if len(intact) == len(blocks) and len(data) == RECORD_BYTES else intact[0] * len(blocks)
+
+
 def _is_canonical(value: dict[str, object], text: bytes) -> bool:
     try:
         return canonical_json(value) == text

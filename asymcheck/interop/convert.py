@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import ForeignFileError, InvalidInputError
 from asymcheck.interop.files import Draft, SourceFile
 from asymcheck.interop.hugging_face import other_files, read_folder
@@ -17,7 +18,7 @@ from asymcheck.interop.safetensors_sink import SafetensorsSink
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.recovery.stream import Progress
-from asymcheck.store import DEFAULT_RUN, Store
+from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
 SHARD_BYTES = 5_000_000_000

@@ -20,8 +20,8 @@ from asymcheck.recovery.locate import Sources
 from asymcheck.recovery.naming import Named, find_checkpoint
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
 from asymcheck.recovery.resolve import needed_by, read_manifests
-from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.recovery.values import plain_values
+from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Checkpoint, Digest
 

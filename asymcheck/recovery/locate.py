@@ -51,13 +51,22 @@ class Sources:
         self._copies: dict[Digest, Copy] = {}
         try:
             self._search(hints)
-            if len(self._copies) < len(wanted):
-                self._search(tier.pack_ids())
+            self._search_all()
             if must_be_complete:
                 self._check_complete()
         except BaseException:
             self.close()
             raise
+
+    def _search_all(self) -> None:
+        searched: set[PackId] = set()
+        while len(self._copies) < len(self._wanted):
+            # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
+            new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in searched]
+            if not new:
+                return
+            self._search(new)
+            searched.update(new)
 
     def _search(self, pack_ids: Iterable[PackId]) -> None:
         for pack_id in pack_ids:

@@ -18,7 +18,7 @@ from tests.crash.states import CONFIG, Journal, fingerprint, make_state
 
 Action = Sequence[object]
 """A word and its arguments: ``["save", 3]``, ``["save", 7, 3]`` (as step 7 the state of step 3), ``["delete", 1]``,
-``["gc"]``, ``["restore", 2]``."""
+``["gc"]``, ``["restore", 2]``, ``["repair"]``, ``["rebuild"]``."""
 
 
 def open_store(path: Path, *, read_only: bool = False, files: Files | None = None) -> Store:
@@ -64,6 +64,12 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
         elif word == "gc":
             store.gc()
             journal.note("collected")
+        elif word == "repair":
+            store.repair()
+            journal.note("repaired")
+        elif word == "rebuild":
+            store.rebuild()
+            journal.note("rebuilt")
         else:
             raise AssertionError(f"no such action: {word}")
 

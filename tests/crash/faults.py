@@ -39,6 +39,7 @@ CATALOG_CHANGES = (
     "put_store_id",
     "delete_pin",
     "forget_location",
+    "delete_location",
     "delete_manifest",
     "delete_pack",
 )

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +24,7 @@ from asymcheck.events import emit
 from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
 from asymcheck.tiers.nvme import owners
+from asymcheck.tiers.nvme.catalog_walk import is_intact
 from asymcheck.tiers.nvme.files import DESCRIPTORS, reserve, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
@@ -43,19 +42,6 @@ _FILES = ("data.mdb", "lock.mdb")
 _READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _NO_ROOM_BYTES = 1 << 20
-_CHECK_TIMEOUT_S = 600
-# Runs in a child: a damaged map may kill the process that walks it. It imports nothing of this package, which would
-# load torch.
-_CHECK = """
-import lmdb, sys, xxhash
-env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=8, map_size=int(sys.argv[2]))
-with env.begin() as txn:
-    for name in (b"meta", b"partitions", b"packs", b"manifests", b"pins"):
-        db = env.open_db(name, txn=txn, create=False)
-        for key, value in txn.cursor(db):
-            if bytes(value[-8:]) != xxhash.xxh3_128_digest(bytes(key) + bytes(value[:-8]))[8:]:
-                sys.exit(3)
-"""
 
 
 class Transaction:
@@ -85,6 +71,10 @@ class Transaction:
         if location is None or location.pack_id == pack_id:
             self._txn.delete(digest, db=self._db["partitions"])
 
+    def delete_location(self, digest: Digest) -> None:
+        """Remove a partition's entry, wherever it points."""
+        self._txn.delete(digest, db=self._db["partitions"])
+
     def pack_state(self, pack_id: PackId) -> int | None:
         """Return a pack's state number; None when it is unknown or the entry is damaged."""
         value = self._get(pack_id, "packs")
@@ -98,14 +88,14 @@ class Transaction:
         """Remove a pack's entry."""
         self._txn.delete(pack_id, db=self._db["packs"])
 
+    def pack_states(self) -> dict[PackId, int | None]:
+        """Return the state numbers of all packs entered; None for a damaged entry."""
+        cursor = self._txn.cursor(db=self._db["packs"])
+        return {PackId(bytes(key)): codec.decode_pack_state(bytes(key), bytes(value)) for key, value in cursor}
+
     def freed_packs(self) -> list[PackId]:
         """Return the packs that are marked freed."""
-        cursor = self._txn.cursor(db=self._db["packs"])
-        return [
-            PackId(bytes(key))
-            for key, value in cursor
-            if codec.decode_pack_state(bytes(key), bytes(value)) == registry.PACK_FREED
-        ]
+        return [pack_id for pack_id, state in self.pack_states().items() if state == registry.PACK_FREED]
 
     def put_manifest(self, key: bytes, size: int) -> None:
         """Enter a committed manifest."""
@@ -165,10 +155,12 @@ Populate = Callable[[Transaction], None]
 class Catalog:
     """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
 
-    def __init__(self, path: Path, store_id: bytes, config: StoreConfig, populate: Populate) -> None:
+    def __init__(
+        self, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+    ) -> None:
         """Open the environment in ``path``; ``populate`` fills it from the packs when it is new.
 
-        Damaged or of another store.
+        Or when it is damaged, of another store, or to be made ``anew``, unless a living process uses it.
         """
         self.path = path
         self._config = config
@@ -180,7 +172,7 @@ class Catalog:
         )
         try:
             with self._writer_lock():
-                self._set_aside_if_damaged()
+                self._set_aside_if_damaged(anew=anew)
                 self._marker.touch()
                 try:
                     self._open(store_id, populate)
@@ -230,16 +222,18 @@ class Catalog:
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
 
-    def _set_aside_if_damaged(self) -> None:
+    def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
         dead, alive = self._markers()
         alive.pop(self._marker, None)
         noted = self._damage_note.exists()
-        if dead and not alive and not noted:
+        if (dead or anew) and not alive and not noted:
             # What killed its last user may lie in the file where no walk finds it: LMDB asserts more when it writes.
             # And reading the indexes of all packs takes about as long as a walk.
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
-        elif (self.path / "data.mdb").exists() and (noted or (dead and not self._is_intact())):
+        elif (self.path / "data.mdb").exists() and (
+            noted or (dead and not is_intact(self.path, self._config.catalog_map_bytes))
+        ):
             if alive:
                 raise CatalogError(
                     f"the catalog {self.path} is damaged and in use by "
@@ -270,15 +264,6 @@ class Catalog:
             else:
                 alive[marker] = owner
         return dead, alive
-
-    def _is_intact(self) -> bool:
-        command = [sys.executable, "-c", _CHECK, str(self.path), str(self._config.catalog_map_bytes)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, timeout=_CHECK_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -365,8 +350,12 @@ _open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}
 _open_lock = threading.Lock()
 
 
-def open_catalog(path: Path, store_id: bytes, config: StoreConfig, populate: Populate) -> Catalog:
+def open_catalog(
+    path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+) -> Catalog:
     """Return this process's catalog for ``path``, opening it if it is not open yet.
+
+    With ``anew`` what is there is dropped first, unless a process, this one too, has it open.
 
     Give it back with :func:`release_catalog`.
     """
@@ -380,7 +369,7 @@ def open_catalog(path: Path, store_id: bytes, config: StoreConfig, populate: Pop
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:
-            catalog = Catalog(path, store_id, config, populate)
+            catalog = Catalog(path, store_id, config, populate, anew=anew)
         _open_catalogs[key] = (catalog, users + 1)
         return catalog
 

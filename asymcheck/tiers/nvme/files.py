@@ -18,6 +18,7 @@ from pathlib import Path
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
 _POLL_S = 0.005
+_REPLACE_ATTEMPTS = 8
 
 
 class Files:
@@ -147,6 +148,17 @@ class Files:
                 self.unlink(path)
             finally:
                 DESCRIPTORS.close(descriptor)
+
+    def replace_record(self, path: Path, data: bytes) -> None:
+        """Give ``path`` other content, durably; at every instant it has the old or the new."""
+        for _ in range(_REPLACE_ATTEMPTS):
+            temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
+            with contextlib.suppress(FileNotFoundError), self.temporary(temporary, data):
+                self.rename(temporary, path)
+                self.sync_directory(path.parent)
+                return
+        # Collection saw the file before it was locked, each time.
+        raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
 
     def read_small(self, path: Path, limit: int) -> bytes | None:
         """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""

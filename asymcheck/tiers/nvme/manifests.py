@@ -13,7 +13,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head
+from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head, repaired_record
 from asymcheck.tiers.nvme.files import Files
 from asymcheck.types import CheckpointRef
 
@@ -204,6 +204,24 @@ class ManifestFiles:
         if (head.run, head.generation) != (run, generation):
             raise StructureError(f"{where}: the record disagrees with its path")
         return head, damaged
+
+    def repair_head(self, run: str, generation: int) -> bool:
+        """Write a head record again when one of its copies is damaged or cut off; return whether it was.
+
+        Raises:
+            FormatError: no copy is intact, or it contradicts its path.
+        """
+        path = self._heads / run / layout.head_name(generation)
+        data = self._files.read_small(path, RECORD_BYTES) or b""
+        whole = repaired_record(data)
+        if whole == data:
+            return False
+        where = f"head record {run}/{path.name}"
+        head, _ = decode_head(data if whole is None else whole, where)
+        if whole is None or (head.run, head.generation) != (run, generation):
+            raise StructureError(f"{where}: the record disagrees with its path")
+        self._files.replace_record(path, whole)
+        return True
 
     def publish_head(self, head: HeadRecord) -> bool:
         """Write a head record durably; return False when its generation is taken."""

@@ -20,7 +20,7 @@ from asymcheck.errors import (
     UnsupportedFormatError,
 )
 from asymcheck.format import layout, registry
-from asymcheck.format.frame import HEADER_BYTES, decode_header, frame_length
+from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header, frame_length
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, decode_index, decode_pack_header, round_up
 from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
 from asymcheck.tiers.nvme.slots import Slot
@@ -83,10 +83,11 @@ class PackFile:
         DESCRIPTORS.close(self._descriptor)
 
 
-def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float) -> PackFile:
+def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, *, thorough: bool = False) -> PackFile:
     """Open a complete pack for reading under a shared lock, and check its header and index.
 
-    When these are damaged, the frames are found by scanning, and ``damage`` of the result says what was wrong.
+    When these are damaged, the frames are found by scanning, and ``damage`` of the result says what was wrong. A
+    ``thorough`` scan goes on behind damaged frames, and may find none.
 
     Raises:
         MissingPartitionError: there is no such pack (it was never complete, or was recycled).
@@ -103,7 +104,8 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float) 
         try:
             if try_lock(descriptor, exclusive=False):
                 if is_same_file(descriptor, path):
-                    return PackFile(files, path, descriptor, _find_frames(files, descriptor, path, pack_id))
+                    index = _find_frames(files, descriptor, path, pack_id, thorough=thorough)
+                    return PackFile(files, path, descriptor, index)
             elif time.monotonic() > deadline:
                 raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
         except BaseException:
@@ -113,15 +115,17 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float) 
         time.sleep(_POLL_S)
 
 
-def _find_frames(files: Files, descriptor: int, path: Path, pack_id: PackId) -> _Index:
+def _find_frames(files: Files, descriptor: int, path: Path, pack_id: PackId, *, thorough: bool) -> _Index:
     try:
         header, entries = _read_index(files, descriptor, path, pack_id)
     except UnsupportedFormatError:
         raise
     except FormatError as error:
-        entries = _scan(files, descriptor, path, pack_id)
+        entries = _scan(files, descriptor, path, pack_id, thorough=thorough)
         if not len(entries):
-            raise
+            if not thorough:
+                raise
+            return _Index(PackHeader(pack_id, 0, 0, 0, ""), entries, error)
         end = int(entries["offset"][-1]) + frame_length(int(entries["stored_length"][-1]))
         return _Index(PackHeader(pack_id, len(entries), end, 0, ""), entries, error)
     return _Index(header, entries, None)
@@ -143,23 +147,43 @@ def _read_index(files: Files, descriptor: int, path: Path, pack_id: PackId) -> t
     return header, decode_index(memoryview(index)[:count], header, where)
 
 
-def _scan(files: Files, descriptor: int, path: Path, pack_id: PackId) -> Entries:
-    """Find the frames of a pack by their own headers, as SPEC.md §7.2 allows when header or index are damaged."""
+def _scan(files: Files, descriptor: int, path: Path, pack_id: PackId, *, thorough: bool) -> Entries:
+    """Find the frames of a pack by their own headers, as SPEC.md §7.2 allows when header or index are damaged.
+
+    A thorough scan looks at every block behind a place where no frame is found, and leaves gaps in the sequence.
+
+    Raises:
+        UnsupportedFormatError: a frame needs a newer program, and the scan was to find all.
+        StructureError: all frames found belong to another pack, so the file has a wrong name.
+    """
     found: list[tuple[object, ...]] = []
-    offset = registry.BLOCK_BYTES
+    offset, others = registry.BLOCK_BYTES, 0
     block = bytearray(HEADER_BYTES)
     while files.pread(descriptor, memoryview(block), offset, path) == HEADER_BYTES:
-        try:
-            header = decode_header(memoryview(block), f"frame {len(found)} of pack {path.name}")
-        except FormatError:
-            break
+        header = _frame_header(memoryview(block), f"frame {len(found)} of pack {path.name}", thorough=thorough)
         # A frame of an earlier life of the file has another pack's id.
-        if (header.place_id, header.sequence) != (pack_id, len(found)):
+        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(found)):
+            frame = header.descriptor
+            sizes = (offset, frame.stored_length, frame.plain_length)
+            numbers = (frame.kind, frame.codec, frame.digest_algorithm)
+            found.append((frame.digest, frame.base_digest, *sizes, *numbers, bytes(5)))
+            offset += frame_length(frame.stored_length)
+        elif thorough:
+            others += header is not None
+            offset += registry.BLOCK_BYTES
+        else:
             break
-        frame = header.descriptor
-        sizes = (offset, frame.stored_length, frame.plain_length)
-        found.append(
-            (frame.digest, frame.base_digest, *sizes, frame.kind, frame.codec, frame.digest_algorithm, bytes(5))
-        )
-        offset += frame_length(frame.stored_length)
+    if others and not found:
+        raise StructureError(f"pack {path.name} is damaged, and has only frames of another pack in it")
     return np.array(found, dtype=ENTRY_DTYPE)
+
+
+def _frame_header(data: memoryview, where: str, *, thorough: bool) -> FrameHeader | None:
+    try:
+        return decode_header(data, where)
+    except UnsupportedFormatError:
+        if thorough:
+            raise
+    except FormatError:
+        pass
+    return None

@@ -18,7 +18,7 @@ from asymcheck.errors import (
     StoreNotFoundError,
 )
 from asymcheck.format import layout
-from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
 from asymcheck.format.versions import missing_writer_features
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
 from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
@@ -154,16 +154,42 @@ class NvmeTier:
         if self.read_only:
             raise ReadOnlyStoreError(f"store {self.root} was opened with read_only=True")
 
-    def open_catalog(self, populate: Populate) -> Catalog:
-        """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged."""
+    def open_catalog(self, populate: Populate, *, anew: bool = False) -> Catalog:
+        """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged.
+
+        With ``anew`` also when it is neither, unless a process has it open.
+        """
         self.check_writable()
         with self._catalog_lock:
             if self._catalog is None:
                 with translated("open catalog of store", self.root):
                     self._catalog = open_catalog(
-                        self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate
+                        self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate, anew=anew
                     )
             return self._catalog
+
+    def leave_catalog(self) -> None:
+        """Close the catalog, if it is open; the next use opens it again, and rebuilds it if damage was noted."""
+        with self._catalog_lock:
+            if self._catalog is not None:
+                release_catalog(self._catalog)
+                self._catalog = None
+
+    def repair_descriptor(self) -> bool:
+        """Write the store descriptor again when one of its copies is damaged; return whether it was."""
+        path = self.root / layout.DESCRIPTOR_NAME
+        data = self.files.read_small(path, RECORD_BYTES) or b""
+        whole = repaired_record(data)
+        if whole in (None, data):
+            return False
+        decode_descriptor(whole, f"store descriptor {path}")
+        self.files.replace_record(path, whole)
+        self.damaged_descriptor_copies = 0
+        return True
+
+    def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
+        """Open a complete pack and find every frame that can be found in it; see :func:`open_pack`."""
+        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s, thorough=True)
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
         """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""
@@ -173,6 +199,12 @@ class NvmeTier:
         """Return the ids of all complete packs."""
         ids = map(layout.parse_pack_name, self.files.list(self.packs))
         return [pack_id for pack_id in ids if pack_id is not None]
+
+    def pack_bytes(self, pack_id: PackId) -> int:
+        """Return the bytes of a pack's file; 0 when it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.packs / layout.pack_name(pack_id)).stat().st_size
+        return 0
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return the number and bytes of packs in use, then of packs in the pool."""
@@ -232,6 +264,4 @@ class NvmeTier:
         """Close the catalog; closing twice is no error."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
-            if self._catalog is not None:
-                release_catalog(self._catalog)
-                self._catalog = None
+            self.leave_catalog()

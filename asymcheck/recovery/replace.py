@@ -1,0 +1,180 @@
+"""A damaged pack replaced by a new one that holds what is intact of it (SPEC.md §8.4)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+
+from asymcheck.config import WRITER
+from asymcheck.errors import AsymcheckError, DigestMismatchError
+from asymcheck.events import emit
+from asymcheck.format import layout, registry
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.pack import PackHeader
+from asymcheck.recovery.survey import PackContent, read_payload
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.types import Digest, Location
+
+_CHANGED = "the store changed while it was being repaired"
+_HELD = "another process reads or writes it"
+_PINNED = "a save that is under way has reused partitions of it"
+
+
+@dataclasses.dataclass
+class Replaced:
+    """What became of a damaged pack."""
+
+    copied: dict[Digest, Location] = dataclasses.field(default_factory=dict)
+    """Partitions that now lie in a new pack."""
+    removed: bool = False
+    """Whether the damaged pack is gone."""
+    changed: bool = False
+    """Whether anything was done."""
+    busy: str = ""
+    """Why nothing could be done; empty when all was done."""
+
+
+class Replacement:
+    """The replacement of one damaged pack.
+
+    At every instant each intact partition lies in a complete pack: the new one gets its name before the damaged one
+    loses its own. The new pack needs no pin. Whoever means to reuse a partition of the damaged one finds at its own pin
+    that this pack is freed, and writes it again; what a manifest names keeps the new pack alive.
+    """
+
+    def __init__(
+        self,
+        tier: NvmeTier,
+        catalog: Catalog,
+        content: PackContent,
+        elsewhere: Mapping[Digest, Location],
+    ) -> None:
+        """Replace the pack with this ``content``; partitions that lie intact ``elsewhere`` need no copy."""
+        self._tier = tier
+        self._catalog = catalog
+        self._content = content
+        self._pack_id = content.header.pack_id
+        self._path = tier.packs / layout.pack_name(self._pack_id)
+        self._elsewhere = {name: elsewhere[name] for name in content.names if name in elsewhere}
+        self._copies = {
+            content.names[sequence]: sequence
+            for sequence in content.intact()
+            if content.names[sequence] not in elsewhere
+        }
+        # What the device did not give may be there another day.
+        self._keep = bool(content.unread)
+        self._entered = False
+
+    def carry_out(self) -> Replaced:
+        """Copy, enter, remove.
+
+        Raises:
+            StorageError: the device refused, or is full; nothing is lost.
+        """
+        with self._tier.locked(self._path) as held, self._catalog.read() as transaction:
+            reason = self._obstacle(transaction) if held else _HELD
+            pointing = self._pointing(transaction)
+        if reason:
+            return Replaced(busy=reason)
+        if self._keep and not self._copies and not pointing:
+            return Replaced()
+        try:
+            with self._new_pack() as (header, locations), self._tier.locked(self._path) as held:
+                reason = self._enter(header, locations) if held else _HELD
+                if not reason and not self._keep:
+                    self._remove()
+        except DigestMismatchError as error:
+            return Replaced(busy=f"it reads differently each time ({error})")
+        if reason:
+            return Replaced(busy=reason)
+        if not self._keep:
+            self._forget()
+        return Replaced(locations, removed=not self._keep, changed=True)
+
+    def _obstacle(self, transaction: Transaction) -> str:
+        if any(self._pack_id in packs for _, packs in transaction.pins().values()):
+            return _PINNED
+        # What lies elsewhere is relied upon: not in a pack that collection, or another repair, has taken meanwhile.
+        relied = {location.pack_id for location in self._elsewhere.values()}
+        if any(transaction.pack_state(pack_id) != registry.PACK_LIVE for pack_id in relied):
+            return _CHANGED
+        return ""
+
+    def _pointing(self, transaction: Transaction) -> list[Digest]:
+        """Return the partitions that the catalog says lie in the pack; those of lost frames have no other name."""
+        return [
+            name
+            for name, location in transaction.locations()
+            if location is not None and location.pack_id == self._pack_id
+        ]
+
+    @contextlib.contextmanager
+    def _new_pack(self) -> Iterator[tuple[PackHeader | None, dict[Digest, Location]]]:
+        """Write the intact partitions into a complete pack, locked for the ``with`` block.
+
+        Unless it was entered by the end of the block, it is removed again.
+        """
+        if not self._copies:
+            yield None, {}
+            return
+        lengths = {name: int(self._content.entries["plain_length"][at]) for name, at in self._copies.items()}
+        writer = self._tier.start_pack(sum(map(frame_length, lengths.values())))
+        try:
+            try:
+                self._copy(writer, lengths)
+                header, locations = writer.seal(time.time_ns(), WRITER)
+            except BaseException:
+                writer.abandon()
+                raise
+            yield header, dict(locations)
+        finally:
+            if not self._entered:
+                # Nobody else could open it yet. Were it to stay, it would be no harm but a second copy.
+                with contextlib.suppress(AsymcheckError):
+                    self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
+            writer.close()
+
+    def _copy(self, writer: PackWriter, lengths: Mapping[Digest, int]) -> None:
+        with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
+            slot = Slot(max(lengths.values()))
+            for name, sequence in self._copies.items():
+                if sequence >= len(pack.entries) or not read_payload(pack, sequence, name, slot):
+                    raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {self._pack_id.hex()}")
+                writer.write(slot, FrameDescriptor.identity(name, lengths[name]))
+
+    def _enter(self, header: PackHeader | None, locations: Mapping[Digest, Location]) -> str:
+        """Say in the catalog where the partitions lie now, in one transaction, or return why not."""
+        with self._catalog.read() as transaction:
+            pointing = self._pointing(transaction)
+        with self._catalog.write() as transaction:
+            reason = self._obstacle(transaction)
+            if reason:
+                return reason
+            for name in {*pointing, *self._content.names}:
+                transaction.forget_location(name, self._pack_id)
+            for name, location in self._elsewhere.items():
+                if transaction.location(name) is None:
+                    transaction.put_location(name, location)
+            for name, location in locations.items():
+                transaction.put_location(name, location)
+            if header is not None:
+                transaction.put_pack(header.pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)
+            if not self._keep:
+                transaction.put_pack(self._pack_id, registry.PACK_FREED, 0, 0)
+        # Before the damaged pack goes: from here on the new one must not be removed.
+        self._entered = True
+        emit("repair.entered", self._path.name)
+        return ""
+
+    def _remove(self) -> None:
+        # Not into the pool: its blocks may be bad.
+        self._tier.files.unlink(self._path)
+        emit("repair.removed", self._path.name)
+        self._tier.files.sync_directory(self._tier.packs)
+
+    def _forget(self) -> None:
+        with self._catalog.write() as transaction:
+            transaction.delete_pack(self._pack_id)
+        emit("repair.forgotten", self._path.name)

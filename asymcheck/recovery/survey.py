@@ -1,0 +1,180 @@
+"""A survey: every pack of a store read to the last byte, to say which partitions lie where intact."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+from asymcheck.errors import (
+    AsymcheckError,
+    DigestMismatchError,
+    FormatError,
+    MissingPartitionError,
+    StorageError,
+    TooManyFilesError,
+    UnsupportedFormatError,
+)
+from asymcheck.format.digest import digest as digest_of
+from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.format.registry import CODEC_IDENTITY
+from asymcheck.recovery.fetch import read_checked
+from asymcheck.recovery.locate import Copy
+from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
+from asymcheck.types import Digest, Location, PackId
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes to read in all."""
+
+
+@dataclasses.dataclass
+class PackContent:
+    """What one pack holds."""
+
+    header: PackHeader
+    """Its header, or what a scan makes of it."""
+    entries: Entries
+    """One for each frame that was found."""
+    names: list[Digest]
+    """Their digests."""
+    damage: str = ""
+    """What is wrong with the header or the index; no catalog may promise what such a pack holds."""
+    wrong: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Frames that break a rule, by number, and which."""
+    rescued: set[int] = dataclasses.field(default_factory=set)
+    """Those of them whose payload has the digest all the same, so that nothing is lost with the rest of the frame."""
+    unread: set[int] = dataclasses.field(default_factory=set)
+    """Those of them that the device did not give: they may be intact."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the pack is as the format says."""
+        return not self.damage and not self.wrong
+
+    def promised(self) -> list[int]:
+        """Return the frames that a save may rely on."""
+        return [] if self.damage else [i for i in range(len(self.names)) if i not in self.wrong]
+
+    def intact(self) -> list[int]:
+        """Return the frames whose partition can be had."""
+        return [i for i in range(len(self.names)) if i not in self.wrong or i in self.rescued]
+
+    def lost(self) -> list[int]:
+        """Return the frames whose partition cannot be had from here."""
+        return [i for i in self.wrong if i not in self.rescued]
+
+    def location(self, sequence: int) -> Location:
+        """Return where a frame lies, as the catalog says it."""
+        row = self.entries[["offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm"]]
+        offset, stored, plain, kind, codec, algorithm = row[sequence].tolist()
+        return Location(self.header.pack_id, offset, stored, plain, kind, codec, algorithm)
+
+
+@dataclasses.dataclass
+class Survey:
+    """What a survey of the packs found."""
+
+    packs: dict[PackId, PackContent] = dataclasses.field(default_factory=dict)
+    """Packs that were read."""
+    left_out: dict[PackId, AsymcheckError] = dataclasses.field(default_factory=dict)
+    """Packs that were not, and why: held by another process, for a newer program, or the device refused."""
+
+    def places(self) -> dict[Digest, PackId]:
+        """Return for each partition one sound pack that holds it."""
+        return {name: pack_id for pack_id, pack in self.packs.items() if pack.is_sound for name in pack.names}
+
+
+def read_indexes(tier: NvmeTier) -> Survey:
+    """Read the header and the index of every pack, and no frame."""
+    survey = Survey()
+    for pack_id in tier.pack_ids():
+        try:
+            pack = tier.open_pack(pack_id)
+        except TooManyFilesError:
+            # Nothing is wrong with the pack.
+            raise
+        except MissingPartitionError:
+            continue
+        except AsymcheckError as error:
+            survey.left_out[pack_id] = error
+            continue
+        with contextlib.closing(pack):
+            survey.packs[pack_id] = _content(pack)
+    return survey
+
+
+def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
+    """Read every frame of every pack and compare it with its digest.
+
+    Raises:
+        TooManyFilesError: this process may not open a file more.
+    """
+    found = Survey()
+    pack_ids = tier.pack_ids()
+    sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in pack_ids}
+    done = 0
+    for pack_id in pack_ids:
+        try:
+            content = examine(tier, pack_id)
+        except TooManyFilesError:
+            raise
+        except MissingPartitionError:
+            pass  # Collected since it was listed.
+        except AsymcheckError as error:
+            found.left_out[pack_id] = error
+        else:
+            found.packs[pack_id] = content
+        done += sizes[pack_id]
+        if progress is not None:
+            progress(done, sum(sizes.values()))
+    return found
+
+
+def examine(tier: NvmeTier, pack_id: PackId) -> PackContent:
+    """Read all of one pack.
+
+    Raises:
+        MissingPartitionError, LockTimeoutError, StorageError, FormatError: it cannot be looked into, and why.
+    """
+    with contextlib.closing(tier.open_pack_to_repair(pack_id)) as pack:
+        content = _content(pack)
+        slot = Slot(max((int(length) for length in content.entries["stored_length"]), default=0))
+        for sequence, name in enumerate(content.names):
+            _check(content, pack, sequence, name, slot)
+        return content
+
+
+def _content(pack: PackFile) -> PackContent:
+    return PackContent(pack.header, pack.entries, pack.digests(), "" if pack.damage is None else str(pack.damage))
+
+
+def _check(content: PackContent, pack: PackFile, sequence: int, name: Digest, slot: Slot) -> None:
+    try:
+        if content.damage:
+            # Found by scanning: the header was checked, and its place in a damaged pack does not matter.
+            if not read_payload(pack, sequence, name, slot):
+                raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {content.header.pack_id.hex()}")
+        else:
+            read_checked(Copy(pack, sequence), name, slot)
+    except UnsupportedFormatError:
+        raise
+    except FormatError as error:
+        content.wrong[sequence] = str(error)
+        with contextlib.suppress(FormatError, StorageError):
+            if read_payload(pack, sequence, name, slot):
+                content.rescued.add(sequence)
+    except StorageError as error:
+        content.wrong[sequence] = str(error)
+        content.unread.add(sequence)
+
+
+def read_payload(pack: PackFile, sequence: int, name: Digest, slot: Slot) -> bool:
+    """Read one frame and tell whether its payload has the digest, whatever else is wrong with the frame.
+
+    Raises:
+        TruncatedError: the file ends before the frame does.
+        StorageError: the device refused.
+    """
+    entry = pack.entries[sequence]
+    pack.read_frame(sequence, slot)
+    return int(entry["codec"]) == CODEC_IDENTITY and digest_of(slot.payload(int(entry["stored_length"]))) == name

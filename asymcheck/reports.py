@@ -1,0 +1,138 @@
+"""What a store tells about itself, without changing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asymcheck.arguments import check_glob, check_step
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.format import layout
+from asymcheck.recovery.accounting import Accounting, account
+from asymcheck.recovery.describe import describe, known_line
+from asymcheck.recovery.difference import Difference, compare
+from asymcheck.recovery.history import History, read_history
+from asymcheck.recovery.inventory import StoredTensor, inventory
+from asymcheck.recovery.resolve import candidates
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import Checkpoint, Usage
+from asymcheck.verify import Finding, verify
+from asymcheck.verify.checker import Progress
+
+
+class Reports:
+    """An opened store, as far as it only answers questions; :class:`asymcheck.Store` adds the rest."""
+
+    def __init__(self, tier: NvmeTier) -> None:
+        """Wrap an opened tier; use :meth:`open`."""
+        if not isinstance(tier, NvmeTier):
+            raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
+        self._tier = tier
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self._tier.root
+
+    def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
+        """Return the checkpoints of a run, or of all runs, oldest first, by their names.
+
+        Tensor bytes are not checked, :meth:`verify` does that.
+        """
+        self._tier.check_usable()
+        found = []
+        for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
+            line = known_line(self._tier, name)
+            found += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
+        return found
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        self._tier.check_usable()
+        return self._tier.manifests.runs()
+
+    def tensors(
+        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+    ) -> tuple[Checkpoint, list[StoredTensor]]:
+        """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
+        self._tier.check_usable()
+        step = None if step is None else check_step(step)
+        check_glob(pattern)
+        ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
+        return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
+
+    def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
+        """Return the checkpoints along the line of training, newest first, and where training went back.
+
+        With ``everything`` also those that are abandoned, incomplete or damaged. Reads no tensor bytes.
+
+        Raises:
+            CheckpointNotFoundError: the store has other runs, but not this one.
+            HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
+        """
+        self._tier.check_usable()
+        return read_history(self._tier, layout.check_run(run), everything=everything)
+
+    def diff(
+        self,
+        a: int | str,
+        b: int | str,
+        *,
+        run: str = DEFAULT_RUN,
+        tensors: str = "*",
+        norms: bool = True,
+        progress: Progress | None = None,
+    ) -> Difference:
+        """Return what changed between two checkpoints, every byte that was read verified.
+
+        Args:
+            a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
+            b: likewise.
+            run: whose checkpoints, where the names do not say.
+            tensors: a glob of the dotted names to compare.
+            norms: whether to read what changed and say by how much; without, only manifests are read.
+            progress: called with bytes compared so far and in all.
+
+        Raises:
+            InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
+            DamagedPartitionError, FormatError, HeadRecordError
+        """
+        self._tier.check_usable()
+        return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
+
+    def accounting(self, run: str | None = None) -> Accounting:
+        """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
+
+        Reads manifests and the indexes of packs only.
+
+        Raises:
+            CheckpointNotFoundError: the store has other runs, but not this one.
+        """
+        self._tier.check_usable()
+        return account(self._tier, None if run is None else layout.check_run(run))
+
+    def usage(self) -> Usage:
+        """Return the bytes that the store takes on disk."""
+        self._tier.check_usable()
+        return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
+
+    def verify(
+        self, step: int | None = None, *, run: str | None = None, progress: Progress | None = None
+    ) -> list[Finding]:
+        """Read and check every byte of the store, or what one step needs.
+
+        Returns what is wrong; nothing when all is well.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step or run.
+        """
+        self._tier.check_usable()
+        if step is not None:
+            step = check_step(step)
+            run = run or DEFAULT_RUN
+            candidates(self._tier, run, step)
+        elif run is not None and layout.check_run(run) not in self.runs():
+            raise CheckpointNotFoundError(
+                f"store {self.path} has no run {run!r}; it has {', '.join(self.runs()) or 'none'}"
+            )
+        return verify(self._tier, run, step, progress)

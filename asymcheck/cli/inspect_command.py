@@ -6,6 +6,7 @@ import click
 
 from asymcheck.cli import exits, output
 from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import CheckpointNotFoundError
 from asymcheck.recovery.inventory import StoredTensor
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
@@ -14,15 +15,25 @@ _HEX_SHOWN = 8
 _METRICS_SHOWN = 3
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="List checkpoints, or the tensors of one.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=None, help="Only this run; for tensors, the run to look into [default: 'default'].")
 @click.option("--step", type=int, default=None, help="List the tensors of this step's checkpoint.")
 @click.option(
     "--tensors", "pattern", default=None, help="List tensors whose name matches this glob, for instance 'model.*'."
 )
+@click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-def inspect(store: str, run: str | None, step: int | None, pattern: str | None, as_json: bool) -> None:  # noqa: FBT001 - click's way
+@click.pass_context
+def inspect(
+    ctx: click.Context,
+    store: str,
+    run: str | None,
+    step: int | None,
+    pattern: str | None,
+    where: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
     """Show the checkpoints of STORE, or the tensors of one of them.
 
     Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
@@ -31,23 +42,33 @@ def inspect(store: str, run: str | None, step: int | None, pattern: str | None, 
     """
     with Store.open(store, read_only=True) as opened:
         if step is None and pattern is None:
-            _show_checkpoints(opened, run, as_json=as_json)
-        else:
-            checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
-            _show_tensors(checkpoint, tensors, as_json=as_json)
+            ctx.exit(_show_checkpoints(opened, run, as_json=as_json))
+        checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
+        _show_tensors(checkpoint, tensors, where=where, as_json=as_json)
+        missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
+        if missing and not as_json:
+            click.echo(
+                f"MISSING: {output.count(missing, 'partition')} of them in no readable pack; see asymcheck verify"
+            )
+        ctx.exit(exits.WARNINGS if missing else exits.OK)
 
 
-def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> None:
+def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
+    """Print them; return the exit status, which tells whether something seen is damaged."""
+    runs = store.runs()
+    if run is not None and run not in runs:
+        raise CheckpointNotFoundError(f"store {store.path} has no run {run!r}; it has {', '.join(runs) or 'none'}")
     checkpoints, usage = store.checkpoints(run), store.usage()
+    status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
     if as_json:
         output.print_json({"store": str(store.path), "usage": usage, "checkpoints": checkpoints})
-        return
+        return status
     pooled = f", {output.size(usage.pooled_bytes)} in {usage.pooled_packs} freed packs" if usage.pooled_packs else ""
     used = f"{output.size(usage.pack_bytes)} in {usage.packs} packs{pooled}"
     click.echo(f"store {store.path}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
     if not checkpoints:
         click.echo("no checkpoints yet")
-        return
+        return status
     newest = _newest(checkpoints)
     output.print_table(
         [
@@ -72,6 +93,9 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> None:
             for item in checkpoints
         ],
     )
+    if status:
+        click.echo("something is damaged or unfinished: 'asymcheck verify' says what")
+    return status
 
 
 def _newest(checkpoints: list[Checkpoint]) -> dict[str, str]:
@@ -82,6 +106,8 @@ def _newest(checkpoints: list[Checkpoint]) -> dict[str, str]:
 def _standing(item: Checkpoint, newest: dict[str, str]) -> str:
     if not item.complete:
         return "incomplete or damaged"
+    if item.on_line is None:
+        return "unknown: a head record is lost"
     if not item.on_line:
         return "abandoned"
     return "newest" if newest.get(item.run) == item.save_id else ""
@@ -93,7 +119,7 @@ def _metrics(item: Checkpoint) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
 
 
-def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, as_json: bool) -> None:
+def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where: bool, as_json: bool) -> None:
     if as_json:
         output.print_json({"checkpoint": checkpoint, "tensors": tensors})
         return
@@ -108,8 +134,7 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, as_jso
             ("shape", "left"),
             ("bytes", "right"),
             ("role", "left"),
-            ("partitions", "right"),
-            ("lies in", "left"),
+            *([("lies in", "left")] if where else []),
         ],
         [
             [
@@ -118,8 +143,7 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, as_jso
                 "×".join(map(str, tensor.shape)) or "scalar",
                 output.size(tensor.nbytes),
                 tensor.role,
-                str(len(tensor.partitions)),
-                _place(tensor),
+                *([_place(tensor)] if where else []),
             ]
             for tensor in tensors
         ],

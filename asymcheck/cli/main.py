@@ -8,10 +8,12 @@ import traceback
 
 import click
 
+from asymcheck.cli.completion_command import completion
 from asymcheck.cli.convert_command import convert
 from asymcheck.cli.diff_command import diff
 from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
+from asymcheck.cli.gc_command import gc
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.log_command import log
 from asymcheck.cli.rebuild_command import rebuild
@@ -39,7 +41,7 @@ def commands() -> None:
     """
 
 
-for _command in (convert, diff, du, inspect, log, rebuild, restore, verify):
+for _command in (completion, convert, diff, du, gc, inspect, log, rebuild, restore, verify):
     commands.add_command(_command)
 
 

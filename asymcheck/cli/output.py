@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -68,6 +69,8 @@ def _jsonable(value: object) -> object:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
         return None
     return value

@@ -9,7 +9,7 @@ from asymcheck.recovery.rebuild import Rebuilt
 from asymcheck.store import Store
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="Make the catalog again from packs and manifests.")
 @click.argument("store", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 @click.pass_context

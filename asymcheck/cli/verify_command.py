@@ -11,7 +11,7 @@ from asymcheck.types import Checkpoint
 from asymcheck.verify import Finding, Severity
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="Check every byte; with --repair, mend what can be mended.")
 @click.argument("store", type=click.Path())
 @click.option(
     "--run", default=None, help="Check the manifests of this run only [default: all; with --step: 'default']."
@@ -54,7 +54,7 @@ def _report(
     lost = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
     if as_json:
         document = {"store": store, "checkpoints": len(checkpoints), "lost": sorted(lost), "findings": findings}
-        output.print_json(document if repaired is None else {**document, "repaired": repaired})
+        output.print_json({**document, "repaired": repaired})
         return
     if repaired is not None:
         _show_repaired(repaired)
@@ -72,21 +72,22 @@ def _show_repaired(repaired: Repaired) -> None:
 
 
 def _show(findings: list[Finding], checkpoints: int, lost: int) -> None:
-    if findings:
-        output.print_table(
-            [("severity", "left"), ("kind", "left"), ("where", "left"), ("what", "left"), ("checkpoints lost", "left")],
-            [
-                [item.severity.value, item.kind, item.where, _what(item), "; ".join(item.checkpoints)]
-                for item in findings
-            ],
-        )
-    verdict = "every one can be restored" if not lost else f"{lost} cannot be restored"
-    click.echo(f"{checkpoints} checkpoints checked: {verdict}")
+    for item in findings:
+        output.print_entry(f"{item.severity.value} {item.kind}: {item.where}: {item.message}", _consequences(item))
+    if not checkpoints:
+        click.echo("no checkpoints to check")
+        return
+    verdict = f"{lost} cannot be restored"
+    if not lost:
+        # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
+        unknown = any(item.severity is Severity.ERROR for item in findings)
+        verdict = "each can be restored, if it is named" if unknown else "every one can be restored"
+    click.echo(f"{output.count(checkpoints, 'checkpoint')} checked: {verdict}")
 
 
-def _what(finding: Finding) -> str:
-    tensors = f" (tensor {', '.join(finding.tensors)})" if finding.tensors else ""
-    return finding.message + tensors
+def _consequences(finding: Finding) -> list[str]:
+    lost = [f"lost: {name}" for name in finding.checkpoints]
+    return [*lost, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else lost
 
 
 def _status(findings: list[Finding]) -> int:

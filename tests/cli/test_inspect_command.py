@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import asymcheck
+from asymcheck.cli import exits
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -67,7 +68,8 @@ def test_tensors_of_a_step(call: Call, store: Path) -> None:
     assert weight["nbytes"] == 40_000
     assert sum(partition["length"] for partition in weight["partitions"]) == 40_000
     assert all(set(partition) == PARTITION_KEYS for partition in weight["partitions"])
-    table = call("inspect", store, "--step", 20).out
+    assert "frame" not in call("inspect", store, "--step", 20).out
+    table = call("inspect", store, "--step", 20, "--where").out
     assert "model.weight = model.tied" in table
     assert f"pack {weight['partitions'][0]['pack'][:8]} frame" in table
 
@@ -84,8 +86,32 @@ def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
     for pack in (store / "packs").iterdir():
         pack.unlink()
     outcome = call("inspect", store, "--step", 20)
-    assert outcome.status == 0
-    assert "MISSING" in outcome.out
+    assert outcome.status == exits.WARNINGS
+    assert "MISSING: 2 partitions" in outcome.out
+    assert "MISSING" in call("inspect", store, "--step", 20, "--where").out.splitlines()[4]
+
+
+def test_a_run_that_is_not_there(call: Call, store: Path) -> None:
+    """A slip in a name is not an empty store."""
+    for name in ("inspect", "verify", "log", "du"):
+        outcome = call(name, store, "--run", "nope")
+        assert outcome.status == exits.NOT_FOUND
+        assert "default" in outcome.err
+
+
+def test_damage_shows_in_the_status(call: Call, store: Path) -> None:
+    """A damaged manifest, then a lost head record: status 6, a hint at verify, and nothing is called newest."""
+    manifest = max((store / "manifests" / "default").rglob("*.manifest"))
+    manifest.write_bytes(b"x")
+    outcome = call("inspect", store)
+    assert outcome.status == exits.WARNINGS
+    assert "asymcheck verify" in outcome.out
+    for head in (store / "heads" / "default").iterdir():
+        head.write_bytes(bytes(8192))
+    outcome = call("inspect", store, "--run", "default")
+    assert outcome.status == exits.WARNINGS
+    assert "a head record is lost" in outcome.out
+    assert "newest" not in outcome.out
 
 
 def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:

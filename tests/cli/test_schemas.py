@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 WORDS: dict[str, list[tuple[str, ...]]] = {
     "inspect": [(), ("--step", "20")],
     "verify": [()],
+    "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
+    "convert": [("{new}.pt",)],
+    "gc": [("--dry-run",), ()],
+    "rebuild": [()],
     "log": [(), ("--all",), ("--run", "other")],
     "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
     "du": [(), ("--run", "other")],
@@ -102,11 +107,23 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     schema = schema_of(name)
     validator = jsonschema.Draft202012Validator(schema)
     asymcheck.Store.open(tmp_path / "empty").close()
-    documents = [call(name, store, *words, "--json") for words in WORDS[name]]
+    numbers = itertools.count()
+
+    def documents_of(path: Path) -> list[Outcome]:
+        return [
+            call(name, path, *(word.format(new=tmp_path / f"new{next(numbers)}") for word in words), "--json")
+            for words in WORDS[name]
+        ]
+
+    documents = documents_of(store)
     assert all(outcome.status == 0 for outcome in documents)
-    documents += [call(name, tmp_path / "empty", *words, "--json") for words in WORDS[name]]
+    documents += documents_of(tmp_path / "empty")
+    if name == "convert":
+        documents.append(call(name, tmp_path / "new0.pt", tmp_path / "other", "--json"))
     damage(store)
-    documents += [call(name, store, *words, "--json") for words in WORDS[name]]
+    documents += documents_of(store)
+    if name == "verify":
+        documents.append(call(name, store, "--repair", "--json"))
     # A command that fails prints its message on standard error and no document.
     printed = [outcome.json for outcome in documents if outcome.out]
     assert all(outcome.err for outcome in documents if not outcome.out)

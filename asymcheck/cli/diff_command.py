@@ -17,7 +17,7 @@ _HEX_SHOWN = 12
 _SAVES_SHOWN = 3
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="Say what changed from one checkpoint to another.")
 @click.argument("store", type=click.Path())
 @click.argument("a")
 @click.argument("b")

@@ -9,7 +9,7 @@ from asymcheck.recovery.accounting import Accounting, CheckpointBytes
 from asymcheck.store import Store
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="Say what takes the room, by checkpoint and by role.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=None, help="List the checkpoints of this run only; the totals are of the whole store.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")

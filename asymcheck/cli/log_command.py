@@ -13,7 +13,7 @@ _HEX_SHOWN = 12
 _METRICS_SHOWN = 8
 
 
-@click.command(epilog=exits.HELP)
+@click.command(epilog=exits.HELP, short_help="List the checkpoints of a run, newest first.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run.")
 @click.option(

@@ -35,7 +35,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="asymcheck")
 def commands() -> None:
-    """Look at, check and use asymcheck checkpoint stores.
+    """Look at, check, mend and convert asymcheck checkpoint stores.
 
     A store is a directory that a training loop saves to with asymcheck.Store or asymcheck.Checkpointer.
     """

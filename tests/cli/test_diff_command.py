@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from asymcheck.types import PackId
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -71,11 +72,16 @@ def test_damage_in_what_must_be_read(call: Call, store: Path) -> None:
     import asymcheck
 
     with asymcheck.Store.open(store, read_only=True) as opened:
+        changed = {part.digest for part in opened.tensors(20, "optimizer.*")[1][0].partitions}
         (tensor,) = opened.tensors(10, "optimizer.*")[1]
-    place = tensor.partitions[0]
+        place = next(part for part in tensor.partitions if part.digest not in changed)
+        assert place.pack is not None
+        pack = opened._tier.open_pack(PackId(bytes.fromhex(place.pack)))
+        start = int(pack.entries["offset"][place.frame])
+        pack.close()
     path = store / "packs" / f"{place.pack}.pack"
     data = bytearray(path.read_bytes())
-    data[-8192 - 200 :] = bytes(8192 + 200)
+    data[start + 4096 - 100 : start + 4096 + 100] = bytes(200)
     path.write_bytes(data)
     outcome = call("diff", store, 10, 20)
     assert outcome.status == 4

@@ -87,7 +87,7 @@ def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
         pack.unlink()
     outcome = call("inspect", store, "--step", 20)
     assert outcome.status == exits.WARNINGS
-    assert "MISSING: 2 partitions" in outcome.out
+    assert "MISSING: 7 partitions" in outcome.out
     assert "MISSING" in call("inspect", store, "--step", 20, "--where").out.splitlines()[4]
 
 

@@ -10,6 +10,9 @@ from asymcheck.errors import AsymcheckError, MissingPartitionError, TooManyFiles
 from asymcheck.tiers.nvme import NvmeTier, PackFile
 from asymcheck.types import Digest, PackId
 
+_FRAME_BITS = 32
+_FRAME_MASK = (1 << _FRAME_BITS) - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
@@ -48,7 +51,9 @@ class Sources:
         self._packs: dict[PackId, PackFile] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
-        self._copies: dict[Digest, Copy] = {}
+        # Of a million partitions, an object for each costs more than all the rest; so a number: pack, then frame.
+        self._places: dict[Digest, int] = {}
+        self._numbered: list[PackFile] = []
         try:
             self._search(hints)
             self._search_all()
@@ -60,7 +65,7 @@ class Sources:
 
     def _search_all(self) -> None:
         searched: set[PackId] = set()
-        while len(self._copies) < len(self._wanted):
+        while len(self._places) < len(self._wanted):
             # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
             new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in searched]
             if not new:
@@ -70,7 +75,7 @@ class Sources:
 
     def _search(self, pack_ids: Iterable[PackId]) -> None:
         for pack_id in pack_ids:
-            if len(self._copies) == len(self._wanted):
+            if len(self._places) == len(self._wanted):
                 return
             pack = self._open(pack_id)
             if pack is not None and pack.damage is not None:
@@ -94,17 +99,24 @@ class Sources:
 
     def _take(self, pack: PackFile) -> bool:
         """Note what the pack has of what is still wanted; return whether that is anything."""
-        found = False
-        for sequence, (digest, length) in enumerate(
-            zip(pack.digests(), pack.entries["plain_length"].tolist(), strict=True)
-        ):
-            if digest not in self._copies and self._wanted.get(digest) == length:
-                self._copies[digest] = Copy(pack, sequence)
-                found = True
-        return found
+        wanted, places = self._wanted, self._places
+        first = len(self._numbered) << _FRAME_BITS
+        lengths = pack.entries["plain_length"].tolist()
+        found = {
+            digest: place
+            for place, (digest, length) in enumerate(zip(pack.digests(), lengths, strict=True), first)
+            if wanted.get(digest) == length and digest not in places
+        }
+        places.update(found)
+        if found:
+            self._numbered.append(pack)
+        return bool(found)
+
+    def _copy(self, place: int) -> Copy:
+        return Copy(self._numbered[place >> _FRAME_BITS], place & _FRAME_MASK)
 
     def _check_complete(self) -> None:
-        missing = [digest for digest in self._wanted if digest not in self._copies]
+        missing = [digest for digest in self._wanted if digest not in self._places]
         if missing:
             unsupported = [
                 problem for problem in self._problems.values() if isinstance(problem, UnsupportedFormatError)
@@ -120,11 +132,12 @@ class Sources:
 
     def copy(self, digest: Digest) -> Copy:
         """Return the first copy of a partition."""
-        return self._copies[digest]
+        return self._copy(self._places[digest])
 
     def find(self, digest: Digest) -> Copy | None:
         """Return the first copy of a partition, or None when it lies in no readable pack."""
-        return self._copies.get(digest)
+        place = self._places.get(digest)
+        return None if place is None else self._copy(place)
 
     def other_copies(self, digest: Digest, damaged: Copy) -> list[Copy]:
         """Search every pack for further copies of a partition of which one is damaged."""
@@ -137,9 +150,7 @@ class Sources:
 
     def in_reading_order(self, digests: Iterable[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""
-        return sorted(
-            digests, key=lambda digest: (self._copies[digest].pack.header.pack_id, self._copies[digest].sequence)
-        )
+        return sorted(digests, key=self._places.__getitem__)
 
     def close(self) -> None:
         """Close all packs."""

@@ -12,7 +12,7 @@ import torch
 import asymcheck
 from asymcheck.errors import CheckpointNotFoundError, DamagedPartitionError, InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.recovery import difference, streams
+from asymcheck.recovery import difference, windows
 from asymcheck.recovery.difference import TensorChange
 from asymcheck.recovery.norms import NormSums, TensorNorms
 
@@ -195,18 +195,18 @@ def test_memory_is_bounded_by_a_few_partitions(store_path: Path, monkeypatch: py
     """However many partitions tensors have, no more slots are made than are kept, and blocks have one size."""
     made: list[int] = []
 
-    class CountedSlot(streams.Slot):
+    class CountedSlot(windows.Slot):
         def __init__(self, payload_bytes: int) -> None:
             made.append(payload_bytes)
             super().__init__(payload_bytes)
 
-    monkeypatch.setattr(streams, "Slot", CountedSlot)
+    monkeypatch.setattr(windows, "Slot", CountedSlot)
     a, b = torch.zeros(200_000), torch.ones(200_000)
     seen: list[tuple[int, int]] = []
     with saved(store_path, {"x": a, "y": a + 2}, {"x": b, "y": b + 2}) as store:
         found = store.diff(0, 1, progress=lambda done, total: seen.append((done, total)))
     assert [norms_of(change).differing for change in found.tensors] == [200_000, 200_000]
-    assert made == [8192] * streams._KEPT
+    assert made == [8192] * windows._KEPT
     assert seen[-1] == (3_200_000, 3_200_000)
     assert seen[0][0] == 2 * 4 * difference._BLOCK_ELEMENTS
 

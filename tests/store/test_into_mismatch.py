@@ -74,7 +74,9 @@ def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
             store.load(into=into)
 
 
-@pytest.mark.parametrize("into", [3, "model", object(), {}, [], torch.nn.Linear], ids=repr)
+@pytest.mark.parametrize(
+    "into", [3, "model", object(), {}, [], torch.nn.Linear], ids=lambda value: type(value).__name__
+)
 def test_what_cannot_be_filled_at_all_is_refused(store: Store, into: object) -> None:
     """It would be ignored otherwise, and the caller would train on with values that nothing was read into."""
     store.save({"a": 1}, step=1)

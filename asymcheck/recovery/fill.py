@@ -46,7 +46,7 @@ class Filler:
         self._taken: dict[object, int] = {}
         self._problems: list[str] = []
         fillable = isinstance(state, (torch.Tensor, np.ndarray, Mapping, list, tuple, Stateful))
-        empty = isinstance(state, (Mapping, list, tuple)) and not state
+        empty = isinstance(state, (Mapping, list, tuple)) and not state and rows_in(shape)
         if not fillable or empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state whose tensors are to be filled")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")

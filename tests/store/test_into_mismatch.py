@@ -79,7 +79,7 @@ def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
 )
 def test_what_cannot_be_filled_at_all_is_refused(store: Store, into: object) -> None:
     """It would be ignored otherwise, and the caller would train on with values that nothing was read into."""
-    store.save({"a": 1}, step=1)
+    store.save({"a": 1, "b": torch.ones(1)}, step=1)
     with pytest.raises(InvalidInputError, match="into"):
         store.load(into=into)
 

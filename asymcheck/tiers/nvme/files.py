@@ -193,7 +193,7 @@ class Files:
 _LOOKS = "this user may not look there"
 _REFUSALS = {
     **dict.fromkeys(("open for reading", "read", "list", "look at", "look for"), _LOOKS),
-    "create directory": "choose a place where this user may write",
+    "create directory": "choose a place where this user may write; to read a store, open it with read_only=True",
 }
 
 

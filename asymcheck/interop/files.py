@@ -15,6 +15,9 @@ from asymcheck.partition.leaves import TensorBytes
 from asymcheck.tiers.nvme.files import translated
 
 
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
 class SourceFile:
     """A file that tensors are read from. Threads share it. Close it, or use it in a ``with`` block."""
 
@@ -173,6 +176,10 @@ class Draft:
         is_taken = self.target.is_symlink() or self.target.exists()
         if is_taken and not (self.target.is_dir() and not any(self.target.iterdir())) and not self._overwrite:
             raise InvalidInputError(f"{self.target} exists; give another name, or --overwrite to replace it")
+        if is_taken and self.target.is_dir() and not _is_model_folder(self.target):
+            raise InvalidInputError(
+                f"{self.target} is a folder with more in it than a model, so it is not replaced; give another name"
+            )
 
     def file(self, name: str = "", size: int = 0) -> TargetFile:
         """Begin a file: the target itself, or one called ``name`` in the target folder.
@@ -227,6 +234,13 @@ class Draft:
                 shutil.rmtree(self.path)
             else:
                 self.path.unlink(missing_ok=True)
+
+
+def _is_model_folder(folder: Path) -> bool:
+    """Tell whether a folder may be replaced as a whole: it is empty, or holds weights and files, but no folders."""
+    entries = list(folder.iterdir())
+    weights = any(entry.name.endswith(_WEIGHTS) for entry in entries)
+    return not entries or (weights and all(entry.is_file() for entry in entries))
 
 
 def _sync_folder(path: Path) -> None:

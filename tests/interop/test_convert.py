@@ -271,6 +271,22 @@ def test_what_is_there_is_replaced_only_when_asked(store: Store, tmp_path: Path,
     assert [path.name for path in target.parent.iterdir()] == [name]
 
 
+def test_a_folder_that_is_no_model_is_never_replaced(store: Store, tmp_path: Path) -> None:
+    """Least of all the store itself, or somebody's home."""
+    store.save({"a": torch.ones(3)}, step=1)
+    home = tmp_path / "home"
+    (home / "below").mkdir(parents=True)
+    (home / "model.safetensors").write_bytes(b"x")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("x")
+    for folder in (store.path, home, notes):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(InvalidInputError, match="not replaced"):
+            export_checkpoint(store, Output(folder, overwrite=True))
+        assert sorted(folder.rglob("*")) == before
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
 def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name: str) -> None:
     """The next older one is written instead, or, when the step was named, nothing at all."""

@@ -14,7 +14,6 @@ from asymcheck.format.manifest import TensorRow
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.tiers.nvme.files import translated
 
-
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 

@@ -15,9 +15,8 @@ from asymcheck.recovery.history import History, read_history
 from asymcheck.recovery.inventory import StoredTensor, inventory
 from asymcheck.recovery.resolve import candidates
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.types import Checkpoint, Usage
+from asymcheck.types import Checkpoint, Progress, Usage
 from asymcheck.verify import Finding, verify
-from asymcheck.verify.checker import Progress
 
 
 class Reports:

@@ -37,8 +37,7 @@ from asymcheck.recovery.resolve import what_is_there
 from asymcheck.recovery.stream import Sink, stream
 from asymcheck.reports import Reports
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Checkpoint, CheckpointRef, Restored
-from asymcheck.verify.checker import Progress
+from asymcheck.types import Checkpoint, CheckpointRef, Progress, Restored
 
 _T = TypeVar("_T")
 

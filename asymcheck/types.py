@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NewType, Protocol, runtime_checkable
 
 Digest = NewType("Digest", bytes)
@@ -14,6 +14,9 @@ PackId = NewType("PackId", bytes)
 
 SaveId = NewType("SaveId", bytes)
 """16 bytes, sorting by time: one attempt to save one step."""
+
+Progress = Callable[[int, int], None]
+"""Called now and then with bytes done and bytes to do in all."""
 
 
 @runtime_checkable

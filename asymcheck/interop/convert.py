@@ -17,9 +17,8 @@ from asymcheck.interop.safetensors_format import FileTensor, read_header
 from asymcheck.interop.safetensors_sink import SafetensorsSink
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
-from asymcheck.recovery.stream import Progress
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, Progress
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file of a folder, as transformers has it by default."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,14 +23,11 @@ from asymcheck.recovery.resolve import needed_by, read_manifests
 from asymcheck.recovery.values import plain_values
 from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.types import Checkpoint, Digest
+from asymcheck.types import Checkpoint, Digest, Progress
 
 # So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
 _BLOCK_ELEMENTS = 1 << 15
 _VALUE_SHOWN = 64
-
-Progress = Callable[[int, int], None]
-"""Called with bytes compared so far and bytes to compare in all."""
 
 
 @dataclasses.dataclass(frozen=True)

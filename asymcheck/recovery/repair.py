@@ -10,9 +10,9 @@ from asymcheck.format import layout
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
 from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.recovery.replace import Replacement
-from asymcheck.recovery.survey import PackContent, Progress, Survey, survey
+from asymcheck.recovery.survey import PackContent, Survey, survey
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
-from asymcheck.types import Digest, Location, PackId
+from asymcheck.types import Digest, Location, PackId, Progress
 
 _AGAIN = "run the repair again when no other process uses it"
 _DELETE = "delete that step, or restore another with step=…"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -13,10 +13,7 @@ from asymcheck.recovery.load import Finish, Loaded, fetch_all, read_first, the_m
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.recovery.shape import read_shape, rows_in, select
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.types import Digest
-
-Progress = Callable[[int, int], None]
-"""Is told the bytes done and the bytes in all."""
+from asymcheck.types import Digest, Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -21,10 +20,7 @@ from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.recovery.fetch import read_checked
 from asymcheck.recovery.locate import Copy
 from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
-from asymcheck.types import Digest, Location, PackId
-
-Progress = Callable[[int, int], None]
-"""Called with bytes read so far and bytes to read in all."""
+from asymcheck.types import Digest, Location, PackId, Progress
 
 
 @dataclasses.dataclass

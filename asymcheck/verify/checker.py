@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from asymcheck.errors import AsymcheckError, DigestMismatchError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
@@ -20,13 +20,10 @@ from asymcheck.format.pack import check_entry
 from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier, PackFile, Slot
-from asymcheck.types import Digest, PackId
+from asymcheck.types import Digest, PackId, Progress
 from asymcheck.verify.findings import Finding, Severity
 
 _TENSORS_SHOWN = 3
-
-Progress = Callable[[int, int], None]
-"""Called with bytes checked so far and bytes to check in all."""
 
 
 @dataclasses.dataclass

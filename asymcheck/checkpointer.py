@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 
 from asymcheck.config import DEFAULT_RUN
@@ -11,12 +11,10 @@ from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
     InvalidInputError,
-    PartialRestoreError,
     SkippedCheckpointWarning,
-    StateMismatchError,
 )
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, Restored
+from asymcheck.types import Checkpoint
 
 
 class Checkpointer:
@@ -66,41 +64,17 @@ class Checkpointer:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
         """
         try:
-            restored, passed_over = self._fill(step)
+            restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True)
         except CheckpointNotFoundError:
             if step is not None:
                 raise
             self._warn_of_abandoned("all are abandoned, so none is restored; restore(step=…) goes on from one of them")
             return None
-        for reason in passed_over:
+        for reason in restored.skipped:
             warnings.warn(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
         self._generation = self._store.begin_generation(restored.checkpoint, run=self._run)
         self._last = restored.checkpoint.step
         return restored.checkpoint
-
-    def _fill(self, step: int | None) -> tuple[Restored, list[str]]:
-        """Fill the state from a checkpoint; return it, and why newer ones were passed over.
-
-        One that turns out to be damaged half-way gives way to the next older one, which overwrites all of it again.
-        """
-        passed_over: list[str] = []
-        overwritten: Sequence[str] = ()
-        wanted = step
-        while True:
-            try:
-                restored = self._store.restore(wanted, into=self._state, run=self._run)
-            except PartialRestoreError as error:
-                if step is not None or error.next_step is None:
-                    raise
-                passed_over.append(str(error))
-                overwritten, wanted = error.overwritten, error.next_step
-            except StateMismatchError as error:
-                if not passed_over:
-                    raise
-                message = f"{passed_over[-1]}. That one does not fit: {error}"
-                raise PartialRestoreError(message, overwritten, None) from error
-            else:
-                return restored, [*passed_over, *restored.skipped]
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint | None:
         """Say that training step ``step`` is done.

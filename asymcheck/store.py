@@ -29,7 +29,7 @@ from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.save import Place, SaveRequest, save
 from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
 from asymcheck.recovery.line import begin_generation, read_line
-from asymcheck.recovery.load import Loaded, load
+from asymcheck.recovery.load import Loaded, Wanted, load
 from asymcheck.recovery.rebuild import Rebuilt, rebuild, reconcile
 from asymcheck.recovery.repair import repair
 from asymcheck.recovery.repaired import Repaired
@@ -192,13 +192,19 @@ class Store(Reports):
         into: object = None,
         device: str | torch.device | None = None,
         run: str = DEFAULT_RUN,
+        fall_back: bool = False,
     ) -> Restored:
-        """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over."""
+        """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over.
+
+        With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
+        to the next older one, which overwrites it again; without, that is a PartialRestoreError.
+        """
         self._tier.check_usable()
         layout.check_run(run)
         step = None if step is None else check_step(step)
         check_glob(tensors)
-        return self._restored(load(self._tier, run, step, tensors, into, check_device(device)), step)
+        wanted = Wanted(tensors, into, check_device(device), fall_back)
+        return self._restored(load(self._tier, run, step, wanted), step)
 
     def stream(
         self,

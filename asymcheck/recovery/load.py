@@ -14,6 +14,7 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     PartialRestoreError,
+    StateMismatchError,
 )
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.assemble import Assembly, Placement
@@ -50,21 +51,39 @@ Read = Callable[[Resolved], Finish]
 """Reads one checkpoint; raises DamagedPartitionError or FormatError to have the next one tried."""
 
 
-def load(tier: NvmeTier, run: str, step: int | None, tensors: str, into: object, device: torch.device) -> Loaded:
-    """Read a checkpoint, every byte verified, into new tensors or ``into`` existing ones.
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is to be made of a checkpoint."""
+
+    tensors: str
+    """A glob of the dotted names that are wanted."""
+    into: object
+    """A state to be filled; None for new tensors."""
+    device: torch.device
+    """Where new tensors are made."""
+    fall_back: bool = False
+    """Whether a checkpoint that turns out to be damaged half-way gives way to the next older one in place, too."""
+
+
+def load(tier: NvmeTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
+    """Read a checkpoint, every byte verified, into new tensors or existing ones.
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`read_first`.
         StateMismatchError: ``into`` does not fit; nothing was overwritten.
         PartialRestoreError: filling in place failed half-way.
     """
-    return read_first(tier, run, step, partial(_load_one, tier, tensors=tensors, into=into, device=device))
+    return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
 
-def read_first(tier: NvmeTier, run: str, step: int | None, read: Read) -> Loaded:
+def read_first(tier: NvmeTier, run: str, step: int | None, read: Read, *, fall_back: bool = False) -> Loaded:
     """Read the newest checkpoint that can be read, or that of ``step``.
 
+    With ``fall_back``, one whose damage shows when something was overwritten already gives way, too: the next one
+    overwrites it again.
+
     Raises:
+        PartialRestoreError: something was overwritten, and then the checkpoint proved damaged.
         CheckpointNotFoundError: there is none.
         InconsistentCheckpointError: none of the candidates can be restored; lists the reasons.
         HeadRecordError: which checkpoint is newest cannot be known.
@@ -73,7 +92,7 @@ def read_first(tier: NvmeTier, run: str, step: int | None, read: Read) -> Loaded
     skipped: list[str] = []
     for _ in range(_ATTEMPTS):
         skipped.clear()
-        loaded = _first(tier, listings, skipped, read)
+        loaded = _first(tier, listings, skipped, read, fall_back=fall_back)
         if loaded is not None:
             return loaded
         if step is not None:
@@ -92,9 +111,12 @@ def read_first(tier: NvmeTier, run: str, step: int | None, read: Read) -> Loaded
     )
 
 
-def _first(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str], read: Read) -> Loaded | None:
+def _first(
+    tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str], read: Read, *, fall_back: bool
+) -> Loaded | None:
     """Read the first of the checkpoints that can be read; append to ``skipped`` why others were passed over."""
     attempts = resolve_each(tier, listings, skipped)
+    spoilt: PartialRestoreError | None = None
     for resolved in attempts:
         with resolved.sources:
             try:
@@ -103,9 +125,20 @@ def _first(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str], 
                 skipped.append(f"{resolved.ref}: {error}")
                 continue
             except PartialRestoreError as error:
-                raise _with_next_step(error, attempts) from error
+                if not fall_back:
+                    raise _with_next_step(error, attempts) from error
+                skipped.append(f"{resolved.ref}: {error}")
+                spoilt = error
+                continue
+            except StateMismatchError as error:
+                if spoilt is None:
+                    raise
+                message = f"{spoilt}. The next older one does not fit: {error}"
+                raise PartialRestoreError(message, spoilt.overwritten, None) from error
         # Not inside the try: what an object refuses now, it would refuse of an older checkpoint, too.
         return Loaded(finish(), resolved.run, resolved.ref, resolved.manifests[0], tuple(skipped))
+    if spoilt is not None:
+        raise _with_next_step(spoilt, attempts) from spoilt
     return None
 
 
@@ -122,13 +155,13 @@ def the_manifest(resolved: Resolved) -> Manifest:
     return resolved.manifests[0]
 
 
-def _load_one(tier: NvmeTier, resolved: Resolved, *, tensors: str, into: object, device: torch.device) -> Finish:
+def _load_one(tier: NvmeTier, wanted: Wanted, resolved: Resolved) -> Finish:
     """Read all tensors, and return what makes the state of them."""
     manifest = the_manifest(resolved)
-    shape = select(read_shape(manifest), tensors)
-    filler = None if into is None else Filler(into, shape, manifest, tensors)
+    shape = select(read_shape(manifest), wanted.tensors)
+    filler = None if wanted.into is None else Filler(wanted.into, shape, manifest, wanted.tensors)
     rows = rows_in(shape) if filler is None else list(filler.rows)
-    assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, device)
+    assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, wanted.device)
     try:
         fetch_all(tier, resolved, assembly)
     except DamagedPartitionError as error:

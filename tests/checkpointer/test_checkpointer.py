@@ -353,3 +353,42 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     """Steps often come out of arrays."""
     assert Checkpointer(store, _state()).save(np.int64(7)).step == 7
     assert store.restore(np.int64(7)).checkpoint.step == 7
+
+
+def _flip_all(store: Store) -> None:
+    """Damage one frame of every pack."""
+    for path in (store.path / "packs").iterdir():
+        data = bytearray(path.read_bytes())
+        data[4096 + 4096 + 10] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
+    """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""
+    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    checkpointer = Checkpointer(store, state)
+    for value, step in enumerate((1, 2, 2)):
+        state["a"].fill_(value)
+        state["b"].normal_()
+        checkpointer.save(step)
+    _flip_newest(store)
+    with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch"):
+        checkpoint = Checkpointer(store, state).restore(wanted)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    assert set(state["a"].tolist()) == {1.0}
+
+
+def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) -> None:
+    """Nobody trains on with a mixture: the error says what was overwritten and that nothing older is left."""
+    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    checkpointer = Checkpointer(store, state)
+    for step in range(2):
+        state["a"].normal_()
+        state["b"].normal_()
+        checkpointer.save(step)
+    _flip_all(store)
+    with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
+        Checkpointer(store, state).restore()
+    assert [c.on_line for c in store.checkpoints()] == [True, True]

@@ -11,7 +11,7 @@ from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.layout import DESCRIPTOR_NAME
-from asymcheck.interop.convert import Output, export_checkpoint, format_of, import_checkpoint
+from asymcheck.interop.convert import Output, export_checkpoint, foreign_state, format_of
 from asymcheck.store import Store
 
 
@@ -54,10 +54,13 @@ def convert(
         ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
     if format_of(dst) != "folder":
         raise InvalidInputError(f"{dst}: one of SRC and DST must be a store, and {src} is none")
-    if not src.exists():
-        raise InvalidInputError(f"{src} does not exist")
-    with Store.open(dst) as opened, output.progress("convert") as progress:
-        saved = import_checkpoint(opened, src, step=step or 0, run=run, progress=progress)
+    # What cannot be read is refused before there is a store.
+    with (
+        output.progress("convert") as progress,
+        foreign_state(src, progress) as state,
+        Store.open(dst) as opened,
+    ):
+        saved = opened.save(state, step=step or 0, run=run)
     if as_json:
         output.print_json(saved)
     else:

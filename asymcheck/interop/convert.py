@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.config import DEFAULT_RUN
@@ -141,15 +141,16 @@ class _Meter:
             self._progress(min(self._done, self.total), self.total)
 
 
-def import_checkpoint(
-    store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN, progress: Progress | None = None
-) -> Checkpoint:
-    """Save what is in a safetensors file, a Hugging Face folder or a torch file as a checkpoint, in bounded memory.
+@contextlib.contextmanager
+def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[object]:
+    """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
 
-    A torch file keeps its structure. Of the others, the tensors go under ``model``, and under ``safetensors`` the
-    metadata and the small files of the folder, so that :func:`export_checkpoint` can bring all of it back.
+    A torch file keeps its structure. Of a safetensors file or a Hugging Face folder, the tensors go under ``model``,
+    and under ``safetensors`` the metadata and the small files of the folder, so that :func:`export_checkpoint` can
+    bring all of it back.
 
     Raises:
+        InvalidInputError: there is no such file, or it is of no known format.
         ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
     """
     if not path.exists():
@@ -174,6 +175,12 @@ def import_checkpoint(
             raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a Hugging Face folder")
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
+        yield state
+
+
+def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
+    """Save what is in a file of another format as a checkpoint, in bounded memory; see :func:`foreign_state`."""
+    with foreign_state(path) as state:
         return store.save(state, step=step, run=run)
 
 

@@ -8,7 +8,8 @@ In a page (README.md, docs/*.md)
   it prints. A status other than 0 is its last line, as ``[status 6]``;
 - a ```text block is only shown.
 
-``python -m tests.docs.pages [--update] [PAGE …]``; with ``--update`` it writes what came out into the pages.
+``python -m tests.docs.pages [--update] [PAGE …]``; with ``--update`` all outputs of a page that shows something wrong
+are written anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _KINDS = ("python", "console", "output", "text")
-_BLOCK = re.compile(r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _TIMEOUT_S = 60
 
 _VARYING = (
@@ -187,7 +190,7 @@ class Session:
 
 
 def run_page(text: str, warm: Warm, folder: Path) -> tuple[str, list[str]]:
-    """Run a page in ``folder``; return its text as it should be, and what is not so, one message a place.
+    """Run a page in ``folder``; return its text with what was printed now, and what is wrong, one message a place.
 
     Raises:
         PageError: a block cannot be run, or a Python block failed.
@@ -207,29 +210,25 @@ def run_page(text: str, warm: Warm, folder: Path) -> tuple[str, list[str]]:
                 shown = after.body if after and after.kind == "output" else ""
                 if normal(printed) != normal(shown):
                     problems.append(_difference(block.line, "the block", shown, printed))
-                    if after and after.kind == "output":
-                        changes.append((after.start, after.end, printed + "\n"))
+                if after and after.kind == "output":
+                    changes.append((after.start, after.end, printed + "\n"))
             elif block.kind == "console":
-                after_it = _run_console(block, warm, folder, problems)
-                changes += [(block.start, block.end, after_it)] if after_it != block.body else []
+                changes.append((block.start, block.end, _run_console(block, warm, folder, problems)))
     for start, end, new in reversed(changes):
         text = text[:start] + new + text[end:]
     return text, problems
 
 
 def _run_console(block: Block, warm: Warm, folder: Path, problems: list[str]) -> str:
-    """Run a block's commands; return the block as it should be, unchanged where only varying things differ."""
+    """Run a block's commands; return the block with what they print."""
     parts = []
     for command, shown in commands_of(block.body):
         source = "\n".join(line[2:] for line in command.splitlines())
         output = warm.run(source, folder)
-        if normal(output) == normal(shown):
-            parts.append(command + shown)
-        else:
+        if normal(output) != normal(shown):
             problems.append(_difference(block.line, f"$ {source}", shown, output))
-            parts.append(command + output + "\n" * bool(output) + "\n")
-    whole = "".join(parts)
-    return whole.rstrip("\n") + "\n" if whole != block.body else whole
+        parts.append(command + (f"{output}\n\n" if output else ""))
+    return "".join(parts).rstrip("\n") + "\n"
 
 
 def _difference(line: int, what: str, shown: str, output: str) -> str:
@@ -249,7 +248,7 @@ def main(words: list[str]) -> int:
                 text, problems = run_page(page.read_text(), warm, folder)
             except PageError as error:
                 text, problems, status = "", [str(error)], 1
-            if update and text:
+            if update and text and problems:
                 page.write_text(text)
             status = status or int(bool(problems) and not update)
             sys.stdout.write("".join(f"{page.name}: {problem}\n" for problem in problems) or f"{page.name}: as shown\n")

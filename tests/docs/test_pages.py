@@ -21,6 +21,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
         yield prepared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_a_page_shows_what_happens(page: Path, warm: Warm, tmp_path: Path) -> None:
     """Every block runs, top to bottom in a fresh folder, and every output is the one shown."""

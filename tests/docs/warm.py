@@ -7,6 +7,7 @@ the same ``asymcheck.cli.main``, the same script, in a process of its own that m
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -40,7 +41,7 @@ def main(address: str) -> None:
             connection, _ = listening.accept()
             if os.fork() == 0:
                 listening.close()
-                _leave(lambda taken=connection: _handle(taken))
+                _leave(functools.partial(_handle, connection))
             connection.close()
 
 

@@ -26,8 +26,8 @@ _WIDTH, _HEIGHT, _GAP = 2.35, 2.3, 0.55
 
 def draw(path: Path) -> None:
     """Write the picture to ``path``."""
-    # Text stays text, and ids and date stay the same: drawn again, the file does not change.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tiers", "font.family": "DejaVu Sans"})
+    # Letters as outlines, for not everybody has the font. Ids and date stay the same: drawn again, so does the file.
+    mpl.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "tiers", "font.family": "DejaVu Sans"})
     whole = len(_TIERS) * _WIDTH + (len(_TIERS) - 1) * _GAP
     figure = Figure(figsize=(whole + 0.4, 4.3), facecolor=_PAPER)
     axes = figure.add_axes((0, 0, 1, 1))

@@ -33,7 +33,7 @@ def _sentence(done: Collected, *, dry_run: bool) -> str:
     freed = f"{output.count(done.freed_packs, 'pack')}, {output.size(done.freed_bytes)}"
     if dry_run:
         return f"would free {freed}; {output.count(done.kept_packs, 'pack')} needed"
-    kept = f", of which {output.count(done.pooled_packs, 'pack')} wait to be overwritten" if done.pooled_packs else ""
+    kept = f", {done.pooled_packs} of them kept to be overwritten" if done.pooled_packs else ""
     busy = f"; {output.count(done.busy_packs, 'pack')} in use were left" if done.busy_packs else ""
     swept = f"; {output.count(done.removed_temporaries, 'leftover file')} removed" if done.removed_temporaries else ""
     return f"freed {freed}{kept}; {output.count(done.kept_packs, 'pack')} needed{busy}{swept}"

@@ -63,8 +63,10 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
     if as_json:
         output.print_json({"store": str(store.path), "usage": usage, "checkpoints": checkpoints})
         return status
-    pooled = f", {output.size(usage.pooled_bytes)} in {usage.pooled_packs} freed packs" if usage.pooled_packs else ""
-    used = f"{output.size(usage.pack_bytes)} in {usage.packs} packs{pooled}"
+    freed = f", {output.size(usage.pooled_bytes)} in {output.count(usage.pooled_packs, 'freed pack')}"
+    used = (
+        f"{output.size(usage.pack_bytes)} in {output.count(usage.packs, 'pack')}{freed if usage.pooled_packs else ''}"
+    )
     click.echo(f"store {store.path}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
     if not checkpoints:
         click.echo("no checkpoints yet")

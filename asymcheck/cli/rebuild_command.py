@@ -33,6 +33,7 @@ def rebuild(ctx: click.Context, store: str, as_json: bool) -> None:  # noqa: FBT
 def _show(rebuilt: Rebuilt) -> None:
     for reason in rebuilt.left_out:
         click.echo(f"left out: {reason}")
-    entered = f"{rebuilt.packs} packs, {rebuilt.partitions} partitions and {rebuilt.manifests} manifests"
+    packs, partitions = output.count(rebuilt.packs, "pack"), output.count(rebuilt.partitions, "partition")
+    entered = f"{packs}, {partitions} and {output.count(rebuilt.manifests, 'manifest')}"
     pins = f"; {rebuilt.kept_pins} pins of living processes were kept" if rebuilt.kept_pins else ""
     click.echo(f"the catalog knows {entered}; {rebuilt.changed} entries were changed{pins}")

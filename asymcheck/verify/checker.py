@@ -179,7 +179,7 @@ class _Checker:
             try:
                 _check_content(pack, sequence, names[sequence], slot, where)
             except AsymcheckError as error:
-                place = f"{layout.PACKS}/{pack.path.name} {where}"
+                place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(names[sequence], []).append((place, str(error)))
             else:
                 self.intact.add(names[sequence])

@@ -155,7 +155,7 @@ def test_findings_of_a_lost_tensor(small: SmallStore) -> None:
     with flipped(path, (offset + 200) * 8), small.open() as store:
         (finding,) = store.verify()
     assert finding.kind == "damaged-frame"
-    assert finding.where == f"packs/{path.name} frame {sequence} of pack {path.stem}"
+    assert finding.where == f"packs/{path.name} frame {sequence}"
     assert finding.message == f"digest mismatch in frame {sequence} of pack {path.stem}"
     assert finding.tensors == ("model.embed",)
     assert re.fullmatch(rf"default {WHICH}", finding.checkpoints[0])

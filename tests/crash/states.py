@@ -127,7 +127,7 @@ def promises(lines: list[dict[str, object]]) -> Promises:
         elif word in ("saved", "restored"):
             owed.newest[run] = {key[1]}
         elif word == "deleted":
-            owed.newest[run].discard(key[1])
+            owed.newest.setdefault(run, set()).discard(key[1])
         if word == "saving":
             owed.begun[key] = str(line["fingerprint"])
             owed.deleted.discard(key)

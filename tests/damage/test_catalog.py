@@ -115,7 +115,8 @@ def test_no_flip_in_the_catalog_costs_a_checkpoint_at_length(
     for first in range(0, len(bits), 25):
         ends += _survives(zygote, template, bits[first : first + 25], tensors)
     assert any("killed" in end for end in ends) or variant != "compact"
-    assert any("MDB_" in end for end in ends)
+    # A catalog whose last user was killed is made anew before it is read, so no flip in it can show.
+    assert any("MDB_" in end for end in ends) or variant == "killed"
 
 
 @pytest.mark.parametrize("pages", range(6))

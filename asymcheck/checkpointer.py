@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -12,6 +11,7 @@ from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
     SkippedCheckpointWarning,
+    warn_user,
 )
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
@@ -71,7 +71,7 @@ class Checkpointer:
             self._warn_of_abandoned("all are abandoned, so none is restored; restore(step=…) goes on from one of them")
             return None
         for reason in restored.skipped:
-            warnings.warn(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
+            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
         self._generation = self._store.begin_generation(restored.checkpoint, run=self._run)
         self._last = restored.checkpoint.step
         return restored.checkpoint
@@ -101,7 +101,7 @@ class Checkpointer:
         steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]
         if steps:
             message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
-            warnings.warn(message, AbandonedCheckpointsWarning, stacklevel=4)
+            warn_user(message, AbandonedCheckpointsWarning)
 
     @property
     def last_step(self) -> int | None:

@@ -44,7 +44,9 @@ Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -300,3 +302,11 @@ class SkippedCheckpointWarning(UserWarning):
 
 class StepOrderWarning(UserWarning):
     """A step was saved that is older than what the run has; it will not be the newest checkpoint."""
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Give a warning that points at the line outside of this package which led to it."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("asymcheck."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -6,7 +6,6 @@ It wires the ways down and up to a tier and holds no engine of its own.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TypeVar
@@ -21,6 +20,7 @@ from asymcheck.errors import (
     InvalidInputError,
     SkippedCheckpointWarning,
     StepOrderWarning,
+    warn_user,
 )
 from asymcheck.format import layout
 from asymcheck.format.catalog import manifest_key
@@ -144,11 +144,10 @@ class Store(Reports):
             head = self._tier.manifests.read_head(run, generation)
             return head[0].parent if head is not None else None
         if newest.step > step:
-            warnings.warn(
+            warn_user(
                 f"run {run!r} already has step {newest.step}, so step {step} will not be its newest checkpoint; "
                 "to train on from an earlier step, restore it with a Checkpointer first",
                 StepOrderWarning,
-                stacklevel=5,
             )
         return newest
 
@@ -181,7 +180,7 @@ class Store(Reports):
         """
         restored = self.restore(step, tensors=tensors, into=into, device=device, run=run)
         for reason in restored.skipped:
-            warnings.warn(f"run {run!r}: passed over {reason}", SkippedCheckpointWarning, stacklevel=2)
+            warn_user(f"run {run!r}: passed over {reason}", SkippedCheckpointWarning)
         return restored.state
 
     def restore(

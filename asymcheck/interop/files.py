@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError
+from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.partition.leaves import TensorBytes
-from asymcheck.tiers.nvme.files import translated
+from asymcheck.tiers.nvme.files import Files, translated
 
+_FILES = Files()
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -40,15 +41,11 @@ class SourceFile:
         Raises:
             ForeignFileError: the file ends before that.
         """
-        done = 0
-        with translated("read", self.path):
-            while done < len(target):
-                count = os.preadv(self._descriptor, [target[done:]], start + done)
-                if count == 0:
-                    raise ForeignFileError(self.path, "it became shorter while it was being read", "convert it again")
-                done += count
+        count = _FILES.pread(self._descriptor, target, start, self.path)
+        if count < len(target):
+            raise ForeignFileError(self.path, f"it ends before byte {start + len(target)}", "fetch or write it again")
         if self._on_read is not None:
-            self._on_read(done)
+            self._on_read(count)
 
     @property
     def size(self) -> int:
@@ -93,17 +90,14 @@ class TargetFile:
     def __init__(self, path: Path, size: int = 0) -> None:
         """Open ``path``, create it when it is missing, and make it ``size`` bytes long at least."""
         self.path = path
-        with translated("create", path):
+        with _written(path), translated("create", path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if size > os.fstat(self._descriptor).st_size:
                 os.ftruncate(self._descriptor, size)
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write ``data`` from byte ``start`` on."""
-        view, done = memoryview(data), 0
-        with translated("write", self.path):
-            while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], start + done)
+        _FILES.pwrite(self._descriptor, memoryview(data), start, self.path)
 
     def read(self, start: int, length: int) -> bytes:
         """Read back."""
@@ -140,17 +134,6 @@ class Region:
         self._file.write(self._start + start, data)
 
 
-class Nowhere:
-    """Takes the bytes of a tensor that is written somewhere else already, or empty."""
-
-    def __init__(self, row: TensorRow) -> None:
-        """Drop the bytes of ``row``."""
-        self.row = row
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Do nothing."""
-
-
 class Draft:
     """A file or folder that gets its name when it is complete, so that nobody meets a half-written one.
 
@@ -167,6 +150,7 @@ class Draft:
         self._overwrite = overwrite
         self.path = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         self._files: list[TargetFile] = []
+        self._bytes = 0
         if not target.absolute().parent.is_dir():
             raise InvalidInputError(f"{target.parent} is not a folder; create it first")
         self._check_free()
@@ -188,11 +172,15 @@ class Draft:
         """
         path = self.path / name if name else self.path
         if name:
-            with translated("create", self.path):
+            with _written(self.path), translated("create", self.path):
                 self.path.mkdir(exist_ok=True)
-        free = shutil.disk_usage(self.target.absolute().parent).free
-        if size > free:
-            raise OutOfSpaceError(f"{self.target} needs {size} bytes, but only {free} are free; nothing was written")
+        # The files are sparse until their bytes come, so what was begun before is not in what the disk says.
+        self._bytes += size
+        free = _FILES.free_bytes(self.target.absolute().parent)
+        if self._bytes > free:
+            raise OutOfSpaceError(
+                f"{self.target} needs {self._bytes} bytes at least, but only {free} are free; nothing was written"
+            )
         file = TargetFile(path, size)
         self._files.append(file)
         return file
@@ -204,9 +192,9 @@ class Draft:
                 file.sync()
                 file.close()
             if self.path.is_dir():
-                _sync_folder(self.path)
+                _FILES.sync_directory(self.path)
             self._replace()
-            _sync_folder(self.target.absolute().parent)
+            _FILES.sync_directory(self.target.absolute().parent)
         except BaseException:
             self.discard()
             raise
@@ -218,7 +206,11 @@ class Draft:
                 # A folder cannot be replaced in one step: the old one stays until the new one has its name.
                 old = self.path.with_name(f"{self.path.name}.old")
                 self.target.rename(old)
-                self.path.rename(self.target)
+                try:
+                    self.path.rename(self.target)
+                except BaseException:
+                    old.rename(self.target)
+                    raise
                 shutil.rmtree(old)
             else:
                 self.path.rename(self.target)
@@ -242,13 +234,19 @@ def _is_model_folder(folder: Path) -> bool:
     return not entries or (weights and all(entry.is_file() for entry in entries))
 
 
-def _sync_folder(path: Path) -> None:
-    with translated("sync", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Give errors of writing ``path``, which lies in no store, advice that fits.
+
+    Raises:
+        InvalidInputError: this user may not write there.
+    """
+    try:
+        yield
+    except ReadOnlyStoreError as error:
+        raise InvalidInputError(
+            f"{path.parent} cannot be written here ({error.__cause__}); name another place"
+        ) from error
 
 
 @contextlib.contextmanager

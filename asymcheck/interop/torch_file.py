@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
 
 from asymcheck.errors import ForeignFileError, InvalidInputError
 from asymcheck.format.manifest import TensorRow
@@ -31,6 +30,7 @@ from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
+_NEWER = "install a newer torch, or use .safetensors"
 _ZIP_MAGIC = b"PK\x03\x04"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
@@ -55,21 +55,23 @@ def read_torch_file(file: SourceFile) -> object:
             return torch.load(file.path, map_location="cpu", weights_only=True)
         with FakeTensorMode():
             fake: object = torch.load(file.path, map_location="cpu", weights_only=True)
-    known: dict[tuple[object, ...], object] = {}
-    return _replace(fake, lambda tensor: _in_file(tensor, file, known))
+        known: dict[tuple[object, ...], object] = {}
+        return _replace(fake, lambda tensor: _in_file(tensor, file, known))
 
 
 def _in_file(tensor: torch.Tensor, file: SourceFile, known: dict[tuple[object, ...], object]) -> object:
     storage = tensor.untyped_storage()
     offset: int | None = getattr(storage, "_checkpoint_offset", None)
+    if offset is None:
+        raise ForeignFileError(file.path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
-    if offset is None or tensor.dtype not in TORCH_NAMES or not plain:
+    if tensor.dtype not in TORCH_NAMES or not plain:
         raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} and {tensor.layout}", _REMEDY)
     start = int(offset + tensor.storage_offset() * tensor.element_size())
     # The same view of the same storage is one tied tensor, so it is one object in the state.
     key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
     if key not in known:
-        if tensor.is_contiguous() and not tensor.is_conj():
+        if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
             known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
         else:
             known[key] = _mapped(tensor, file.path, offset)
@@ -119,6 +121,10 @@ class TorchSink:
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return their places."""
+        # Not in every torch that the package works with.
+        skip_data = getattr(torch.serialization, "skip_data", None)
+        if skip_data is None:
+            raise InvalidInputError(f"torch {torch.__version__} cannot write .pt files part by part; {_NEWER}")
         shape = self._pick(outline.shape)
         hollow: dict[int, torch.Tensor] = {}
         order: list[int] = []
@@ -155,9 +161,7 @@ class TorchSink:
 def _offset(tensor: torch.Tensor) -> int:
     offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset is None:
-        raise InvalidInputError(
-            f"torch {torch.__version__} cannot write this file: install a newer one, or use .safetensors"
-        )
+        raise InvalidInputError(f"torch {torch.__version__} cannot say where tensors go in a .pt file; {_NEWER}")
     return offset
 
 

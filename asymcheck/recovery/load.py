@@ -102,13 +102,11 @@ def read_first(tier: NvmeTier, run: str, step: int | None, read: Read, *, fall_b
         listings = candidates(tier, run, step)
         if all(listing.ref in seen for listing in listings):
             break
-    what = f"no checkpoint of run {run!r}" if step is None else f"step {step} of run {run!r}"
-    other = "" if step is None else "other steps may be intact; "
-    raise InconsistentCheckpointError(
-        f"store {tier.root}: {what} can{'' if step is None else 'not'} be restored; {other}"
-        f"run asymcheck verify {tier.root} for all the damage:",
-        skipped,
-    )
+    what = f"no checkpoint of run {run!r} can be restored"
+    if step is not None:
+        what = f"step {step} of run {run!r} cannot be restored; other steps may be intact"
+    message = f"store {tier.root}: {what}; run asymcheck verify {tier.root} for all the damage:"
+    raise InconsistentCheckpointError(message, skipped)
 
 
 def _first(

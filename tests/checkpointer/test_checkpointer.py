@@ -140,8 +140,9 @@ def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) ->
 def test_a_start_without_a_restore_is_a_new_line(store: Store) -> None:
     """It warns, since that is rarely meant; the old checkpoints stay, and the new one is the newest."""
     _train(store, range(10))
-    with pytest.warns(AbandonedCheckpointsWarning, match="10 checkpoints up to step 9"):
+    with pytest.warns(AbandonedCheckpointsWarning, match="10 checkpoints up to step 9") as caught:
         _train(store, range(2))
+    assert caught[0].filename == __file__
     assert [(c.generation, c.step) for c in store.checkpoints() if c.on_line] == [(2, 0), (2, 1)]
     restored = store.restore()
     assert (restored.checkpoint.step, restored.checkpoint.generation) == (1, 2)
@@ -293,17 +294,32 @@ def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
         assert [c.on_line for c in store.checkpoints()] == [False, False, False, True]
 
 
-def _flip_newest(store: Store) -> None:
-    """Damage a frame of the newest pack, behind its header."""
-    newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
+def _two_large_tensors() -> dict[str, Any]:
+    """Several partitions: some are read before the damaged one is met."""
+    return {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+
+
+def _save_random(checkpointer: Checkpointer, steps: range) -> None:
+    for step in steps:
+        for tensor in checkpointer._state.values():
+            tensor.normal_()  # type: ignore[attr-defined]  # a tensor
+        checkpointer.save(step)
+
+
+def _flip(path: Path) -> None:
+    """Damage the first frame of a pack, behind its header."""
+    data = bytearray(path.read_bytes())
     data[4096 + 4096 + 10] ^= 1
-    newest.write_bytes(data)
+    path.write_bytes(data)
+
+
+def _flip_newest(store: Store) -> None:
+    _flip(max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns))
 
 
 def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:
     """Though some tensors were filled from the damaged one already: the older one overwrites them all."""
-    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    state = _two_large_tensors()
     checkpointer = Checkpointer(store, state)
     for step in range(3):
         state["a"].fill_(step)
@@ -312,7 +328,7 @@ def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store
         if step == 1:
             expected = state["b"].clone()
     _flip_newest(store)
-    restored = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    restored = _two_large_tensors()
     with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch.*step 2"):
         checkpoint = Checkpointer(store, restored).restore()
     assert checkpoint is not None
@@ -323,12 +339,8 @@ def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store
 
 def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
     """Who names a step gets that one or an error."""
-    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
-    checkpointer = Checkpointer(store, state)
-    for step in range(2):
-        state["a"].normal_()
-        state["b"].normal_()
-        checkpointer.save(step)
+    checkpointer = Checkpointer(store, _two_large_tensors())
+    _save_random(checkpointer, range(2))
     _flip_newest(store)
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
         checkpointer.restore(1)
@@ -355,18 +367,10 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     assert store.restore(np.int64(7)).checkpoint.step == 7
 
 
-def _flip_all(store: Store) -> None:
-    """Damage one frame of every pack."""
-    for path in (store.path / "packs").iterdir():
-        data = bytearray(path.read_bytes())
-        data[4096 + 4096 + 10] ^= 1
-        path.write_bytes(data)
-
-
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
     """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""
-    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
+    state = _two_large_tensors()
     checkpointer = Checkpointer(store, state)
     for value, step in enumerate((1, 2, 2)):
         state["a"].fill_(value)
@@ -382,13 +386,10 @@ def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: in
 
 def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) -> None:
     """Nobody trains on with a mixture: the error says what was overwritten and that nothing older is left."""
-    state = {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
-    checkpointer = Checkpointer(store, state)
-    for step in range(2):
-        state["a"].normal_()
-        state["b"].normal_()
-        checkpointer.save(step)
-    _flip_all(store)
+    checkpointer = Checkpointer(store, _two_large_tensors())
+    _save_random(checkpointer, range(2))
+    for path in (store.path / "packs").iterdir():
+        _flip(path)
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
-        Checkpointer(store, state).restore()
+        Checkpointer(store, _two_large_tensors()).restore()
     assert [c.on_line for c in store.checkpoints()] == [True, True]

@@ -18,9 +18,17 @@ import torch
 from safetensors import safe_open
 
 from asymcheck import RngState, Store
-from asymcheck.errors import ForeignFileError, InconsistentCheckpointError, InvalidInputError, UnsupportedValueError
+from asymcheck.errors import (
+    ForeignFileError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    OutOfSpaceError,
+    StorageError,
+    UnsupportedValueError,
+)
 from asymcheck.interop.convert import Output, export_checkpoint, import_checkpoint
 from asymcheck.interop.part import TIED
+from asymcheck.tiers.nvme.files import Files
 from tests.store.equality import assert_same
 
 BIG = 600_000
@@ -126,6 +134,7 @@ def test_a_torch_file_comes_back_as_it_was(store: Store, tmp_path: Path) -> None
         "conj": torch.randn(3, dtype=torch.complex64).conj(),
         "scalar": torch.tensor(2.0, dtype=torch.float64),
         "nothing": torch.empty(0),
+        "nothing turned": torch.empty(0, 3, dtype=torch.complex64).t().conj(),
         "parameter": torch.nn.Parameter(torch.randn(3)),
         "plain": [1, 2.5, None, "x", (True, {"deep": torch.ones(BIG)})],
     }
@@ -304,6 +313,63 @@ def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name:
     assert done.checkpoint.step == 1
     assert len(done.skipped) == 1
     assert [path.name for path in (tmp_path / "below").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_too_little_room_is_told_before_anything_is_written(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All files of a folder count together, though none of them has its bytes yet."""
+    store.save({f"t{i}": torch.randn(1000) for i in range(4)}, step=1)
+    monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: 9000)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(OutOfSpaceError, match="only 9000 are free"):
+        export_checkpoint(store, Output(tmp_path / "below" / name, max_shard_bytes=4000))
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+def test_a_folder_stays_when_the_new_one_cannot_take_its_name(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one gets its name back."""
+    store.save({"a": torch.ones(3)}, step=1)
+    export_checkpoint(store, Output(tmp_path / "out"))
+    rename = Path.rename
+
+    def refusing(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial") and Path(target).name == "out":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(StorageError):
+        export_checkpoint(store, Output(tmp_path / "out", overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice is about the target, not about the store."""
+    store.save({"a": torch.ones(3)}, step=1)
+
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("asymcheck.interop.files.os.ftruncate", refuse)
+    with pytest.raises(InvalidInputError, match=r"cannot be written here.*name another place") as caught:
+        export_checkpoint(store, Output(tmp_path / "m.safetensors"))
+    assert "read_only" not in str(caught.value)
+
+
+def test_a_torch_that_cannot_write_part_by_part_is_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones that the package works with otherwise; the error says what to use instead."""
+    store.save({"a": torch.ones(3)}, step=1)
+    monkeypatch.delattr(torch.serialization, "skip_data")
+    with pytest.raises(InvalidInputError, match=r"newer torch, or use \.safetensors"):
+        export_checkpoint(store, Output(tmp_path / "m.pt"))
+    assert not list(tmp_path.glob("*m.pt*"))
 
 
 def test_parts_are_found_by_their_dotted_name(store: Store, tmp_path: Path) -> None:

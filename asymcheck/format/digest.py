@@ -17,6 +17,11 @@ def digest(data: Buffer) -> Digest:
     return Digest(xxhash.xxh3_128_digest(data))
 
 
+def is_zero(data: Buffer) -> bool:
+    """Tell whether all bytes are zero."""
+    return bytes(data).count(0) == len(data)
+
+
 def sum8(data: Buffer) -> bytes:
     """Return the last 8 bytes of the digest of ``data``."""
     return bytes(xxhash.xxh3_128_digest(data)[8:])

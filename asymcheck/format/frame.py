@@ -14,7 +14,7 @@ from asymcheck.errors import (
     UnsupportedCodecError,
 )
 from asymcheck.format import registry
-from asymcheck.format.digest import ZERO_DIGEST, Buffer, sum8
+from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.versions import check_binary_version
 from asymcheck.types import Digest, PackId
 
@@ -190,6 +190,6 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
     payload = data[start : start + stored]
     if header.descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != header.descriptor.stored_sum:
         raise ChecksumError(f"{where}: payload checksum mismatch")
-    if any(data[HEADER_BYTES:start]) or any(data[start + stored :]):
+    if not (is_zero(data[HEADER_BYTES:start]) and is_zero(data[start + stored :])):
         raise StructureError(f"{where}: padding is not zero")
     return header.descriptor, payload

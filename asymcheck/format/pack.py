@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
-from asymcheck.format.digest import Buffer, sum8
+from asymcheck.format.digest import Buffer, is_zero, sum8
 from asymcheck.format.frame import FrameDescriptor, check_encoding
 from asymcheck.format.versions import check_binary_version
 from asymcheck.types import PackId
@@ -116,7 +116,7 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     check_binary_version(raw[:_HEADER_SUMMED], own, where)
     if own != sum8(raw[:_HEADER_SUMMED]):
         raise ChecksumError(f"{where}: pack header checksum mismatch")
-    if any(reserved_a) or any(reserved_b) or any(raw[PACK_HEADER.size :]):
+    if not (is_zero(reserved_a) and is_zero(reserved_b) and is_zero(raw[PACK_HEADER.size :])):
         raise StructureError(f"{where}: reserved bytes or padding of the pack header are not zero")
     if index_length > registry.PACK_INDEX_BYTES_MAX:
         raise LimitError(f"{where}: an index of {index_length} bytes is beyond {registry.PACK_INDEX_BYTES_MAX}")
@@ -170,7 +170,7 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
     body = bytes(data[INDEX_HEADER.size : header.index_length])
     if entries_sum != sum8(body):
         raise ChecksumError(f"{where}: pack index checksum mismatch")
-    if any(data[header.index_length : round_up(header.index_length)]):
+    if not is_zero(data[header.index_length : round_up(header.index_length)]):
         raise StructureError(f"{where}: padding after the pack index is not zero")
     entries: Entries = np.frombuffer(body, dtype=ENTRY_DTYPE)
     _check_entries(entries, header, where)
@@ -211,13 +211,11 @@ def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
         raise LimitError(f"{where}: a length in the pack index is beyond the limits")
     if stored.min() < 1 or plain.min() < 1:
         raise StructureError(f"{where}: a length in the pack index is zero")
-    for kind, codec, algorithm in {
-        tuple(row) for row in np.unique(entries[["kind", "codec", "digest_algorithm"]]).tolist()
-    }:
+    for kind, codec, algorithm in set(entries[["kind", "codec", "digest_algorithm"]].tolist()):
         check_encoding(kind, codec, algorithm, where)
     if not np.array_equal(stored, plain):
         raise StructureError(f"{where}: stored and plain lengths of unencoded frames differ")
-    if any(entries["reserved_a"].tobytes()) or any(entries["base_digest"].tobytes()):
+    if not (is_zero(entries["reserved_a"].tobytes()) and is_zero(entries["base_digest"].tobytes())):
         raise StructureError(f"{where}: reserved bytes of a pack index entry are not zero")
     ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(stored), dtype=np.uint64)
     starts = np.concatenate([np.array([registry.BLOCK_BYTES], dtype=np.uint64), ends[:-1]])

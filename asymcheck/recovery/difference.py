@@ -16,7 +16,7 @@ from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.recovery.describe import describe_by
 from asymcheck.recovery.line import Line, read_line
-from asymcheck.recovery.locate import Sources
+from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.naming import Named, find_checkpoint
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
 from asymcheck.recovery.resolve import needed_by, read_manifests
@@ -319,9 +319,9 @@ class _Comparison:
         hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
         total, done = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs), 0
         try:
-            with Sources(self.tier, wanted, dict.fromkeys(hints)) as sources:
-                order = {digest: place for place, digest in enumerate(sources.in_reading_order(wanted))}
-                cache = PartitionCache(sources, wanted)
+            with Sources(self.tier, Needs.of_lengths(wanted), dict.fromkeys(hints)) as sources:
+                order = {digest: place for place, digest in enumerate(sources.in_reading_order(list(wanted)))}
+                cache = PartitionCache(sources, list(wanted))
                 # Tensors that share partitions one after the other, and from the start of a pack to its end.
                 for pair in sorted(pairs, key=lambda pair: _first_place(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)

@@ -35,7 +35,7 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
         sources.in_reading_order(digests),
         read,
         slots=slots,
-        payload_bytes=max((stored_length(sources.copy(name)) for name in digests), default=0),
+        payload_bytes=sources.largest(digests),
         threads=threads,
         name="fetch",
     )

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 
 from asymcheck.format.manifest import Manifest, TensorRow
-from asymcheck.recovery.locate import Sources
+from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.resolve import candidates, read_manifests
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef
@@ -61,7 +61,7 @@ def inventory(tier: NvmeTier, run: str, step: int | None, pattern: str) -> tuple
     listing = candidates(tier, run, step)[0]
     tensors: list[StoredTensor] = []
     for manifest in read_manifests(tier, listing):
-        with Sources(tier, manifest.partitions(), manifest.header.packs, must_be_complete=False) as sources:
+        with Sources(tier, Needs.of_manifests([manifest]), manifest.header.packs, must_be_complete=False) as sources:
             tensors += _tensors(manifest, sources, pattern)
     return listing.ref, tensors
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from asymcheck.errors import AsymcheckError, MissingPartitionError, TooManyFilesError, UnsupportedFormatError
+from asymcheck.format.digest_set import DigestSet, as_column
+from asymcheck.format.manifest import Manifest
 from asymcheck.tiers.nvme import NvmeTier, PackFile
 from asymcheck.types import Digest, PackId
 
 _FRAME_BITS = 32
 _FRAME_MASK = (1 << _FRAME_BITS) - 1
+_NOWHERE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +34,32 @@ class Copy:
         return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
 
 
+class Needs:
+    """A set of partitions with their plain lengths, in columns."""
+
+    def __init__(self, digests: npt.NDArray[np.void], lengths: npt.NDArray[np.int64]) -> None:
+        """Take each of ``digests`` once, with the length beside it."""
+        self.digests = DigestSet(digests)
+        self.lengths = lengths[self.digests.first]
+
+    @classmethod
+    def of_manifests(cls, manifests: Sequence[Manifest]) -> Needs:
+        """Return what manifests name."""
+        digests = [manifest.extent_digests for manifest in manifests]
+        lengths = [manifest.extent_partition_lengths for manifest in manifests]
+        return cls(np.concatenate(digests), np.concatenate(lengths))
+
+    @classmethod
+    def of_lengths(cls, lengths: Mapping[Digest, int]) -> Needs:
+        """Return what a mapping names."""
+        return cls(as_column(list(lengths)), np.fromiter(lengths.values(), dtype=np.int64))
+
+
 class Sources:
     """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
-    def __init__(
-        self,
-        tier: NvmeTier,
-        wanted: Mapping[Digest, int],
-        hints: Iterable[PackId],
-        *,
-        must_be_complete: bool = True,
-    ) -> None:
-        """Find all of ``wanted`` (digests with their plain lengths), in the packs of ``hints`` first.
+    def __init__(self, tier: NvmeTier, needs: Needs, hints: Iterable[PackId], *, must_be_complete: bool = True) -> None:
+        """Find everything that is needed, in the packs of ``hints`` first.
 
         Raises:
             UnsupportedFormatError: a pack that may hold them needs a newer program.
@@ -47,12 +67,13 @@ class Sources:
             TooManyFilesError: this process may not open as many packs as they lie in.
         """
         self._tier = tier
-        self._wanted = wanted
+        self._needs = needs
         self._packs: dict[PackId, PackFile] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
-        # Of a million partitions, an object for each costs more than all the rest; so a number: pack, then frame.
-        self._places: dict[Digest, int] = {}
+        # For each partition a number, pack and frame: of a million, an object for each costs more than all the rest.
+        self._places = np.full(len(needs.digests), _NOWHERE, dtype=np.int64)
+        self._missing = len(self._places)
         self._numbered: list[PackFile] = []
         try:
             self._search(hints)
@@ -65,7 +86,7 @@ class Sources:
 
     def _search_all(self) -> None:
         searched: set[PackId] = set()
-        while len(self._places) < len(self._wanted):
+        while self._missing:
             # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
             new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in searched]
             if not new:
@@ -75,7 +96,7 @@ class Sources:
 
     def _search(self, pack_ids: Iterable[PackId]) -> None:
         for pack_id in pack_ids:
-            if len(self._places) == len(self._wanted):
+            if not self._missing:
                 return
             pack = self._open(pack_id)
             if pack is not None and pack.damage is not None:
@@ -98,26 +119,26 @@ class Sources:
         return self._packs[pack_id]
 
     def _take(self, pack: PackFile) -> bool:
-        """Note what the pack has of what is still wanted; return whether that is anything."""
-        wanted, places = self._wanted, self._places
-        first = len(self._numbered) << _FRAME_BITS
-        lengths = pack.entries["plain_length"].tolist()
-        found = {
-            digest: place
-            for place, (digest, length) in enumerate(zip(pack.digests(), lengths, strict=True), first)
-            if wanted.get(digest) == length and digest not in places
-        }
-        places.update(found)
-        if found:
-            self._numbered.append(pack)
-        return bool(found)
+        """Note what the pack has of what is still needed; return whether that is anything."""
+        numbers = self._needs.digests.numbers(pack.entries["digest"])
+        frames = np.flatnonzero(numbers >= 0)
+        numbers = numbers[frames]
+        same = self._needs.lengths[numbers] == pack.entries["plain_length"][frames].astype(np.int64)
+        new = same & (self._places[numbers] == _NOWHERE)
+        if not new.any():
+            return False
+        # Backwards: a pack that was scanned may hold a partition twice, and then the first frame of it counts.
+        self._places[numbers[new][::-1]] = (len(self._numbered) << _FRAME_BITS) + frames[new][::-1]
+        self._missing = int(np.count_nonzero(self._places == _NOWHERE))
+        self._numbered.append(pack)
+        return True
 
     def _copy(self, place: int) -> Copy:
         return Copy(self._numbered[place >> _FRAME_BITS], place & _FRAME_MASK)
 
     def _check_complete(self) -> None:
-        missing = [digest for digest in self._wanted if digest not in self._places]
-        if missing:
+        if self._missing:
+            first = self._needs.digests[int(np.argmax(self._places == _NOWHERE))]
             unsupported = [
                 problem for problem in self._problems.values() if isinstance(problem, UnsupportedFormatError)
             ]
@@ -125,19 +146,28 @@ class Sources:
                 raise unsupported[0]
             problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
             raise MissingPartitionError(
-                f"{len(missing)} of {len(self._wanted)} partitions lie in no readable pack, the first is "
-                f"{missing[0].hex()}{problems}",
-                missing[0],
+                f"{self._missing} of {len(self._places)} partitions lie in no readable pack, one is "
+                f"{first.hex()}{problems}",
+                first,
             )
 
     def copy(self, digest: Digest) -> Copy:
         """Return the first copy of a partition."""
-        return self._copy(self._places[digest])
+        return self._copy(int(self._places[self._needs.digests.number(digest)]))
 
     def find(self, digest: Digest) -> Copy | None:
         """Return the first copy of a partition, or None when it lies in no readable pack."""
-        place = self._places.get(digest)
-        return None if place is None else self._copy(place)
+        place = int(self._places[self._needs.digests.number(digest)])
+        return None if place == _NOWHERE else self._copy(place)
+
+    def largest(self, digests: Sequence[Digest]) -> int:
+        """Return the bytes of payload of the longest frame among those of ``digests``."""
+        places = self._places[self._needs.digests.numbers(as_column(digests))]
+        packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
+        lengths = (
+            self._numbered[pack].entries["stored_length"][frames[packs == pack]].max() for pack in np.unique(packs)
+        )
+        return int(max(lengths, default=0))
 
     def other_copies(self, digest: Digest, damaged: Copy) -> list[Copy]:
         """Search every pack for further copies of a partition of which one is damaged."""
@@ -145,12 +175,14 @@ class Sources:
         for pack_id in self._tier.pack_ids():
             pack = self._packs.get(pack_id) or self._open(pack_id)
             if pack is not None:
-                found += [Copy(pack, sequence) for sequence, name in enumerate(pack.digests()) if name == digest]
+                here = pack.entries["digest"] == as_column([digest])
+                found += [Copy(pack, int(sequence)) for sequence in np.flatnonzero(here)]
         return [copy for copy in found if copy.pack is not damaged.pack or copy.sequence != damaged.sequence]
 
-    def in_reading_order(self, digests: Iterable[Digest]) -> list[Digest]:
+    def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""
-        return sorted(digests, key=self._places.__getitem__)
+        order = np.argsort(self._places[self._needs.digests.numbers(as_column(digests))], kind="stable")
+        return [digests[place] for place in order.tolist()]
 
     def close(self) -> None:
         """Close all packs."""

@@ -17,9 +17,9 @@ from asymcheck.errors import (
 )
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import check_generations, read_line
-from asymcheck.recovery.locate import Sources
+from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
-from asymcheck.types import CheckpointRef, Digest, PackId
+from asymcheck.types import CheckpointRef, PackId
 
 _SHOWN = 3
 _STEPS_SHOWN = 8
@@ -116,13 +116,11 @@ def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
         InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: it is not, and why.
     """
     manifests = read_manifests(tier, listing)
-    wanted: dict[Digest, int] = {}
     hints: dict[PackId, None] = {}
     for manifest in manifests:
-        wanted.update(manifest.partitions())
         hints.update(dict.fromkeys(manifest.header.packs))
     try:
-        sources = Sources(tier, wanted, hints)
+        sources = Sources(tier, Needs.of_manifests(manifests), hints)
     except MissingPartitionError as error:
         again = tier.manifests.listing(listing.run, listing.ref)
         if not again.manifests:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from asymcheck.format.manifest import TensorRow
-from asymcheck.recovery.fetch import read_any, stored_length
+from asymcheck.recovery.fetch import read_any
 from asymcheck.recovery.locate import Sources
 from asymcheck.tiers.nvme import Slot
 from asymcheck.types import Digest
@@ -22,10 +22,10 @@ _KEPT = 4
 class PartitionCache:
     """Reads partitions and keeps the few that were used last: tensors that share one are compared one by one."""
 
-    def __init__(self, sources: Sources, digests: Iterable[Digest]) -> None:
+    def __init__(self, sources: Sources, digests: Sequence[Digest]) -> None:
         """Read ``digests``, and no others, from ``sources``."""
         self._sources = sources
-        self._slot_bytes = max((stored_length(sources.copy(digest)) for digest in digests), default=0)
+        self._slot_bytes = sources.largest(digests)
         self._kept: OrderedDict[Digest, tuple[Slot, memoryview]] = OrderedDict()
         self._searching = threading.Lock()
 

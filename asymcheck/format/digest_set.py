@@ -1,0 +1,72 @@
+"""Sets of digests in columns: a million are sorted and searched in a tenth of the time that a dict of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.format.registry import DIGEST_BYTES
+from asymcheck.types import Digest
+
+_WHOLE = f"S{DIGEST_BYTES}"
+
+
+class DigestSet:
+    """Distinct digests, numbered from 0 in no particular order."""
+
+    def __init__(self, digests: npt.NDArray[np.void]) -> None:
+        """Take ``digests``, one or more times each; :attr:`first` says which of them got each number."""
+        # Eight bytes tell digests apart, unless one is there twice, or somebody made them so.
+        keys: npt.NDArray[np.generic] = first_halves(digests)
+        self.first: npt.NDArray[np.intp] = np.argsort(keys)
+        """For each number, a position of that digest in what was given."""
+        if _has_duplicates(keys[self.first]):
+            _, self.first = np.unique(digests.view(_WHOLE), return_index=True)
+            keys = keys[self.first]
+            if _has_duplicates(np.sort(keys)):
+                keys = digests.view(_WHOLE)[self.first]
+            else:
+                order = np.argsort(keys)
+                self.first, keys = self.first[order], keys[order]
+        else:
+            keys = keys[self.first]
+        self._keys = keys
+        self._digests = digests[self.first]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._digests)
+
+    def __getitem__(self, number: int) -> Digest:
+        """Return the digest of a number."""
+        return Digest(self._digests[number].tobytes())
+
+    def numbers(self, digests: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+        """Return the number of each of ``digests``; -1 for those that are not in the set."""
+        if not len(self):
+            return np.full(len(digests), -1)
+        sought = first_halves(digests) if self._keys.dtype == np.uint64 else digests.view(_WHOLE)
+        places = np.minimum(np.searchsorted(self._keys, sought), len(self) - 1)
+        found = self._digests[places].view(_WHOLE) == digests.view(_WHOLE)
+        return np.where(found, places, -1)
+
+    def number(self, digest: Digest) -> int:
+        """Return the number of one digest; -1 when it is not in the set."""
+        return int(self.numbers(as_column([digest]))[0])
+
+
+def as_column(digests: Sequence[Digest]) -> npt.NDArray[np.void]:
+    """Return digests as a column."""
+    return np.frombuffer(b"".join(digests), dtype=f"V{DIGEST_BYTES}")
+
+
+def first_halves(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """Return the first eight bytes of each digest as a number."""
+    halves: npt.NDArray[np.uint64] = np.ascontiguousarray(digests).view(np.uint64).reshape(-1, 2)[:, 0]
+    return halves
+
+
+def _has_duplicates(ordered: npt.NDArray[np.generic]) -> bool:
+    return bool(np.any(ordered[1:] == ordered[:-1]))

@@ -1,0 +1,30 @@
+"""Sets of digests in columns behave as dicts of them do, however the digests begin."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.format.digest_set import DigestSet, as_column
+from asymcheck.types import Digest
+
+# Few first halves and few second ones, so that digests that begin alike and digests that are there twice are common.
+_HALVES = st.sampled_from([bytes(8), b"\0" * 7 + b"\1", b"a" * 8, b"\xff" * 8, b"a" * 7 + b"\0"])
+_FEW = st.lists(st.builds(lambda first, second: Digest(first + second), _HALVES, _HALVES), max_size=12)
+_MANY = st.lists(st.binary(min_size=16, max_size=16).map(Digest), max_size=40)
+
+
+@pytest.mark.parametrize("repeated", [1, 3])
+@given(digests=_FEW | _MANY, sought=_FEW | _MANY)
+def test_what_is_in_is_found_and_nothing_else(repeated: int, digests: list[Digest], sought: list[Digest]) -> None:
+    """Every digest has one number, under which it is handed out again; what is not in has none."""
+    given_digests = digests * repeated
+    numbers = DigestSet(as_column(given_digests))
+    assert len(numbers) == len(set(digests))
+    for digest, number in zip(sought + digests, numbers.numbers(as_column(sought + digests)).tolist(), strict=True):
+        assert (number >= 0) == (digest in digests)
+        assert numbers.number(digest) == number
+        if number >= 0:
+            assert numbers[number] == digest
+            assert given_digests[numbers.first[number]] == digest

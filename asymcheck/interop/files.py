@@ -12,7 +12,7 @@ from types import TracebackType
 from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.partition.leaves import TensorBytes
-from asymcheck.tiers.nvme.files import Files, translated
+from asymcheck.tiers.files import Files, translated
 
 _FILES = Files()
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

@@ -12,9 +12,9 @@ from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPa
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
+from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.nvme.files import translated
-from asymcheck.tiers.nvme.owners import is_given_up
+from asymcheck.tiers.owners import is_given_up
 from asymcheck.types import Digest, PackId
 
 _ATTEMPTS = 8

@@ -20,7 +20,7 @@ from asymcheck.partition.plan import PLAN_KIND, Cut, Partition, cut
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.flush import Flusher, KnownPartitions
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.tiers.nvme.owners import hold, let_go, this_process
+from asymcheck.tiers.owners import hold, let_go, this_process
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 

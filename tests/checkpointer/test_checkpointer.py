@@ -21,8 +21,8 @@ from asymcheck.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.nvme.files import Files
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from asymcheck.checkpointer import Checkpointer
 from asymcheck.events import Event
 from asymcheck.format import layout
 from asymcheck.store import Store
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.nvme.files import Files
 from tests.crash import faults
 from tests.crash.states import CONFIG, Journal, fingerprint, make_state
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme.catalog import Transaction
-from asymcheck.tiers.nvme.files import Files, translated
 
 CHANGES = (
     "open_new",

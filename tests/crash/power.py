@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.format import layout
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme.catalog import Catalog, Populate
-from asymcheck.tiers.nvme.files import Files
 from tests.crash.states import Journal, Promises, promises
 
 BLOCK = 4096

@@ -16,9 +16,10 @@ from typing import NoReturn
 import pytest
 
 from asymcheck.store import Store
-from asymcheck.tiers.nvme import NvmeTier, owners
+from asymcheck.tiers import owners
+from asymcheck.tiers.files import DESCRIPTORS
+from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.nvme.catalog import Catalog
-from asymcheck.tiers.nvme.files import DESCRIPTORS
 from tests.crash.actions import Action, lose_catalog, take
 from tests.crash.faults import CHANGES, Counter, WatchedFiles
 from tests.crash.power import Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog

@@ -12,7 +12,8 @@ import pytest
 
 from asymcheck.errors import AsymcheckError
 from asymcheck.store import Store
-from asymcheck.tiers.nvme import NvmeTier, owners
+from asymcheck.tiers import owners
+from asymcheck.tiers.nvme import NvmeTier
 from tests.crash.actions import Action, take
 from tests.crash.power import CATALOGS, LOSSES, Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
 from tests.crash.states import CONFIG

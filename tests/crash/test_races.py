@@ -14,8 +14,8 @@ from asymcheck.events import Event
 from asymcheck.pipeline.collect import _Plan
 from asymcheck.pipeline.flush import KnownPartitions
 from asymcheck.store import Store
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import Transaction
-from asymcheck.tiers.nvme.files import Files
 from asymcheck.types import Digest, Location, PackId
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state

@@ -12,8 +12,8 @@ from asymcheck.errors import CheckpointNotFoundError, RecoveryError
 from asymcheck.recovery import resolve as resolve_module
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.store import Store
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
-from asymcheck.tiers.nvme.files import Files
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
 from tests.crash.survival import check_steps

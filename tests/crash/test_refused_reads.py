@@ -13,7 +13,7 @@ from asymcheck import events
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, SkippedCheckpointWarning
 from asymcheck.events import Event
 from asymcheck.store import Store
-from asymcheck.tiers.nvme.files import Files
+from asymcheck.tiers.files import Files
 from asymcheck.verify import Severity
 from tests.crash import faults
 from tests.crash.actions import open_store

@@ -15,8 +15,8 @@ from asymcheck.errors import (
     PartialRestoreError,
 )
 from asymcheck.store import SkippedCheckpointWarning, Store
+from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Files, NvmeTier
-from asymcheck.tiers.nvme.files import translated
 from tests.damage.flips import content, flip, flipped
 from tests.damage.small_store import CONFIG, SmallStore, make_store, same
 

@@ -12,8 +12,8 @@ from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.store import Store
+from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Files, NvmeTier, Slot
-from asymcheck.tiers.nvme.files import translated
 from asymcheck.verify import Severity
 from tests.damage.flips import flip
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, same

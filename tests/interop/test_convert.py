@@ -28,7 +28,7 @@ from asymcheck.errors import (
 )
 from asymcheck.interop.convert import Output, export_checkpoint, import_checkpoint
 from asymcheck.interop.part import TIED
-from asymcheck.tiers.nvme.files import Files
+from asymcheck.tiers.files import Files
 from tests.store.equality import assert_same
 
 BIG = 600_000

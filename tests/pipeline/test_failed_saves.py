@@ -14,8 +14,8 @@ import torch
 
 from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import OutOfSpaceError, StorageError
+from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.nvme.files import Files, translated
 from tests.store.equality import assert_same
 
 MIB = 1 << 20

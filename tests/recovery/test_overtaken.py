@@ -8,8 +8,8 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.nvme.files import Files
 
 
 class Overtaken(Files):

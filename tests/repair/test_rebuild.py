@@ -15,7 +15,7 @@ from asymcheck.format import registry
 from asymcheck.format.catalog import pin_key
 from asymcheck.recovery.rebuild import reconcile
 from asymcheck.tiers.nvme import NvmeTier, Transaction
-from asymcheck.tiers.nvme.owners import this_process
+from asymcheck.tiers.owners import this_process
 from asymcheck.types import Location, Owner, PackId, SaveId
 from tests.crash.actions import lose_catalog, open_store
 from tests.crash.states import CONFIG, fingerprint, make_state

@@ -14,8 +14,8 @@ import pytest
 from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format import layout
 from asymcheck.store import Store
+from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Files
-from asymcheck.tiers.nvme.files import translated
 from asymcheck.verify import Severity
 from tests.crash.actions import open_store
 from tests.crash.faults import CHANGES, Counter, WatchedFiles, refuse

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import PackFile, Slot
-from asymcheck.tiers.nvme.files import Files
 
 
 class FramesRead:

@@ -15,8 +15,8 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import StorageError
+from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier, pack_files, packs
-from asymcheck.tiers.nvme.files import Files, translated
 from tests.store.equality import assert_same
 
 STATE = {"large": torch.arange(3_000_000), "small": [torch.randn(3000) for _ in range(5)], "odd": torch.ones(70_001)}

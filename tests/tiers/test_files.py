@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
-from asymcheck.tiers.nvme import files as module
-from asymcheck.tiers.nvme.files import Descriptors, Files, is_same_file, translated, try_lock, unlock, wait_lock
+from asymcheck.tiers import files as module
+from asymcheck.tiers.files import Descriptors, Files, is_same_file, translated, try_lock, unlock, wait_lock
 
 FILES = Files()
 PATH = Path("somewhere")

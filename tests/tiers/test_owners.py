@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from asymcheck.tiers.nvme import owners
-from asymcheck.tiers.nvme.owners import describe, is_dead, this_process
+from asymcheck.tiers import owners
+from asymcheck.tiers.owners import describe, is_dead, this_process
 
 
 def test_this_process_is_alive() -> None:
@@ -22,7 +22,7 @@ def test_this_process_is_alive() -> None:
 
 def test_a_process_that_has_ended_is_dead() -> None:
     """Also while its parent has not looked at it yet: a zombie writes nothing more."""
-    code = "from asymcheck.tiers.nvme.owners import this_process; import dataclasses, json\n"
+    code = "from asymcheck.tiers.owners import this_process; import dataclasses, json\n"
     code += "print(json.dumps(dataclasses.astuple(this_process())), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -1,7 +1,7 @@
 """The NVMe tier: packs written by direct I/O, manifests as files, and the catalog in LMDB."""
 
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme.catalog import Catalog, Transaction
-from asymcheck.tiers.nvme.files import Files
 from asymcheck.tiers.nvme.manifests import CheckpointFiles, ManifestFiles
 from asymcheck.tiers.nvme.pack_files import PackFile
 from asymcheck.tiers.nvme.packs import PackWriter

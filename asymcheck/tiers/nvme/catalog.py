@@ -23,9 +23,9 @@ from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, O
 from asymcheck.events import emit
 from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
-from asymcheck.tiers.nvme import owners
+from asymcheck.tiers import owners
+from asymcheck.tiers.files import DESCRIPTORS, reserve, unlock, wait_lock
 from asymcheck.tiers.nvme.catalog_walk import is_intact
-from asymcheck.tiers.nvme.files import DESCRIPTORS, reserve, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that say nothing about the bytes in the file.

@@ -14,7 +14,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head, repaired_record
-from asymcheck.tiers.nvme.files import Files
+from asymcheck.tiers.files import Files
 from asymcheck.types import CheckpointRef
 
 

@@ -22,7 +22,7 @@ from asymcheck.errors import (
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header, frame_length
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, decode_index, decode_pack_header, round_up
-from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
 from asymcheck.tiers.nvme.slots import Slot
 from asymcheck.types import Digest, PackId
 

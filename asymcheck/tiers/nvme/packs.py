@@ -23,7 +23,7 @@ from asymcheck.format.pack import (
     encode_pack_header,
     round_up,
 )
-from asymcheck.tiers.nvme.files import (
+from asymcheck.tiers.files import (
     DESCRIPTORS,
     Files,
     clear_direct,

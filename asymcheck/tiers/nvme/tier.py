@@ -20,8 +20,8 @@ from asymcheck.errors import (
 from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
 from asymcheck.format.versions import missing_writer_features
+from asymcheck.tiers.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
-from asymcheck.tiers.nvme.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.nvme.limits import check_config
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network

@@ -1,4 +1,4 @@
-"""The only door from the NVMe tier to the operating system.
+"""The only door from the tiers on local file systems to the operating system.
 
 Tests put another :class:`Files` here, to lose what was not synced or to make a call fail, so everything that changes
 the store on disk

@@ -1,93 +1,34 @@
-"""Capture, encode and flush: partitions of a state into packs, several in flight, each stored once."""
+"""Capture and flush in one go: the partitions of a state copied, digested and written while the caller waits."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
-from asymcheck.config import WRITER
-from asymcheck.errors import AsymcheckError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.format.pack import PackHeader
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Partition
-from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, work_off
-from asymcheck.types import Digest, Location, PackId
-
-
-class KnownPartitions:
-    """Which partitions the store holds already, believed only when the pack's own index says so too."""
-
-    def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        """Look digests up in ``catalog`` and check them against packs of ``tier``."""
-        self._tier = tier
-        self._catalog = catalog
-        self._indexes: dict[PackId, dict[Digest, int]] = {}
-        self._gone: set[PackId] = set()
-        self._lock = threading.Lock()
-
-    def find(self, name: Digest) -> Location | None:
-        """Return where a partition lies; None when it must be written."""
-        with self._catalog.read() as transaction:
-            location = transaction.location(name)
-        if location is None or location.pack_id in self._gone:
-            return None
-        return location if self._index(location.pack_id).get(name) == location.plain_length else None
-
-    def forget(self, packs: Sequence[PackId]) -> None:
-        """Never name these packs again: collection has taken them."""
-        with self._lock:
-            self._gone.update(packs)
-
-    def _index(self, pack_id: PackId) -> dict[Digest, int]:
-        with self._lock:
-            if pack_id not in self._indexes:
-                self._indexes[pack_id] = self._read_index(pack_id)
-            return self._indexes[pack_id]
-
-    def _read_index(self, pack_id: PackId) -> dict[Digest, int]:
-        try:
-            pack = self._tier.open_pack(pack_id)
-        except AsymcheckError:
-            # Missing, locked for removal, or damaged: whatever it is, the partition is written again.
-            return {}
-        try:
-            if pack.damage is not None:
-                return {}
-            return dict(zip(pack.digests(), pack.entries["plain_length"].tolist(), strict=True))
-        finally:
-            pack.close()
+from asymcheck.pipeline.packing import Packing
+from asymcheck.tiers.nvme import NvmeTier, PackWriter, Slot, work_off
+from asymcheck.types import Digest
 
 
 class Flusher:
-    """Writes partitions of one save. :meth:`write` runs worker threads; the rest is for the calling thread."""
+    """Writes partitions of one state, several in flight."""
 
-    def __init__(self, tier: NvmeTier, known: KnownPartitions, leaves: Sequence[Leaf]) -> None:
-        """Flush partitions of ``leaves`` into packs of ``tier``."""
+    def __init__(self, tier: NvmeTier, packing: Packing, leaves: Sequence[Leaf]) -> None:
+        """Put partitions of ``leaves`` into the packs of ``packing``."""
         self._tier = tier
-        self._known = known
+        self._packing = packing
         self._leaves = leaves
         self._lock = threading.Lock()
         # Copies that run at once take memory bandwidth from each other and from the device; half of the cores are
         # enough to keep it busy.
         self._copying = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
-        self._current: PackWriter | None = None
-        self._needed_bytes = 0
-        self._writers: list[PackWriter] = []
-        self._sealed: list[PackWriter] = []
-        self._claimed: set[Digest] = set()
-        self.written: dict[Digest, Location] = {}
-        """Partitions written by this save, once their packs are sealed."""
-        self.reused: dict[Digest, Location] = {}
-        """Partitions that the store held already."""
-        self.packs: dict[PackId, PackHeader] = {}
-        """Packs of this save, once they are sealed."""
-        self.written_bytes = 0
-        """Payload bytes of frames written."""
 
     def write(self, partitions: Sequence[Partition]) -> list[Digest]:
         """Digest all partitions and write those that the store lacks; return their digests in order.
@@ -96,8 +37,7 @@ class Flusher:
             StorageError: the device refused; every pack of this save has been abandoned.
         """
         digests: list[Digest | None] = [None] * len(partitions)
-        self._needed_bytes = sum(frame_length(partition.length) for partition in partitions)
-
+        self._packing.expect(sum(frame_length(partition.length) for partition in partitions))
         left = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
         def store(number: int, slot: Slot) -> None:
@@ -118,82 +58,27 @@ class Flusher:
                 name="flush",
             )
         except BaseException:
-            self.abandon()
+            self._packing.abandon()
             raise
         return [name for name in digests if name is not None]
 
     def _store(self, partition: Partition, slot: Slot) -> Digest:
-        name = self._capture(partition, slot.payload(partition.length))
-        with self._lock:
-            if name in self._claimed:
-                return name
-            self._claimed.add(name)
-        location = self._known.find(name)
-        if location is not None:
-            with self._lock:
-                self.reused[name] = location
-            return name
-        writer = self._writer(frame_length(partition.length))
-        writer.write(slot, FrameDescriptor.identity(name, partition.length))
-        with self._lock:
-            self.written_bytes += partition.length
+        payload = slot.payload(partition.length)
+        with self._copying:
+            copy_partition(partition, self._leaves, payload)
+            # At once, while it is in this core's cache.
+            name = digest(payload)
+        self._packing.put(name, partition.length, partial(_write, slot))
         return name
 
-    def _capture(self, partition: Partition, payload: memoryview) -> Digest:
-        position = 0
-        with self._copying:
-            for piece in partition.pieces:
-                self._leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
-                position += piece.length
-            # At once, while it is in this core's cache.
-            return digest(payload)
 
-    def _writer(self, length: int) -> PackWriter:
-        with self._lock:
-            if self._current is None or self._current.length + length > self._tier.config.pack_bytes:
-                room = min(self._needed_bytes, self._tier.config.pack_bytes)
-                self._current = self._tier.start_pack(room)
-                self._writers.append(self._current)
-            self._needed_bytes -= length
-            return self._current
+def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
+    """Copy the bytes of a partition from its tensors into ``payload``, which has its length."""
+    position = 0
+    for piece in partition.pieces:
+        leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
+        position += piece.length
 
-    def seal(self) -> None:
-        """Make every pack of this save complete and durable. Their locks stay until :meth:`close`."""
-        try:
-            while self._writers:
-                writer = self._writers[-1]
-                header, locations = writer.seal(time.time_ns(), WRITER)
-                self._sealed.append(self._writers.pop())
-                self.packs[writer.pack_id] = header
-                self.written.update(locations)
-        except BaseException:
-            self.abandon()
-            raise
-        self._current = None
 
-    def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
-        """Forget reused partitions whose packs collection has taken; return their digests, to be written again."""
-        self._known.forget(packs)
-        lost = [name for name, location in self.reused.items() if location.pack_id in set(packs)]
-        for name in lost:
-            del self.reused[name]
-            self._claimed.discard(name)
-        return lost
-
-    def close(self) -> None:
-        """Release the locks of the packs, which pins protect by now."""
-        for writer in self._sealed:
-            writer.close()
-        self._sealed.clear()
-
-    def abandon(self) -> None:
-        """Remove what this save has written and not sealed; what is sealed waits for collection."""
-        self.close()
-        for writer in self._writers:
-            try:
-                writer.abandon()
-            except AsymcheckError:
-                # The first failure is the one to report; collection removes what is left.
-                continue
-        self._writers.clear()
-        self._current = None
+def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+    writer.write(slot, descriptor)

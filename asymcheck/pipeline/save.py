@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from asymcheck.config import WRITER
-from asymcheck.errors import AsymcheckError, MissingPartitionError, StorageError
-from asymcheck.events import emit
-from asymcheck.format import registry
-from asymcheck.format.catalog import manifest_key, pin_key
-from asymcheck.format.layout import ManifestName
+from asymcheck.format.catalog import pin_key
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow, encode_manifest
 from asymcheck.partition.leaves import Leaf
-from asymcheck.partition.plan import PLAN_KIND, Cut, Partition, cut
+from asymcheck.partition.plan import PLAN_KIND, Cut, cut
 from asymcheck.partition.state import FlatState
-from asymcheck.pipeline.flush import Flusher, KnownPartitions
+from asymcheck.pipeline.commit import enter, finish, take_back
+from asymcheck.pipeline.flush import Flusher
+from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.tiers.owners import hold, let_go, this_process
+from asymcheck.tiers.owners import hold, let_go
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 
@@ -78,97 +75,39 @@ def save(tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveReques
     """
     leaves = state.leaves
     plan = cut([leaf.nbytes for leaf in leaves], [leaf.group for leaf in leaves], tier.config)
-    flusher = Flusher(tier, KnownPartitions(tier, catalog), leaves)
+    packing = Packing(tier, catalog)
+    flusher = Flusher(tier, packing, leaves)
     save_id = new_save_id()
     ref: CheckpointRef | None = None
     pin = pin_key(save_id, request.rank)
     hold(pin)
     try:
         names = flusher.write(plan.partitions)
-        packs = _enter(tier, catalog, flusher, plan.partitions, names, pin)
+        named = list(zip(plan.partitions, names, strict=True))
+        packs = enter(
+            tier,
+            catalog,
+            packing,
+            names,
+            pin,
+            lambda lost: flusher.write([partition for partition, name in named if name in lost]),
+        )
         rows = _rows(leaves, plan, names)
         place = request.place()
         ref = CheckpointRef(place.generation, request.step, save_id)
         header = _header(request, ref, place.parent, packs, state)
         data = encode_manifest(header, rows)
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
-        _finish(catalog, request.run, ref, name, len(data), pin)
+        finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:
-        _take_back(tier, catalog, request, ref, pin)
+        take_back(tier, catalog, request.run, request.rank, ref, pin)
         raise
     finally:
         let_go(pin)
-        flusher.abandon()
+        packing.abandon()
         for leaf in leaves:
             leaf.release()
-    return SaveResult(ref, sum(leaf.nbytes for leaf in leaves), flusher.written_bytes)
-
-
-def _enter(
-    tier: NvmeTier,
-    catalog: Catalog,
-    flusher: Flusher,
-    partitions: Sequence[Partition],
-    names: Sequence[Digest],
-    pin: bytes,
-) -> list[PackId]:
-    """Seal the packs, enter them in the catalog and pin them; write again what collection took meanwhile."""
-    for _ in range(tier.config.commit_attempts):
-        flusher.seal()
-        gone = _pin(catalog, flusher, pin)
-        if not gone:
-            flusher.close()
-            _check_stored(names, flusher)
-            return sorted({at.pack_id for at in (*flusher.written.values(), *flusher.reused.values())})
-        lost = set(flusher.take_back(gone))
-        flusher.write([partition for partition, name in zip(partitions, names, strict=True) if name in lost])
-    raise StorageError(
-        f"store {tier.root}: collection took partitions away {tier.config.commit_attempts} times during one save; "
-        "save again"
-    )
-
-
-def _pin(catalog: Catalog, flusher: Flusher, pin: bytes) -> list[PackId]:
-    """Step 3 of §8.1, one transaction: returns the reused packs that are gone, or pins everything and returns none."""
-    reused = {location.pack_id for location in flusher.reused.values()}
-    with catalog.write() as transaction:
-        gone = [pack_id for pack_id in reused if transaction.pack_state(pack_id) != registry.PACK_LIVE]
-        for name, location in flusher.written.items():
-            transaction.put_location(name, location)
-        for pack_id, header in flusher.packs.items():
-            transaction.put_pack(pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)
-        transaction.put_pin(pin, this_process(), {*flusher.packs, *reused} - set(gone))
-    emit("catalog.pinned", pin.hex())
-    return gone
-
-
-def _check_stored(names: Sequence[Digest], flusher: Flusher) -> None:
-    missing = [name for name in names if name not in flusher.written and name not in flusher.reused]
-    if missing:
-        raise MissingPartitionError(f"partition {missing[0].hex()} was not stored; nothing was committed")
-
-
-def _finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, size: int, pin: bytes) -> None:
-    with catalog.write() as transaction:
-        transaction.put_manifest(manifest_key(run, ref, name), size)
-        transaction.delete_pin(pin)
-    emit("catalog.committed", str(ref))
-
-
-def _take_back(tier: NvmeTier, catalog: Catalog, request: SaveRequest, ref: CheckpointRef | None, pin: bytes) -> None:
-    """Leave no manifest of a failed save, and let collection have what it has stored."""
-    if ref is not None:
-        with contextlib.suppress(AsymcheckError, FileNotFoundError):
-            tier.manifests.withdraw(request.run, ref, request.rank)
-    try:
-        with catalog.write() as transaction:
-            # A manifest that could not be removed keeps its packs.
-            listed = () if ref is None else tier.manifests.listing(request.run, ref).manifests
-            if all(name.rank != request.rank for name in listed):
-                transaction.delete_pin(pin)
-    except AsymcheckError:
-        # The first failure is the one to report; the pin goes when this process has ended.
-        return
+    return SaveResult(ref, sum(leaf.nbytes for leaf in leaves), packing.written_bytes)
 
 
 def _header(

@@ -12,8 +12,8 @@ import pytest
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline import collect, save
-from asymcheck.pipeline.flush import Flusher
+from asymcheck.pipeline import collect, commit
+from asymcheck.pipeline.packing import Packing
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import CheckpointFiles
 from asymcheck.tiers.nvme.manifests import ManifestFiles
@@ -47,11 +47,11 @@ def manifests_under_their_final_name() -> None:
 def manifests_before_packs() -> None:
     """The commit comes before what it names is complete."""
 
-    def seal(_self: Flusher) -> None:
+    def seal(_self: Packing) -> None:
         return
 
-    Flusher.seal = seal  # type: ignore[method-assign]  # as above
-    save._check_stored = lambda _names, _flusher: None
+    Packing.seal = seal  # type: ignore[method-assign]  # as above
+    commit._check_stored = lambda _names, _flusher: None
 
 
 def packs_before_manifests_in_deletion() -> None:

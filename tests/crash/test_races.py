@@ -12,7 +12,7 @@ from asymcheck import events
 from asymcheck.errors import RecoveryError, StorageError
 from asymcheck.events import Event
 from asymcheck.pipeline.collect import _Plan
-from asymcheck.pipeline.flush import KnownPartitions
+from asymcheck.pipeline.packing import KnownPartitions
 from asymcheck.store import Store
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import Transaction

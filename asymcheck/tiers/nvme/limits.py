@@ -16,6 +16,8 @@ _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // ENTRY_DTYPE.itemsize * regist
 _BOUNDS: dict[str, tuple[float, float]] = {
     "partition_bytes": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
     "bundle_below_bytes": (0, registry.PARTITION_BYTES_MAX),
+    "deferred_bytes_min": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX // 2),
+    "deferred_bytes_max": (2 * registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
     "inline_bytes": (0, registry.INLINE_BYTES_MAX),
     "inline_total_bytes": (0, registry.MANIFEST_BYTES_MAX // 4),
     "slots": (1, 1024),
@@ -42,8 +44,15 @@ def check_config(config: StoreConfig) -> None:
         if type(value) not in kinds or not least <= value <= most:
             kind = "a number" if float in kinds else "an integer"
             raise InvalidInputError(f"{field.name} {value!r}: give {kind} from {least} to {most}")
-    if config.partition_bytes % registry.BLOCK_BYTES:
-        raise InvalidInputError(f"partition_bytes {config.partition_bytes}: give a multiple of {registry.BLOCK_BYTES}")
+    for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
+        if getattr(config, name) % registry.BLOCK_BYTES:
+            raise InvalidInputError(f"{name} {getattr(config, name)}: give a multiple of {registry.BLOCK_BYTES}")
+    if config.deferred_bytes_max < 2 * config.deferred_bytes_min:
+        # Else what is too much for one partition could be too little for two.
+        raise InvalidInputError(
+            f"deferred_bytes_max {config.deferred_bytes_max}: give at least twice deferred_bytes_min, "
+            f"{config.deferred_bytes_min}"
+        )
     if config.bundle_below_bytes > config.partition_bytes:
         raise InvalidInputError(
             f"bundle_below_bytes {config.bundle_below_bytes}: give at most partition_bytes, {config.partition_bytes}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 __version__ = "0.1.0"
 WRITER = f"asymcheck {__version__}"
@@ -54,3 +55,22 @@ class StoreConfig:
     """How long a reader waits for a pack that collection or a writer holds."""
     commit_attempts: int = 8
     """How often a save writes partitions again that a concurrent collection took away."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptureConfig:
+    """Knobs of capture in the background."""
+
+    ring_bytes: int | None = None
+    """Memory for captured states, in bytes; None for twice the first state, but at most half of what is available.
+
+    With room for two, the newest complete state stays in memory while the next one is captured.
+    """
+    ring_folder: str = "/dev/shm"
+    """Where the ring lies: a file system in memory."""
+    proof: Literal["full", "sampled", "off"] = "sampled"
+    """How much is digested in ``step()`` and compared with what was captured.
+
+    A few KiB of 16 partitions cost some 0.2 ms and find most mistakes within a few steps; ``full`` finds each at once
+    and costs as much as a copy.
+    """

@@ -27,6 +27,8 @@
     │   ├── InconsistentCheckpointError
     │   ├── HeadRecordError
     │   └── PartialRestoreError            tensors were overwritten before the failure
+    ├── TornCaptureError               the state changed while it was captured; nothing was committed
+    ├── LostCheckpointError            a checkpoint of the background could not be stored
     └── StorageError                   the place where bytes lie refused
         ├── OutOfSpaceError
         ├── UnsupportedFileSystemError
@@ -37,7 +39,8 @@
         ├── ClosedStoreError
         └── ForkedStoreError
 
-Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`.
+Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`,
+:class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -238,6 +241,18 @@ class PartialRestoreError(RecoveryError):
         self.next_step = next_step
 
 
+class TornCaptureError(AsymcheckError):
+    """A tensor changed while it was being captured for a checkpoint; that checkpoint was given up."""
+
+    kind = "torn-capture"
+
+
+class LostCheckpointError(AsymcheckError):
+    """A checkpoint that was begun in the background could not be stored; its cause says why, and later ones may be."""
+
+    kind = "lost-checkpoint"
+
+
 class StorageError(AsymcheckError):
     """Reading or writing failed below the format: the operating system or the device refused."""
 
@@ -302,6 +317,18 @@ class SkippedCheckpointWarning(UserWarning):
 
 class StepOrderWarning(UserWarning):
     """A step was saved that is older than what the run has; it will not be the newest checkpoint."""
+
+
+class CaptureWarning(UserWarning):
+    """Capture cannot do all that it should, for instance because the ring is small; checkpoints are right anyway."""
+
+
+class StaleStateWarning(UserWarning):
+    """Every tensor is equal to the one of the checkpoint before: is the right state being saved?"""
+
+
+class LostCheckpointWarning(UserWarning):
+    """A checkpoint that was begun in the background could not be stored; training went on."""
 
 
 def warn_user(message: str, category: type[Warning]) -> None:

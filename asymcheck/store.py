@@ -12,37 +12,36 @@ from typing import TypeVar
 
 import torch
 
-from asymcheck.arguments import check_device, check_glob, check_location, check_metrics, check_step
+from asymcheck.arguments import check_device, check_glob, check_location, check_step
+from asymcheck.captures import Captures, warn_of_order
 from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import (
     CatalogError,
     CheckpointNotFoundError,
-    InvalidInputError,
     SkippedCheckpointWarning,
-    StepOrderWarning,
     warn_user,
 )
 from asymcheck.format import layout
 from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.save import Place, SaveRequest, save
+from asymcheck.pipeline.request import Place
+from asymcheck.pipeline.save import save
 from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
-from asymcheck.recovery.line import begin_generation, read_line
+from asymcheck.recovery.line import begin_generation
 from asymcheck.recovery.load import Loaded, Wanted, load
 from asymcheck.recovery.rebuild import Rebuilt, rebuild, reconcile
 from asymcheck.recovery.repair import repair
 from asymcheck.recovery.repaired import Repaired
 from asymcheck.recovery.resolve import what_is_there
 from asymcheck.recovery.stream import Sink, stream
-from asymcheck.reports import Reports
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Checkpoint, CheckpointRef, Progress, Restored
+from asymcheck.types import Checkpoint, Progress, Restored
 
 _T = TypeVar("_T")
 
 
-class Store(Reports):
+class Store(Captures):
     """A checkpoint store in a directory on a local drive.
 
     Open it with :meth:`open`; threads may share it, forked children may not.
@@ -93,15 +92,13 @@ class Store(Reports):
             StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
         """
         self._tier.check_writable()
-        layout.check_run(run)
-        numbers = check_metrics(metrics or {})
-        step = check_step(step)
+        request = self.request(run, step, metrics)
         flat = flatten(state)
-        request = SaveRequest(run, step, self._placing(run, generation, step), numbers)
-        done = save(self._tier, self._catalog(), flat, request)
+        placing = self._placing(run, generation, request.step)
+        done = save(self._tier, self._catalog(), flat, request, placing)
         return Checkpoint(
             run=run,
-            step=step,
+            step=done.ref.step,
             generation=done.ref.generation,
             save_id=done.ref.save_id.hex(),
             world_size=1,
@@ -110,46 +107,17 @@ class Store(Reports):
             created_ns=int.from_bytes(done.ref.save_id[:8], "big"),
             state_bytes=done.state_bytes,
             written_bytes=done.written_bytes,
-            metrics=numbers,
+            metrics=request.metrics,
         )
 
     def _placing(self, run: str, generation: int | Callable[[], int] | None, step: int) -> Callable[[], Place]:
         if callable(generation):
-            return lambda: self._place(run, generation(), step)
+            return lambda: self._place(run, generation())
         # At once: what is wrong with it is an error before anything is written.
-        place = self._place(run, generation, step)
+        place = self._place(run, generation)
+        if place.parent is not None and place.parent.generation == place.generation and place.parent.step > step:
+            warn_of_order(run, place.parent.step, step)
         return lambda: place
-
-    def _place(self, run: str, generation: int | None, step: int) -> Place:
-        """Return where on its line a checkpoint goes.
-
-        Raises:
-            InvalidInputError: nobody opened that generation.
-        """
-        if generation is not None:
-            self._check_generation(run, generation)
-        present = read_line(self._tier, run).generation if generation is None else generation
-        return Place(present, self._newest_before(run, present, step))
-
-    def _check_generation(self, run: str, generation: int) -> None:
-        """Refuse a generation without a head record: a checkpoint of it would hide which one is newest."""
-        if type(generation) is not int or generation not in (1, *self._tier.manifests.heads(run)):
-            raise InvalidInputError(
-                f"generation {generation!r} of run {run!r} was never opened; see begin_generation()"
-            )
-
-    def _newest_before(self, run: str, generation: int, step: int) -> CheckpointRef | None:
-        newest = self._tier.manifests.newest(run, generation)
-        if newest is None:
-            head = self._tier.manifests.read_head(run, generation)
-            return head[0].parent if head is not None else None
-        if newest.step > step:
-            warn_user(
-                f"run {run!r} already has step {newest.step}, so step {step} will not be its newest checkpoint; "
-                "to train on from an earlier step, restore it with a Checkpointer first",
-                StepOrderWarning,
-            )
-        return newest
 
     def load(
         self,
@@ -311,14 +279,9 @@ class Store(Reports):
         self._tier.check_writable()
         return begin_generation(self._tier, layout.check_run(run), None if parent is None else parent.ref)
 
-    def _catalog(self) -> Catalog:
-        return self._tier.open_catalog(self._populate)
-
-    def _populate(self, transaction: Transaction) -> None:
-        rebuild(self._tier, transaction)
-
     def close(self) -> None:
-        """Close the store; closing twice is no error."""
+        """Finish what is being saved in the background, and close the store; closing twice is no error."""
+        self.finish()
         self._tier.close()
 
     def __enter__(self) -> Store:

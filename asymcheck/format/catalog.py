@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from asymcheck.errors import StructureError
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.record import canonical_json, parse_id
+from asymcheck.format.record import canonical_json, integer, parse_id, string
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 
 PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")
@@ -84,13 +84,7 @@ def pin_key(save_id: SaveId, rank: int) -> bytes:
 
 def encode_pin(key: bytes, owner: Owner, packs: Sequence[PackId]) -> bytes:
     """Return the value of a pin: who holds which packs."""
-    holder = {
-        "boot_id": owner.boot_id,
-        "pid": owner.pid,
-        "pid_namespace": owner.pid_namespace,
-        "start_ticks": owner.start_ticks,
-    }
-    return seal(key, canonical_json({"owner": holder, "packs": sorted(pack.hex() for pack in packs)}))
+    return seal(key, canonical_json({"owner": owner_to_json(owner), "packs": sorted(pack.hex() for pack in packs)}))
 
 
 def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
@@ -100,12 +94,32 @@ def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
         return None
     try:
         fields = json.loads(body)
-        owner = Owner(
-            pid=int(fields["owner"]["pid"]),
-            start_ticks=int(fields["owner"]["start_ticks"]),
-            boot_id=str(fields["owner"]["boot_id"]),
-            pid_namespace=str(fields["owner"]["pid_namespace"]),
-        )
-        return owner, [PackId(parse_id(pack, "pin")) for pack in fields["packs"]]
+        return owner_from_json(fields["owner"], "pin"), [PackId(parse_id(pack, "pin")) for pack in fields["packs"]]
     except (StructureError, ValueError, KeyError, TypeError):
         return None
+
+
+def owner_to_json(owner: Owner) -> dict[str, object]:
+    """Return the JSON form of an owner."""
+    return {
+        "boot_id": owner.boot_id,
+        "pid": owner.pid,
+        "pid_namespace": owner.pid_namespace,
+        "start_ticks": owner.start_ticks,
+    }
+
+
+def owner_from_json(value: object, where: str) -> Owner:
+    """Read the JSON form of an owner.
+
+    Raises:
+        StructureError
+    """
+    if not isinstance(value, dict):
+        raise StructureError(f"{where}: owner is not an object")
+    return Owner(
+        pid=integer(value, "pid", where),
+        start_ticks=integer(value, "start_ticks", where),
+        boot_id=string(value, "boot_id", where),
+        pid_namespace=string(value, "pid_namespace", where),
+    )

@@ -25,6 +25,7 @@ _RECORD_TEMPORARY = re.compile(r"[0-9a-f]{16}\.tmp\Z")
 _CATALOG_SET_ASIDE = re.compile(r"catalog\.damaged-[0-9]+\.tmp\Z", re.ASCII)
 _HEAD = re.compile(r"([0-9]{8})\.head\Z", re.ASCII)
 _CHECKPOINT = re.compile(r"([0-9]{8})-([0-9]{12})-([0-9a-f]{32})\Z", re.ASCII)
+_RING = re.compile(r"asymcheck-([0-9a-f]{32})-([0-9a-f]{32})\.ring\Z")
 _MANIFEST = re.compile(r"([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})\.manifest\Z", re.ASCII)
 
 
@@ -129,3 +130,14 @@ def parse_manifest_name(name: str) -> ManifestName | None:
     if not match or int(match[1]) >= int(match[2]):
         return None
     return ManifestName(int(match[1]), int(match[2]), Digest(bytes.fromhex(match[3])))
+
+
+def ring_name(store_id: bytes, ring_id: bytes) -> str:
+    """Return the file name of a ring."""
+    return f"asymcheck-{store_id.hex()}-{ring_id.hex()}.ring"
+
+
+def parse_ring_name(name: str) -> tuple[bytes, bytes] | None:
+    """Return store id and ring id, or None for a foreign name."""
+    match = _RING.match(name)
+    return (bytes.fromhex(match[1]), bytes.fromhex(match[2])) if match else None

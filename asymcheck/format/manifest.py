@@ -138,6 +138,12 @@ class Manifest:
         """Bytes of all tensors before encoding."""
         return int(self.nbytes.sum())
 
+    @property
+    def columns(self) -> list[pa.Array]:
+        """The columns of :data:`SCHEMA`."""
+        columns: list[pa.Array] = self._batch.columns
+        return columns
+
     def names(self) -> list[str]:
         """Return the names of all rows."""
         names: list[str] = self._batch.column("name").to_pylist()
@@ -210,10 +216,23 @@ def encode_manifest(header: ManifestHeader, rows: Sequence[TensorRow]) -> bytes:
     }
     arrays = [pa.array(values, type=SCHEMA.field(name).type) for name, values in columns.items()]
     arrays.append(_extents_array(rows))
+    return _encode(header, arrays)
+
+
+def encode_with_header(manifest: Manifest, header: ManifestHeader) -> bytes:
+    """Return the bytes of a manifest that has the tensors of another one.
+
+    Raises:
+        LimitError: it would be too large.
+    """
+    return _encode(header, manifest.columns)
+
+
+def _encode(header: ManifestHeader, columns: Sequence[pa.Array]) -> bytes:
     schema = SCHEMA.with_metadata({METADATA_KEY: _encode_header(header)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     data: bytes = sink.getvalue().to_pybytes()
     if len(data) > registry.MANIFEST_BYTES_MAX:
         raise LimitError(f"a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")

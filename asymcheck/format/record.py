@@ -83,7 +83,7 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
     value = parse_json(texts[0], where)
     if not isinstance(value, dict) or not _is_canonical(value, texts[0]):
         raise StructureError(f"{where}: record is not a JSON object in canonical form")
-    check_version(_integer(value, "format", where), where)
+    check_version(integer(value, "format", where), where)
     if value.get("kind") != kind:
         raise StructureError(f"{where}: record is of kind {value.get('kind')!r}, not {kind!r}")
     return value, len(blocks) - len(texts)
@@ -142,9 +142,9 @@ def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     value, damaged = decode_record(data, "store", where)
     readers, writers = _strings(value, "reader_features", where), _strings(value, "writer_features", where)
     check_reader_features(readers, where)
-    created = _integer(value, "created_ns", where)
+    created = integer(value, "created_ns", where)
     store_id = parse_id(value.get("store_id"), where)
-    return Descriptor(store_id, created, _string(value, "writer", where), readers, writers), damaged
+    return Descriptor(store_id, created, string(value, "writer", where), readers, writers), damaged
 
 
 def encode_head(head: HeadRecord) -> bytes:
@@ -169,16 +169,14 @@ def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
         FormatError: of the kind that fits.
     """
     value, damaged = decode_record(data, "head", where)
-    generation = _integer(value, "generation", where)
+    generation = integer(value, "generation", where)
     if "parent" not in value:
         raise StructureError(f"{where}: a head record without a parent says so with null")
     parent = parent_from_json(value["parent"], where)
     if not 1 <= generation <= registry.GENERATION_MAX or (parent is not None and parent.generation >= generation):
         raise StructureError(f"{where}: generation {generation} cannot follow its parent")
-    created = _integer(value, "created_ns", where)
-    return HeadRecord(
-        _string(value, "run", where), generation, parent, created, _string(value, "writer", where)
-    ), damaged
+    created = integer(value, "created_ns", where)
+    return HeadRecord(string(value, "run", where), generation, parent, created, string(value, "writer", where)), damaged
 
 
 def parent_to_json(parent: CheckpointRef | None) -> dict[str, object] | None:
@@ -198,7 +196,7 @@ def parent_from_json(value: object, where: str) -> CheckpointRef | None:
         return None
     if not isinstance(value, dict):
         raise StructureError(f"{where}: parent is neither an object nor null")
-    generation, step = _integer(value, "generation", where), _integer(value, "step", where)
+    generation, step = integer(value, "generation", where), integer(value, "step", where)
     if not (1 <= generation <= registry.GENERATION_MAX and 0 <= step <= registry.STEP_MAX):
         raise StructureError(f"{where}: parent generation {generation} or step {step} is outside its limits")
     return CheckpointRef(generation, step, SaveId(parse_id(value.get("save_id"), where)))
@@ -215,14 +213,24 @@ def parse_id(value: object, where: str) -> bytes:
     return bytes.fromhex(value)
 
 
-def _integer(value: Mapping[str, object], key: str, where: str) -> int:
+def integer(value: Mapping[str, object], key: str, where: str) -> int:
+    """Return the integer under a key of a record.
+
+    Raises:
+        StructureError
+    """
     number = value.get(key)
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 64:
         raise StructureError(f"{where}: {key} is not an integer from 0 to 2^64 - 1")
     return number
 
 
-def _string(value: Mapping[str, object], key: str, where: str) -> str:
+def string(value: Mapping[str, object], key: str, where: str) -> str:
+    """Return the string under a key of a record.
+
+    Raises:
+        StructureError
+    """
     text = value.get(key)
     if not isinstance(text, str):
         raise StructureError(f"{where}: {key} is not a string")

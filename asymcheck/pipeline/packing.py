@@ -91,18 +91,22 @@ class Packing:
         Raises:
             StorageError: the device refused; :meth:`abandon` comes next.
         """
+        if self.claim(name):
+            write(self._writer(frame_length(length)), FrameDescriptor.identity(name, length))
+            with self._lock:
+                self.written_bytes += length
+
+    def claim(self, name: Digest) -> bool:
+        """Tell whether a partition must be written: the first time it is asked for, when the store lacks it."""
         with self._lock:
             if name in self._claimed:
-                return
+                return False
             self._claimed.add(name)
         location = self._known.find(name)
         if location is not None:
             with self._lock:
                 self.reused[name] = location
-            return
-        write(self._writer(frame_length(length)), FrameDescriptor.identity(name, length))
-        with self._lock:
-            self.written_bytes += length
+        return location is None
 
     def _writer(self, length: int) -> PackWriter:
         with self._lock:

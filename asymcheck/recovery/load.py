@@ -10,12 +10,14 @@ import torch
 
 from asymcheck.errors import (
     DamagedPartitionError,
+    DigestMismatchError,
     FormatError,
     InconsistentCheckpointError,
     InvalidInputError,
     PartialRestoreError,
     StateMismatchError,
 )
+from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.assemble import Assembly, Placement
 from asymcheck.recovery.fetch import fetch
@@ -23,7 +25,7 @@ from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
 from asymcheck.recovery.shape import read_shape, rows_in, select, with_tensors
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
-from asymcheck.types import CheckpointRef
+from asymcheck.types import CheckpointRef, Digest
 
 _SHOWN = 8
 _ATTEMPTS = 8
@@ -170,6 +172,24 @@ def _load_one(tier: NvmeTier, wanted: Wanted, resolved: Resolved) -> Finish:
     if filler is None:
         return partial(with_tensors, shape, assembly.tensors())
     return partial(_finish, filler, assembly)
+
+
+def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
+    """Fill a state with one that lies in memory; ``payload`` gives the bytes of a partition.
+
+    Raises:
+        StateMismatchError: it does not fit; nothing was overwritten.
+        DigestMismatchError: the memory has changed; tensors may have been overwritten.
+    """
+    filler = Filler(into, read_shape(manifest), manifest)
+    assembly = Assembly(manifest, list(filler.rows), filler.existing, torch.device("cpu"))
+    for name in assembly.wanted:
+        data = payload(name)
+        if digest(data) != name:
+            raise DigestMismatchError(f"digest mismatch in partition {name.hex()} in memory; restore() reads the store")
+        assembly.put(name, data)
+    assembly.put_inline()
+    return _finish(filler, assembly)
 
 
 def fetch_all(tier: NvmeTier, resolved: Resolved, placement: Placement) -> None:

@@ -47,7 +47,7 @@ class Layer:
 LAYERS = (
     Layer(7, ("cli", "interop", "__main__"), siblings_may_meet=True),
     Layer(6, ("checkpointer",), siblings_may_meet=False),
-    Layer(5, ("store", "reports"), siblings_may_meet=True),
+    Layer(5, ("store", "captures", "reports"), siblings_may_meet=True),
     Layer(4, ("pipeline", "recovery", "verify"), siblings_may_meet=False),
     Layer(3, ("policies", "partition", "tiers", "codecs", "arguments"), siblings_may_meet=False),
     Layer(2, ("format",), siblings_may_meet=False),

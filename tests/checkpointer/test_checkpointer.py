@@ -76,7 +76,7 @@ def test_never_saving_is_refused(store: Store, every: int) -> None:
 def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
     """For instance at the end, whatever `every` says."""
     checkpointer = Checkpointer(store, _state(), every=100)
-    assert checkpointer.step(7) is None
+    assert not checkpointer.step(7)
     assert checkpointer.last_step is None
     saved = checkpointer.save(7, {"loss": 2.0})
     assert (saved.step, saved.metrics, saved.on_line) == (7, {"loss": 2.0}, True)

@@ -14,7 +14,7 @@ import numpy as np
 from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
 from asymcheck.format.pack import (
     ENTRY_DTYPE,
     Entries,
@@ -73,14 +73,35 @@ class PackWriter:
 
     def write(self, slot: Slot, descriptor: FrameDescriptor) -> Location:
         """Stamp the frame whose payload lies in ``slot`` and write it at the next place; return that place."""
-        with self._lock:
-            sequence, offset = len(self._entries), self._end
-            self._end += frame_length(descriptor.stored_length)
-            self._entries.append((descriptor.digest, offset, descriptor))
+        sequence, offset = self._next_place(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
         self._pwrite(frame, offset)
         emit("frame.written", self._path.name, len(frame))
         return Location(self.pack_id, offset, descriptor.stored_length, descriptor.plain_length)
+
+    def write_frame(self, frame: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
+        """Write a whole frame that lies somewhere else, and stays as it is there, at the next place.
+
+        ``slot`` lends room for what precedes a large payload, or for a whole small frame; ``frame`` begins at a block
+        and its padding is zero.
+        """
+        sequence, offset = self._next_place(descriptor)
+        stored = descriptor.stored_length
+        start = payload_offset(stored)
+        if start == registry.BLOCK_BYTES:
+            self._pwrite(slot.stamp_header(descriptor, self.pack_id, sequence), offset)
+            self._pwrite(frame[start:], offset + start)
+        else:
+            slot.payload(stored)[:] = frame[start : start + stored]
+            self._pwrite(slot.stamp(descriptor, self.pack_id, sequence), offset)
+        emit("frame.written", self._path.name, len(frame))
+
+    def _next_place(self, descriptor: FrameDescriptor) -> tuple[int, int]:
+        with self._lock:
+            sequence, offset = len(self._entries), self._end
+            self._end += frame_length(descriptor.stored_length)
+            self._entries.append((descriptor.digest, offset, descriptor))
+        return sequence, offset
 
     def seal(self, created_ns: int, writer: str) -> tuple[PackHeader, list[tuple[Digest, Location]]]:
         """Write index and header, sync, and give the pack its final name; return its header and what it holds.

@@ -52,10 +52,16 @@ class Slot:
         """Put the header before the payload, zero the padding, and return the whole frame."""
         stored = descriptor.stored_length
         start, end = payload_offset(stored), frame_length(stored)
-        self.memory[:HEADER_BYTES] = encode_header(descriptor, pack_id, sequence)
-        self.memory[HEADER_BYTES:start] = bytes(start - HEADER_BYTES)
+        self.stamp_header(descriptor, pack_id, sequence)
         self.memory[start + stored : end] = bytes(end - start - stored)
         return self.memory[:end]
+
+    def stamp_header(self, descriptor: FrameDescriptor, pack_id: PackId, sequence: int) -> memoryview:
+        """Put the header and the zeros behind it in front of the payload, and return what lies there."""
+        start = payload_offset(descriptor.stored_length)
+        self.memory[:HEADER_BYTES] = encode_header(descriptor, pack_id, sequence)
+        self.memory[HEADER_BYTES:start] = bytes(start - HEADER_BYTES)
+        return self.memory[:start]
 
 
 class SlotPool:

@@ -1,0 +1,128 @@
+"""Rings: captured frames in memory that outlives its process (SPEC.md §7.6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+from asymcheck.errors import StructureError
+from asymcheck.format import registry
+from asymcheck.format.catalog import owner_from_json, owner_to_json
+from asymcheck.format.digest import Buffer, is_zero, sum8
+from asymcheck.format.layout import is_run
+from asymcheck.format.record import RECORD_BYTES, decode_record, encode_record, integer, parse_id, string
+from asymcheck.types import Owner, SaveId
+
+CAPTURES_MAX = 64
+"""Entries for captures in one ring."""
+CAPTURES_OFFSET = RECORD_BYTES
+"""Where the entries begin."""
+DATA_OFFSET = CAPTURES_OFFSET + registry.BLOCK_BYTES
+"""Where the data begins."""
+COMPLETE, DURABLE = 1, 2
+"""States of a capture."""
+
+_ENTRY = struct.Struct("<Q16sQ24s8s")
+ENTRY_BYTES = _ENTRY.size
+"""Bytes of one entry."""
+UNUSED = bytes(ENTRY_BYTES)
+"""An entry that names no capture."""
+_SUMMED = ENTRY_BYTES - 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RingHeader:
+    """What the record at the beginning of a ring says."""
+
+    ring_id: bytes
+    """16 random bytes, the ``place_id`` of its frames."""
+    store_id: bytes
+    """The store that its checkpoints belong to."""
+    store: str
+    """Where that store was."""
+    run: str
+    """The run."""
+    rank: int
+    """The rank."""
+    owner: Owner
+    """The process that made it."""
+    data_bytes: int
+    """Bytes of data, a multiple of the block."""
+    created_ns: int
+    """Nanoseconds since 1970-01-01 UTC."""
+    writer: str
+    """Name and version of the program that made it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptureEntry:
+    """One capture that is complete in a ring."""
+
+    offset: int
+    """Bytes from the start of the file to the frame of its manifest."""
+    save_id: SaveId
+    """The attempt that it belongs to."""
+    state: int
+    """:data:`COMPLETE` or :data:`DURABLE`."""
+
+
+def encode_ring_header(header: RingHeader) -> bytes:
+    """Return the record at the beginning of a ring.
+
+    Raises:
+        LimitError: the path of the store is too long for it.
+    """
+    return encode_record(
+        {
+            "kind": "ring",
+            "format": registry.FORMAT_WRITE,
+            "ring_id": header.ring_id.hex(),
+            "store_id": header.store_id.hex(),
+            "store": header.store,
+            "run": header.run,
+            "rank": header.rank,
+            "owner": owner_to_json(header.owner),
+            "data_bytes": header.data_bytes,
+            "created_ns": header.created_ns,
+            "writer": header.writer,
+        }
+    )
+
+
+def decode_ring_header(data: Buffer, where: str) -> RingHeader:
+    """Read the record at the beginning of a ring.
+
+    Raises:
+        FormatError: of the kind that fits.
+    """
+    value, _ = decode_record(data, "ring", where)
+    run, size = string(value, "run", where), integer(value, "data_bytes", where)
+    if not is_run(run) or size % registry.BLOCK_BYTES or not size:
+        raise StructureError(f"{where}: run {run!r} or {size} bytes of data cannot be")
+    return RingHeader(
+        ring_id=parse_id(value.get("ring_id"), where),
+        store_id=parse_id(value.get("store_id"), where),
+        store=string(value, "store", where),
+        run=run,
+        rank=integer(value, "rank", where),
+        owner=owner_from_json(value.get("owner"), where),
+        data_bytes=size,
+        created_ns=integer(value, "created_ns", where),
+        writer=string(value, "writer", where),
+    )
+
+
+def encode_entry(entry: CaptureEntry) -> bytes:
+    """Return the 64 bytes of an entry."""
+    summed = _ENTRY.pack(entry.offset, entry.save_id, entry.state, bytes(24), bytes(8))[:_SUMMED]
+    return summed + sum8(summed)
+
+
+def decode_entry(data: Buffer, data_bytes: int) -> CaptureEntry | None:
+    """Read an entry of a ring with so many bytes of data; None when it is unused, or was not written to its end."""
+    offset, save_id, state, reserved, own_sum = _ENTRY.unpack_from(data)
+    if own_sum != sum8(bytes(data[:_SUMMED])) or state not in (COMPLETE, DURABLE) or not is_zero(reserved):
+        return None
+    if offset % registry.BLOCK_BYTES or not DATA_OFFSET <= offset < DATA_OFFSET + data_bytes:
+        return None
+    return CaptureEntry(offset, SaveId(save_id), state)

@@ -1,0 +1,113 @@
+"""Drain: one capture's frames from the ring into packs, and its commit (SPEC.md §8.5)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+from asymcheck.errors import MissingPartitionError
+from asymcheck.format.catalog import pin_key
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.manifest import ManifestHeader, encode_with_header
+from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES
+from asymcheck.pipeline.commit import enter, finish, take_back
+from asymcheck.pipeline.packing import Packing
+from asymcheck.pipeline.request import Place
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, SlotPool
+from asymcheck.tiers.owners import hold, let_go
+from asymcheck.types import CheckpointRef, Digest, SaveId
+
+Placing = Callable[[ManifestHeader], Place]
+"""Says where on the line a checkpoint goes; asked when all but its manifest is durable."""
+
+
+class Drain:
+    """Moves one capture. Threads may call :meth:`add` together; the rest is for one thread."""
+
+    def __init__(self, tier: NvmeTier, catalog: Catalog, slots: SlotPool, save_id: SaveId, rank: int) -> None:
+        """Store what the attempt ``save_id`` captured on ``rank``; ``slots`` lend memory for the headers of frames."""
+        self._tier = tier
+        self._catalog = catalog
+        self._slots = slots
+        self._rank = rank
+        self._packing = Packing(tier, catalog)
+        self._frames: dict[Digest, tuple[int, memoryview | None]] = {}
+        self._pin = pin_key(save_id, rank)
+        self._run = ""
+        self._ref: CheckpointRef | None = None
+        hold(self._pin)
+
+    @property
+    def written_bytes(self) -> int:
+        """Payload bytes written; the rest was in the store already."""
+        return self._packing.written_bytes
+
+    def expect(self, frame_bytes: int) -> None:
+        """Say how many bytes of frames are to come, at most."""
+        self._packing.expect(frame_bytes)
+
+    def add(self, name: Digest, length: int, frame: memoryview, *, keep: bool = True) -> None:
+        """Store a partition whose frame lies in the ring, unless the store has it already.
+
+        With ``keep`` the frame stays there until the commit, and may be read again.
+
+        Raises:
+            StorageError: the device refused; :meth:`abandon` comes next.
+        """
+        self._frames[name] = (length, frame if keep else None)
+        self._put(name, length, frame)
+
+    def reuse(self, name: Digest, length: int) -> None:
+        """Take a partition that the store must have already.
+
+        Raises:
+            MissingPartitionError: it has not.
+        """
+        self._frames[name] = (length, None)
+        if self._packing.claim(name):
+            raise MissingPartitionError(f"partition {name.hex()} lies neither in the ring nor in the store", name)
+
+    def _put(self, name: Digest, length: int, frame: memoryview) -> None:
+        self._packing.put(name, length, partial(self._write, frame))
+
+    def _write(self, frame: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+        with self._slots.slot(ALIGNED_PAYLOAD_MIN_BYTES) as slot:
+            writer.write_frame(frame, descriptor, slot)
+
+    def commit(self, manifest: bytes, placing: Placing) -> CheckpointRef:
+        """Make the checkpoint of ``manifest`` durable and visible, when all its frames were added.
+
+        Raises:
+            StorageError: the device refused; nothing was committed. :meth:`abandon` comes next.
+        """
+        captured = decode_manifest(manifest, "manifest of a capture")
+        header = captured.header
+        names = list(captured.partitions())
+        packs = enter(self._tier, self._catalog, self._packing, names, self._pin, self._rewrite)
+        place = placing(header)
+        self._run, self._ref = header.run, CheckpointRef(place.generation, header.ref.step, header.ref.save_id)
+        committed = dataclasses.replace(header, ref=self._ref, parent=place.parent, packs=tuple(packs))
+        data = encode_with_header(captured, committed)
+        name = self._tier.manifests.publish(header.run, self._ref, self._rank, header.world_size, data)
+        finish(self._catalog, header.run, self._ref, name, len(data), self._pin)
+        self._packing.abandon()
+        let_go(self._pin)
+        return self._ref
+
+    def _rewrite(self, lost: set[Digest]) -> None:
+        for name in lost:
+            length, frame = self._frames[name]
+            if frame is None:
+                raise MissingPartitionError(
+                    f"partition {name.hex()} was collected during a save that reuses it; save again"
+                )
+            self._packing.expect(frame_length(length))
+            self._put(name, length, frame)
+
+    def abandon(self) -> None:
+        """Leave nothing of a capture that failed, or is given up."""
+        take_back(self._tier, self._catalog, self._run, self._rank, self._ref, self._pin)
+        self._packing.abandon()
+        let_go(self._pin)

@@ -1,0 +1,41 @@
+"""What a save is asked for, and where on the line of training it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+
+from asymcheck.types import CheckpointRef, SaveId
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place on the line of training."""
+
+    generation: int
+    """The generation."""
+    parent: CheckpointRef | None
+    """The checkpoint before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRequest:
+    """What a save is to be called."""
+
+    run: str
+    """The run."""
+    step: int
+    """The training step."""
+    metrics: Mapping[str, float]
+    """Named numbers of the training loop."""
+    rank: int = 0
+    """This rank."""
+    world_size: int = 1
+    """How many ranks save."""
+
+
+def new_save_id() -> SaveId:
+    """Return a save id: the time, then random bytes (SPEC.md §4)."""
+    return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))

@@ -1,0 +1,191 @@
+"""Flush from the ring: captures become checkpoints in the store, in order, on threads of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from asymcheck.events import emit
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.manifest import encode_manifest
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.request import Place
+from asymcheck.pipeline.rows import manifest_header, manifest_rows
+from asymcheck.tiers.dram_ring import Ring, RingSlot
+from asymcheck.tiers.nvme import Catalog, NvmeTier
+from asymcheck.types import CheckpointRef
+
+Placing = Callable[[Capture], Place]
+"""Says where on the line a capture goes; asked when all but its manifest is durable."""
+
+_WRITERS = 2
+
+
+class Moving:
+    """One capture between ring and store."""
+
+    def __init__(self, capture: Capture, drain: Drain, *, streams: bool) -> None:
+        """Begin to move; one that ``streams`` leaves the ring as it is written, and is never complete in it."""
+        self.capture = capture
+        self.drain = drain
+        self.streams = streams
+        self.writes: list[Future[None]] = []
+        self.manifest = b""
+        self.manifest_slot: RingSlot | None = None
+        self.entry: int | None = None
+        """Number of its entry in the ring, once it is complete there."""
+        self.ref: CheckpointRef | None = None
+        """The checkpoint that it became."""
+        self.settled = False
+        """Whether it is durable, or will never be."""
+
+
+class RingFlusher:
+    """Moves what is captured to the store, and knows what lies in the ring."""
+
+    def __init__(self, ring: Ring, tier: NvmeTier, catalog: Catalog, placing: Placing) -> None:
+        """Start the threads."""
+        self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
+        self._queue: queue.SimpleQueue[tuple[Moving, int | None] | None] = queue.SimpleQueue()
+        self._moving: dict[Capture, Moving] = {}
+        self._kept: list[Moving] = []
+        self._lock = threading.Lock()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="asymcheck-flush")
+        self._thread = threading.Thread(target=self._run, name="asymcheck-commit", daemon=True)
+        self._thread.start()
+
+    def stored(self, capture: Capture, number: int) -> None:
+        """Take a partition that is complete in the ring. On the capture thread."""
+        self._queue.put((self._of(capture), number))
+
+    def finished(self, capture: Capture) -> None:
+        """Take a capture that is complete, or was given up. On the capture thread."""
+        moving = self._of(capture)
+        if capture.error is None:
+            try:
+                self._complete(moving)
+            except Exception as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+                capture.error = error
+        capture.complete.set()
+        self._queue.put((moving, None))
+
+    def _of(self, capture: Capture) -> Moving:
+        moving = self._moving.get(capture)
+        if moving is None:
+            bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
+            drain = Drain(self._tier, self._catalog, self._tier.slots, capture.save_id, capture.request.rank)
+            drain.expect(bytes_in_ring)
+            moving = Moving(capture, drain, streams=bytes_in_ring > self._ring.header.data_bytes)
+            self._moving[capture] = moving
+        return moving
+
+    def _complete(self, moving: Moving) -> None:
+        """Put the manifest into the ring, too: from now on the capture survives this process."""
+        capture = moving.capture
+        names = [name for name in capture.digests if name is not None]
+        rows = manifest_rows(capture.state.leaves, capture.plan.cut, names, capture.inline)
+        ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.save_id)
+        header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
+        moving.manifest = encode_manifest(header, rows)
+        # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
+        if not moving.streams and capture.generation is not None:
+            slot = self._take(len(moving.manifest))
+            if slot is None:
+                return
+            self._ring.payload(slot)[:] = moving.manifest
+            self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
+            moving.manifest_slot = slot
+            moving.entry = self._ring.enter(slot, capture.save_id)
+            with self._lock:
+                self._kept.append(moving)
+        emit("capture.complete", str(ref), capture.state_bytes)
+
+    def _take(self, length: int) -> RingSlot | None:
+        while (slot := self._ring.take(length)) is None and self.make_room():
+            pass
+        return slot
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            moving, number = item
+            if number is not None:
+                moving.writes.append(self._writers.submit(self._write, moving, number))
+            else:
+                self._settle(moving)
+
+    def _write(self, moving: Moving, number: int) -> None:
+        capture = moving.capture
+        slot, name = capture.slots[number], capture.digests[number]
+        if slot is None or name is None or (capture.error is not None and not moving.streams):
+            return
+        if capture.error is None:
+            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=not moving.streams)
+        if moving.streams:
+            capture.slots[number] = None
+            self._ring.give_back(slot)
+
+    def _settle(self, moving: Moving) -> None:
+        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
+        capture = moving.capture
+        failures = [error for write in moving.writes if (error := write.exception()) is not None]
+        if capture.error is None and failures:
+            capture.error = failures[0]
+        try:
+            if capture.error is None:
+                moving.ref = moving.drain.commit(moving.manifest, lambda _header: self._placing(capture))
+        except Exception as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            capture.error = error
+        if capture.error is not None:
+            moving.drain.abandon()
+        elif moving.entry is not None:
+            self._ring.mark_durable(moving.entry)
+        moving.settled = True
+        self._clear(moving)
+        del self._moving[capture]
+        capture.durable.set()
+        emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
+
+    def _clear(self, moving: Moving) -> None:
+        """Free what is settled and not the newest complete capture."""
+        with self._lock:
+            freed = [kept for kept in self._kept[:-1] if kept.settled]
+            self._kept = [kept for kept in self._kept if kept not in freed]
+        if moving.entry is None:
+            freed.append(moving)
+        for one in freed:
+            self._free(one)
+
+    def make_room(self) -> bool:
+        """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
+        with self._lock:
+            settled = [kept for kept in self._kept if kept.settled]
+            settled.sort(key=lambda kept: kept.capture.error is not None)
+            if not settled:
+                return False
+            self._kept.remove(settled[0])
+        self._free(settled[0])
+        return True
+
+    def _free(self, moving: Moving) -> None:
+        if moving.entry is not None:
+            self._ring.forget(moving.entry)
+        for slot in (*moving.capture.slots, moving.manifest_slot):
+            if slot is not None:
+                self._ring.give_back(slot)
+
+    def newest(self) -> Moving | None:
+        """Return the newest capture that is complete in the ring, and committed."""
+        with self._lock:
+            return next((kept for kept in reversed(self._kept) if kept.ref is not None), None)
+
+    def close(self) -> bool:
+        """Commit what is queued, and end the threads; return whether every complete capture is durable."""
+        self._queue.put(None)
+        self._thread.join()
+        self._writers.shutdown()
+        with self._lock:
+            return all(kept.capture.error is None for kept in self._kept)

@@ -1,0 +1,193 @@
+"""A ring being written: places for frames, given out and taken back, and the entries of captures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from asymcheck.errors import InvalidInputError, OutOfSpaceError, StorageError
+from asymcheck.events import emit
+from asymcheck.format import registry
+from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
+from asymcheck.format.layout import ring_name
+from asymcheck.format.ring import (
+    CAPTURES_MAX,
+    CAPTURES_OFFSET,
+    COMPLETE,
+    DATA_OFFSET,
+    DURABLE,
+    ENTRY_BYTES,
+    UNUSED,
+    CaptureEntry,
+    RingHeader,
+    encode_entry,
+    encode_ring_header,
+)
+from asymcheck.tiers.dram_ring.room import Room
+from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
+from asymcheck.types import PackId, SaveId
+
+MADV_POPULATE_WRITE = 23
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RingSlot:
+    """Where one frame lies in a ring."""
+
+    offset: int
+    """Bytes from the start of the file."""
+    length: int
+    """Bytes of payload."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the whole frame."""
+        return frame_length(self.length)
+
+
+class Ring:
+    """A ring of this process. Its lock lasts until :meth:`close`. Thread-safe."""
+
+    def __init__(self, folder: Path, header: RingHeader) -> None:
+        """Create the file with all its memory.
+
+        Raises:
+            OutOfSpaceError: the memory is not there; says what to do.
+            StorageError: the folder cannot be used.
+        """
+        self.header = header
+        self.path = folder / ring_name(header.store_id, header.ring_id)
+        size = DATA_OFFSET + header.data_bytes
+        self._descriptor = DESCRIPTORS.add(self._create(size))
+        try:
+            try_lock(self._descriptor, exclusive=True)
+            self._map = mmap.mmap(self._descriptor, size)
+            self._map[:CAPTURES_OFFSET] = encode_ring_header(header)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            DESCRIPTORS.close(self._descriptor)
+            raise
+        self._memory = memoryview(self._map)
+        self._room = Room(DATA_OFFSET, header.data_bytes)
+        self._entries: dict[int, CaptureEntry] = {}
+        self._changed = threading.Condition()
+        emit("ring.created", self.path.name, size)
+
+    def _create(self, size: int) -> int:
+        with translated("create", self.path):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Now, not page by page: a page for which there is no memory would kill the process (SIGBUS).
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            os.close(descriptor)
+            if error.errno == errno.ENOSPC:
+                raise OutOfSpaceError(
+                    f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
+                    f"ring_folder, or make it larger (mount -o remount,size=… {self.path.parent})"
+                ) from error
+            raise StorageError(f"reserve {self.path}: {error.strerror}") from error
+        return descriptor
+
+    def populate(self) -> None:
+        """Map all pages now, so that no capture waits for it; costs nothing but time where the kernel cannot."""
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(MADV_POPULATE_WRITE)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of data that no frame takes."""
+        with self._changed:
+            return self._room.free_bytes
+
+    def take(self, length: int) -> RingSlot | None:
+        """Return a place for a frame with ``length`` bytes of payload; None when none is free.
+
+        Raises:
+            InvalidInputError: it would not fit into an empty ring.
+        """
+        if frame_length(length) > self.header.data_bytes:
+            raise InvalidInputError(
+                f"a partition of {length} bytes does not fit into a ring of {self.header.data_bytes}: raise ring_bytes"
+            )
+        with self._changed:
+            offset = self._room.take(frame_length(length))
+        if offset is None:
+            return None
+        # Before anything else of it is overwritten, so that what lay here is no frame any more.
+        self._memory[offset : offset + registry.BLOCK_BYTES] = bytes(registry.BLOCK_BYTES)
+        return RingSlot(offset, length)
+
+    def payload(self, place: RingSlot) -> memoryview:
+        """Return where the payload of a frame goes."""
+        start = place.offset + payload_offset(place.length)
+        return self._memory[start : start + place.length]
+
+    def frame(self, place: RingSlot) -> memoryview:
+        """Return a whole frame."""
+        return self._memory[place.offset : place.offset + place.frame_bytes]
+
+    def complete(self, place: RingSlot, descriptor: FrameDescriptor) -> None:
+        """Make a frame of a place whose payload is there: the padding, and last of all the header."""
+        frame = self.frame(place)
+        end = payload_offset(place.length) + place.length
+        frame[end:] = bytes(len(frame) - end)
+        header = encode_header(descriptor, PackId(self.header.ring_id), place.offset // registry.BLOCK_BYTES)
+        frame[:HEADER_BYTES] = header
+
+    def give_back(self, place: RingSlot) -> None:
+        """Free a place; who waits for room is woken."""
+        with self._changed:
+            self._room.give_back(place.offset, place.frame_bytes)
+            self._changed.notify_all()
+
+    def wait_for_room(self, seconds: float) -> None:
+        """Wait until something is freed, or for some time."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def wake(self) -> None:
+        """Wake who waits for room, to look at something else."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def enter(self, manifest: RingSlot, save_id: SaveId) -> int | None:
+        """Say that a capture is complete; return the number of its entry, None when there are too many captures."""
+        with self._changed:
+            number = next((number for number in range(CAPTURES_MAX) if number not in self._entries), None)
+            if number is not None:
+                self._write_entry(number, CaptureEntry(manifest.offset, save_id, COMPLETE))
+        return number
+
+    def mark_durable(self, number: int) -> None:
+        """Say that a capture is committed in the store."""
+        with self._changed:
+            self._write_entry(number, dataclasses.replace(self._entries[number], state=DURABLE))
+
+    def forget(self, number: int) -> None:
+        """Say that the frames of a capture are about to be given up."""
+        with self._changed:
+            del self._entries[number]
+            start = CAPTURES_OFFSET + number * ENTRY_BYTES
+            self._memory[start : start + ENTRY_BYTES] = UNUSED
+
+    def _write_entry(self, number: int, entry: CaptureEntry) -> None:
+        self._entries[number] = entry
+        start = CAPTURES_OFFSET + number * ENTRY_BYTES
+        self._memory[start : start + ENTRY_BYTES] = encode_entry(entry)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file and give its memory back; with ``keep`` leave it to the next start."""
+        if not keep:
+            self.path.unlink(missing_ok=True)
+        self._memory.release()
+        # A view that somebody still has keeps the memory; the file is gone anyway.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        DESCRIPTORS.close(self._descriptor)

@@ -68,6 +68,8 @@ class CaptureConfig:
     """
     ring_folder: str = "/dev/shm"
     """Where the ring lies: a file system in memory."""
+    schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
+    """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""
     proof: Literal["full", "sampled", "off"] = "sampled"
     """How much is digested in ``step()`` and compared with what was captured.
 

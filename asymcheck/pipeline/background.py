@@ -10,20 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
 from torch.optim import Optimizer
 
 from asymcheck.config import WRITER, CaptureConfig
-from asymcheck.errors import CaptureWarning, warn_user
+from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
 from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.ring import RingHeader
-from asymcheck.partition.plan import PLAN_KIND
-from asymcheck.partition.schedule import Layout, Plan, make_plan
-from asymcheck.partition.state import FlatState, flatten
+from asymcheck.partition.schedule import Layout, Plan
+from asymcheck.partition.state import flatten
 from asymcheck.pipeline.capture import Capture, Capturer
 from asymcheck.pipeline.ownership import Fences, deferred_rows, find
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
+from asymcheck.pipeline.timing import Timing
 from asymcheck.tiers.dram_ring import Ring
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import this_process
@@ -72,6 +73,8 @@ class Background:
         self._flusher: RingFlusher | None = None
         self._capturer: Capturer | None = None
         self._fences: Fences | None = None
+        self._timing: Timing | None = None
+        self._modules: list[nn.Module] = []
         self.statistics = Statistics()
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
@@ -85,20 +88,38 @@ class Background:
         flat = flatten(state)
         fences = self._fences or Fences(self.fence)
         self._fences = fences
-        optimizers = fences.trusted(found for found in find(Optimizer, state) if isinstance(found, Optimizer))
-        plan = self._plan(flat, deferred_rows(flat.leaves, optimizers))
+        optimizers = fences.trusted(find(Optimizer, state))
+        layout = Layout(
+            tuple(leaf.nbytes for leaf in flat.leaves),
+            tuple(leaf.group for leaf in flat.leaves),
+            tuple(deferred_rows(flat.leaves, optimizers)),
+        )
+        timing = self._timed(state)
+        plan = timing.plan(layout)
         capturer = self._started(plan)
         capture = Capture(flat, plan, request, generation)
         self.statistics.captures += 1
         self.statistics.captured_bytes += capture.state_bytes
         capturer.begin(capture)
         self._captures.append(capture)
+        timing.began()
         self.statistics.step_s += time.perf_counter() - began
         return capture
 
-    def _plan(self, flat: FlatState, deferred: list[bool]) -> Plan:
-        layout = Layout([leaf.nbytes for leaf in flat.leaves], [leaf.group for leaf in flat.leaves], deferred)
-        return make_plan(layout, self._tier.config, PLAN_KIND, 0)
+    def _timed(self, state: object) -> Timing:
+        if self._timing is None:
+            self._timing = Timing(
+                self._config, self._tier.config, newest_plan(self._tier, self._run), self._enter_window
+            )
+        modules = list(find(nn.Module, state))
+        if modules != self._modules:
+            self._timing.watch(modules)
+            self._modules = modules
+        return self._timing
+
+    def _enter_window(self, number: int) -> None:
+        if self._capturer is not None:
+            self._capturer.enter_window(number)
 
     def _started(self, plan: Plan) -> Capturer:
         if self._capturer is None:
@@ -141,16 +162,19 @@ class Background:
 
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
-        if self._capturer is not None:
+        if self._capturer is not None and self._timing is not None:
             began = time.perf_counter()
             self._capturer.fence()
-            self.statistics.fence_s += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self._timing.fenced(began, waited)
+            self.statistics.fence_s += waited
 
     def settled(self) -> list[Capture]:
         """Return the captures that have become durable, or were lost, since the last call."""
         done = [capture for capture in self._captures if capture.durable.is_set()]
         for capture in done:
             self._captures.remove(capture)
+            self.statistics.written_bytes += capture.written_bytes
             self.statistics.durable += capture.error is None
             self.statistics.lost += capture.error is not None
         return done
@@ -185,6 +209,8 @@ class Background:
         """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""
         if self._fences is not None:
             self._fences.remove()
+        if self._timing is not None:
+            self._timing.stop()
         if self._capturer is not None and self._flusher is not None and self._ring is not None:
             self._capturer.close()
             keep = not self._flusher.close()
@@ -204,3 +230,12 @@ def _default_bytes(folder: Path, needed: int) -> int:
         available = next(line for line in lines if line.startswith("MemAvailable:"))
         limits.append(int(available.split()[1]) * 1024 // 2)
     return min(limits)
+
+
+def newest_plan(tier: NvmeTier, run: str) -> object:
+    """Return the plan record of the newest checkpoint of a run; None when there is none that can be read."""
+    listings = sorted(tier.manifests.checkpoints(run), key=lambda listing: listing.ref)
+    for listing in reversed(listings[-1:]):
+        with contextlib.suppress(AsymcheckError):
+            return tier.manifests.read(run, listing.ref, listing.manifests[0]).header.plan
+    return None

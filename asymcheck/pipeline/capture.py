@@ -64,6 +64,8 @@ class Capture:
         """Partitions whose source is still needed."""
         self.undigested = len(self.slots)
         """Partitions that are not complete in the ring."""
+        self.written_bytes = 0
+        """Bytes written to the store for it; the rest was there already."""
         self.error: BaseException | None = None
         """Why it was given up."""
         self.copied = threading.Event()
@@ -112,7 +114,6 @@ class Capturer:
         self._to_copy: deque[tuple[Capture, int]] = deque()
         self._to_complete: deque[tuple[Capture, int | None]] = deque()
         self._witnesses: dict[tuple[Capture, int], list[_Witness]] = {}
-        self._window = 0
         # Not the module's own generator, whose state belongs to the training.
         self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._open: Capture | None = None
@@ -144,7 +145,6 @@ class Capturer:
             raise
         with self._changed:
             self._open = capture
-            self._window = 0
             self._to_complete.extend((capture, number) for number in eager)
             self._unreleased.extend((capture, number) for number in later)
             if not capture.slots:
@@ -153,11 +153,11 @@ class Capturer:
             self._check_copied(capture)
             self._changed.notify_all()
 
-    def enter_window(self) -> None:
-        """Say that the next window of the plan begins: what it releases is copied from now on."""
-        with self._changed:
-            self._window += 1
-            self._release(self._window)
+    def enter_window(self, number: int) -> None:
+        """Say that a window of the plan begins: what it and those before it release is copied from now on."""
+        if self._unreleased:
+            with self._changed:
+                self._release(number)
 
     def _release(self, window: int | None) -> None:
         released = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -12,8 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asymcheck.errors import CaptureWarning
 from asymcheck.partition.leaves import Leaf
 
+_T = TypeVar("_T")
 
-def find(kind: type, state: object) -> Iterator[object]:
+
+def find(kind: type[_T], state: object) -> Iterator[_T]:
     """Return the objects of a kind in a state: among the values of its dicts, lists and tuples."""
     if isinstance(state, kind):
         yield state

@@ -143,6 +143,7 @@ class RingFlusher:
             moving.drain.abandon()
         elif moving.entry is not None:
             self._ring.mark_durable(moving.entry)
+        capture.written_bytes = moving.drain.written_bytes
         moving.settled = True
         self._clear(moving)
         del self._moving[capture]

@@ -40,10 +40,16 @@ def run_training(folder: Path, name: str, extra: list[str]) -> tuple[str, dict[s
             said[word] = rest
             if word == "paused":
                 process.send_signal(signal.SIGKILL)
-            elif word == "saved":
-                print(f"    step {rest} saved", flush=True)
+            elif word == "captured":
+                print(f"    step {rest} captured; it is written while training goes on", flush=True)
             elif word == "restored" and rest != "nothing":
-                print(f"    restored step {rest}, every byte verified; goes on with step {int(rest) + 1}", flush=True)
+                where = (
+                    "" if rest == said["stored"] else f"the disk has step {said['stored']}, memory has step {rest}; "
+                )
+                print(
+                    f"    {where}restored step {rest}, every byte verified; goes on with step {int(rest) + 1}",
+                    flush=True,
+                )
     if process.returncode == -signal.SIGKILL:
         return "killed", said
     if process.returncode:

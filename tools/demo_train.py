@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -56,15 +57,25 @@ def state_digest(state: dict[str, object]) -> str:
 
 
 class PauseInSave:
-    """Stops a chosen save half-way, tells the parent, and waits there to be killed."""
+    """Stops a chosen save half-way on its way to disk, tells the parent, and waits there to be killed.
+
+    Training goes on beside it. The parent is told when the same state is complete in memory, too.
+    """
 
     def __init__(self, name: str, wanted: int) -> None:
         """Pause at the event called ``name`` of the save of step ``wanted``."""
         self.name, self.wanted, self.step = name, wanted, -1
+        self._complete, self._paused = threading.Event(), threading.Event()
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the save under way."""
-        if event.name == self.name and self.step == self.wanted:
+        """Take an event of the save under way, on whatever thread it happens."""
+        if self.step != self.wanted:
+            return
+        if event.name == "capture.complete":
+            self._complete.set()
+        elif event.name == self.name and not self._paused.is_set():
+            self._paused.set()
+            self._complete.wait()
             print(f"paused {event.name}", flush=True)
             time.sleep(600)
 
@@ -88,7 +99,9 @@ def train(arguments: argparse.Namespace) -> None:
     pause = PauseInSave(arguments.pause_event, arguments.pause_step)
     checkpointer, first = None, 0
     if arguments.store:
-        checkpointer = asymcheck.Checkpointer(asymcheck.Store.open(arguments.store), state, every=arguments.every)
+        store = asymcheck.Store.open(arguments.store)
+        checkpointer = asymcheck.Checkpointer(store, state, every=arguments.every)
+        print(f"stored {max((one.step for one in store.checkpoints()), default='nothing')}", flush=True)
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0
         print(f"restored {restored.step if restored else 'nothing'}", flush=True)
@@ -103,9 +116,16 @@ def train(arguments: argparse.Namespace) -> None:
             schedule.step()
             log.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
             log.flush()
-            pause.step = step
-            if checkpointer is not None and checkpointer.step(step, metrics={"loss": loss.item()}) is not None:
-                print(f"saved {step}", flush=True)
+            if checkpointer is None:
+                continue
+            if step == pause.wanted:
+                # What comes from now on are events of this step's save.
+                checkpointer.wait()
+                pause.step = step
+            if checkpointer.step(step, metrics={"loss": loss.item()}):
+                print(f"captured {step}", flush=True)
+    if checkpointer is not None:
+        checkpointer.close()
     print(f"digest {state_digest(state)}", flush=True)
 
 

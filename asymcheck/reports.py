@@ -6,14 +6,14 @@ from pathlib import Path
 
 from asymcheck.arguments import check_glob, check_step
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.errors import InvalidInputError
 from asymcheck.format import layout
 from asymcheck.recovery.accounting import Accounting, account
 from asymcheck.recovery.describe import describe, known_line
 from asymcheck.recovery.difference import Difference, compare
 from asymcheck.recovery.history import History, read_history
 from asymcheck.recovery.inventory import StoredTensor, inventory
-from asymcheck.recovery.resolve import candidates
+from asymcheck.recovery.resolve import candidates, check_run_exists
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Checkpoint, Progress, Usage
 from asymcheck.verify import Finding, verify
@@ -130,8 +130,6 @@ class Reports:
             step = check_step(step)
             run = run or DEFAULT_RUN
             candidates(self._tier, run, step)
-        elif run is not None and layout.check_run(run) not in self.runs():
-            raise CheckpointNotFoundError(
-                f"store {self.path} has no run {run!r}; it has {', '.join(self.runs()) or 'none'}"
-            )
+        elif run is not None:
+            check_run_exists(self.path, layout.check_run(run), self.runs())
         return verify(self._tier, run, step, progress)

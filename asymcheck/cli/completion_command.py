@@ -15,13 +15,13 @@ _VARIABLE = "_ASYMCHECK_COMPLETE"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    r"""Print the script that makes SHELL complete asymcheck's commands, options and paths.
+    """Print the script that makes SHELL complete asymcheck's commands, options and paths.
 
     \b
     bash: eval "$(asymcheck completion bash)"                        in ~/.bashrc
     zsh:  eval "$(asymcheck completion zsh)"                         in ~/.zshrc
     fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
-    """
+    """  # noqa: D301 - click wants the character
     root = ctx.find_root().command
     kind = get_completion_class(shell)
     if kind is None:

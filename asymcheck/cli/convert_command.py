@@ -11,7 +11,8 @@ from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.layout import DESCRIPTOR_NAME
-from asymcheck.interop.convert import Output, export_checkpoint, foreign_state, format_of
+from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
+from asymcheck.interop.target import format_of
 from asymcheck.store import Store
 
 
@@ -22,6 +23,7 @@ from asymcheck.store import Store
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--step", type=int, default=None, help="Step to save as [default: 0], or to read [default: the newest].")
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save to or to read.")
+@click.option("--part", default=None, help="Of a store, only what lies under this key, as 'asymcheck restore' has it.")
 @click.option("--overwrite", is_flag=True, help="Replace DST when it is a file or a model folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 @click.pass_context
@@ -31,10 +33,11 @@ def convert(
     dst: Path,
     step: int | None,
     run: str,
+    part: str | None,
     overwrite: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
-    r"""Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
+    """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save, of which
     nothing is executed. What another program's file held comes back as it was; 'asymcheck restore' has more options
@@ -45,22 +48,31 @@ def convert(
       asymcheck convert gpt2/ store            the model folder becomes step 0 of the store
       asymcheck convert tuned.pt store --step 1
       asymcheck convert store gpt2-again/ --step 0
-    """
+    """  # noqa: D301 - click wants the character
     if (src / DESCRIPTOR_NAME).exists():
         _check_no_store(dst)
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
-            done = export_checkpoint(opened, Output(dst, overwrite=overwrite), step=step, run=run, progress=progress)
+            place = Output(dst, overwrite=overwrite)
+            done = export_checkpoint(opened, place, step=step, run=run, part=part, progress=progress)
         report(done, as_json=as_json)
         ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
     if format_of(dst) != "folder":
         raise InvalidInputError(f"{dst}: one of SRC and DST must be a store, and {src} is none")
+    if part is not None:
+        raise InvalidInputError(f"--part chooses from a checkpoint, and {src} is no store; leave it out")
     # What cannot be read is refused before there is a store.
     with (
         output.progress("convert") as progress,
         foreign_state(src, progress) as state,
         Store.open(dst) as opened,
     ):
+        there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
         saved = opened.save(state, step=step or 0, run=run)
+    if there:
+        output.note(
+            f"{dst} had step {saved.step} of run {run!r} already, and has {len(there) + 1} of it now; this one is "
+            f"save:{output.save(saved.save_id)}, and another --step keeps them apart"
+        )
     if as_json:
         output.print_json(saved)
     else:

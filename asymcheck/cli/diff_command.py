@@ -13,7 +13,6 @@ from asymcheck.recovery.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
-_HEX_SHOWN = 12
 _SAVES_SHOWN = 3
 
 
@@ -49,6 +48,8 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
         return
     _show_side("A", difference.a, difference.other_saves_a)
     _show_side("B", difference.b, difference.other_saves_b)
+    # First of all: the tables may have hundreds of rows.
+    _show_sums(difference)
     if difference.tensors:
         _show_tensors(difference.tensors)
     compared = [(change, change.norms) for change in difference.tensors if change.norms is not None]
@@ -59,16 +60,15 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
             [("value", "left"), ("in A", "left"), ("in B", "left")],
             [[change.name, change.a or "(none)", change.b or "(none)"] for change in difference.values],
         )
-    _show_sums(difference)
 
 
 def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
     details = []
     if others:
-        listed = ", ".join(f"save:{other[:_HEX_SHOWN]}" for other in others[:_SAVES_SHOWN])
+        listed = ", ".join(f"save:{output.save(other)}" for other in others[:_SAVES_SHOWN])
         more = " …" if len(others) > _SAVES_SHOWN else ""
         details.append(f"step {item.step} was saved {len(others) + 1} times, also as {listed}{more}")
-    save = f"save {item.save_id[:_HEX_SHOWN]}  {output.moment(item.created_ns)} UTC"
+    save = f"save {output.save(item.save_id)}  {output.moment(item.created_ns)} UTC"
     output.print_entry(f"{letter}  {item.run}  step {item.step}  generation {item.generation}  {save}", details)
 
 

@@ -52,10 +52,7 @@ def _show(accounting: Accounting) -> None:
     if accounting.roles:
         output.print_table(
             [("role", "left"), ("state", "right"), ("stored", "right")],
-            [
-                [role.role.replace("_", " "), output.size(role.state_bytes), output.size(role.stored_bytes)]
-                for role in accounting.roles
-            ],
+            [[role.role, output.size(role.state_bytes), output.size(role.stored_bytes)] for role in accounting.roles],
         )
     output.print_table([("in all", "left"), ("bytes", "right"), ("", "left")], _totals(accounting))
     for problem in _problems(accounting):
@@ -63,11 +60,13 @@ def _show(accounting: Accounting) -> None:
 
 
 def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
+    is_repeated = output.has_repeated_steps(items)
     output.print_table(
         [
             ("run", "left"),
             ("step", "right"),
             ("gen", "right"),
+            *([("save", "left")] if is_repeated else []),
             ("state", "right"),
             ("stored", "right"),
             ("own", "right"),
@@ -79,6 +78,7 @@ def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
                 item.run,
                 str(item.step),
                 str(item.generation),
+                *([output.save(item.save_id)] if is_repeated else []),
                 output.size(item.state_bytes),
                 output.size(item.stored_bytes),
                 output.size(item.own_bytes),

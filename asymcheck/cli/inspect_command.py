@@ -6,8 +6,8 @@ import click
 
 from asymcheck.cli import exits, output
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CheckpointNotFoundError
 from asymcheck.recovery.inventory import StoredTensor
+from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -55,9 +55,8 @@ def inspect(
 
 def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
     """Print them; return the exit status, which tells whether something seen is damaged."""
-    runs = store.runs()
-    if run is not None and run not in runs:
-        raise CheckpointNotFoundError(f"store {store.path} has no run {run!r}; it has {', '.join(runs) or 'none'}")
+    if run is not None:
+        check_run_exists(store.path, run, store.runs())
     checkpoints, usage = store.checkpoints(run), store.usage()
     status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
     if as_json:
@@ -71,12 +70,13 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
     if not checkpoints:
         click.echo("no checkpoints yet")
         return status
-    newest = _newest(checkpoints)
+    newest, is_repeated = _newest(checkpoints), output.has_repeated_steps(checkpoints)
     output.print_table(
         [
             ("run", "left"),
             ("step", "right"),
             ("generation", "right"),
+            *([("save", "left")] if is_repeated else []),
             ("saved (UTC)", "left"),
             ("state", "right"),
             ("is", "left"),
@@ -87,6 +87,7 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
                 item.run,
                 str(item.step),
                 str(item.generation),
+                *([output.save(item.save_id)] if is_repeated else []),
                 output.moment(item.created_ns),
                 output.size(item.state_bytes),
                 _standing(item, newest),
@@ -127,7 +128,8 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
         return
     total = output.size(sum(tensor.nbytes for tensor in tensors))
     click.echo(
-        f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}: {len(tensors)} tensors, {total}"
+        f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}: "
+        f"{output.count(len(tensors), 'tensor')}, {total}"
     )
     output.print_table(
         [

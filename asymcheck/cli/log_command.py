@@ -9,7 +9,6 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.history import History, HistoryEntry, Opening
 from asymcheck.store import Store
 
-_HEX_SHOWN = 12
 _METRICS_SHOWN = 8
 
 
@@ -42,7 +41,7 @@ def _show(history: History) -> None:
         click.echo("no checkpoints yet")
         return
     if history.line_problem:
-        click.echo(f"asymcheck: {history.line_problem}", err=True)
+        output.note(history.line_problem)
     openings = list(history.openings)
     newest = next((entry for entry in history.entries if _mark(entry, history) == ""), None)
     for entry in history.entries:
@@ -72,17 +71,25 @@ def _mark(entry: HistoryEntry, history: History) -> str:
 
 def _show_entry(entry: HistoryEntry, mark: str) -> None:
     item = entry.checkpoint
-    name = f"step {item.step}  generation {item.generation}  save {item.save_id[:_HEX_SHOWN]}"
+    name = f"step {item.step}  generation {item.generation}  save {output.save(item.save_id)}"
     details = [entry.problem] if entry.problem else []
     if item.complete:
-        since = "" if entry.since_before_ns is None else f"{output.duration(entry.since_before_ns)} after step "
-        after = since and f", {since}{entry.step_before}"
-        details.append(f"{output.size(item.state_bytes)}{after}, by {entry.writer}")
+        details.append(f"{output.size(item.state_bytes)}{_after(entry)}, by {entry.writer}")
         shown = [f"{name} {value:.6g}" for name, value in list(item.metrics.items())[:_METRICS_SHOWN]]
         more = [f"… {len(item.metrics) - _METRICS_SHOWN} more"] if len(item.metrics) > _METRICS_SHOWN else []
         if shown:
             details.append(", ".join([*shown, *more]))
     output.print_entry(f"{name}  {output.moment(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
+
+
+def _after(entry: HistoryEntry) -> str:
+    if entry.since_before_ns is None:
+        return ""
+    # A step may have been saved more than once: then the number alone would mean this very checkpoint.
+    before = "an earlier save of " if entry.step_before == entry.checkpoint.step else ""
+    # An older step that was saved later, or a clock that was set back.
+    order = "before" if entry.since_before_ns < 0 else "after"
+    return f", {output.duration(abs(entry.since_before_ns))} {order} {before}step {entry.step_before}"
 
 
 def _show_opening(opening: Opening) -> None:

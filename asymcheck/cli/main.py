@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from typing import TextIO
 
 import click
 
+from asymcheck.cli import output
 from asymcheck.cli.completion_command import completion
 from asymcheck.cli.convert_command import convert
+from asymcheck.cli.delete_command import delete
 from asymcheck.cli.diff_command import diff
 from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
@@ -20,16 +26,49 @@ from asymcheck.cli.rebuild_command import rebuild
 from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import __version__
-from asymcheck.errors import AsymcheckError
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    AsymcheckError,
+    SkippedCheckpointWarning,
+    StepOrderWarning,
+)
+
+_WARNINGS = (AbandonedCheckpointsWarning, SkippedCheckpointWarning, StepOrderWarning)
 
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
-            return super().invoke(ctx)
+            with _warnings_as_notes():
+                return super().invoke(ctx)
         except AsymcheckError as error:
-            click.echo(f"asymcheck: {error}", err=True)
+            output.note(str(error))
             ctx.exit(status_of(error))
+
+
+@contextlib.contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print the package's warnings as what they say; the line of click's that called is nobody's concern."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, _WARNINGS):
+                output.note(str(message))
+            else:
+                shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        for category in _WARNINGS:
+            warnings.simplefilter("always", category)
+        yield
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,7 +80,7 @@ def commands() -> None:
     """
 
 
-for _command in (completion, convert, diff, du, gc, inspect, log, rebuild, restore, verify):
+for _command in (completion, convert, delete, diff, du, gc, inspect, log, rebuild, restore, verify):
     commands.add_command(_command)
 
 

@@ -8,7 +8,8 @@ import datetime as dt
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -18,11 +19,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from asymcheck.recovery.accounting import CheckpointBytes
+from asymcheck.types import Checkpoint
+
 # In a pipe nothing is cut or wrapped: the reader there is a program, or a file.
 _PIPE_WIDTH = 10_000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP = 1024
 _MINUTE = 60
+_SAVE_SHOWN = 12
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -74,6 +79,22 @@ def _jsonable(value: object) -> object:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
         return None
     return value
+
+
+def note(text: str) -> None:
+    """Say something beside the result, on standard error."""
+    click.echo(f"asymcheck: {text}", err=True)
+
+
+def save(save_id: str) -> str:
+    """Return the first digits of a save id, as many as tell saves apart and can be given back to a command."""
+    return save_id[:_SAVE_SHOWN]
+
+
+def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
+    """Tell whether some of these are told apart by their save ids only."""
+    counts = Counter((item.run, item.step, item.generation) for item in items)
+    return any(count > 1 for count in counts.values())
 
 
 def size(count: int) -> str:

@@ -35,5 +35,6 @@ def _show(rebuilt: Rebuilt) -> None:
         click.echo(f"left out: {reason}")
     packs, partitions = output.count(rebuilt.packs, "pack"), output.count(rebuilt.partitions, "partition")
     entered = f"{packs}, {partitions} and {output.count(rebuilt.manifests, 'manifest')}"
-    pins = f"; {rebuilt.kept_pins} pins of living processes were kept" if rebuilt.kept_pins else ""
-    click.echo(f"the catalog knows {entered}; {rebuilt.changed} entries were changed{pins}")
+    changed = "1 entry was changed" if rebuilt.changed == 1 else f"{rebuilt.changed} entries were changed"
+    pins = f"; kept {output.count(rebuilt.kept_pins, 'pin')} of living processes" if rebuilt.kept_pins else ""
+    click.echo(f"the catalog knows {entered}; {changed}{pins}")

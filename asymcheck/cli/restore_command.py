@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.sizes import parse_size
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
 from asymcheck.store import Store
@@ -29,10 +30,10 @@ _SHOWN = 3
 @click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")
 @click.option(
     "--max-shard-size",
-    type=click.IntRange(min=1),
-    default=SHARD_BYTES,
-    show_default=True,
-    help="Most bytes of tensors in one file of a folder.",
+    metavar="SIZE",
+    callback=parse_size,
+    default=None,
+    help="Most bytes of tensors in one file of a folder, for instance 200MB or 2GiB [default: 5GB].",
 )
 @click.option(
     "--files-from",
@@ -51,12 +52,12 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     run: str,
     part: str | None,
     tensors: str,
-    max_shard_size: int,
+    max_shard_size: int | None,
     files_from: Path | None,
     overwrite: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
-    r"""Write a checkpoint of STORE to a file or folder, every byte verified.
+    """Write a checkpoint of STORE to a file or folder, every byte verified.
 
     Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
     hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.
@@ -66,23 +67,28 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
       asymcheck restore checkpoints --to weights.safetensors --part model
       asymcheck restore checkpoints --to my-model --part model --files-from gpt2
       asymcheck restore checkpoints --step 900 --to step-900.pt
-    """
-    place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size, files_from=files_from)
+    """  # noqa: D301 - click wants the character
+    place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from)
     with Store.open(store, read_only=True) as opened, output.progress("restore") as progress:
         done = export_checkpoint(opened, place, step=step, run=run, part=part, tensors=tensors, progress=progress)
     report(done, as_json=as_json)
+    if max_shard_size is not None and done.format != "folder":
+        output.note(f"{target} is one file, so --max-shard-size has no effect")
     ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
 
 
 def report(done: Exported, *, as_json: bool) -> None:
-    """Say what was written, what was left out, and which newer checkpoints were passed over."""
+    """Say what was written, what was left out, which newer checkpoints were passed over, and what may be missing."""
     for reason in done.skipped:
-        click.echo(f"asymcheck: passed over {reason}", err=True)
+        output.note(f"passed over {reason}")
+    for hint in done.hints:
+        output.note(hint)
     if as_json:
         output.print_json(done)
         return
     at = f"{done.checkpoint.run} step {done.checkpoint.step}"
-    click.echo(f"{done.path}: {done.tensors} tensors, {output.size(done.nbytes)}, from {at}")
+    click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {at}")
     if done.left_out:
         names = ", ".join(done.left_out[:_SHOWN]) + (" …" if len(done.left_out) > _SHOWN else "")
-        click.echo(f"left out: {len(done.left_out)} values that are no tensors ({names}); a .pt file keeps them")
+        values = "value that is no tensor" if len(done.left_out) == 1 else "values that are no tensors"
+        click.echo(f"left out: {len(done.left_out)} {values} ({names}); a .pt file keeps them")

@@ -15,6 +15,7 @@ from asymcheck.interop.hugging_face import other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
 from asymcheck.interop.safetensors_format import FileTensor, read_header
 from asymcheck.interop.safetensors_sink import SafetensorsSink
+from asymcheck.interop.target import check_target, format_of
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.store import Store
@@ -22,9 +23,6 @@ from asymcheck.types import Checkpoint, Progress
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file of a folder, as transformers has it by default."""
-
-_SAFETENSORS = ".safetensors"
-_TORCH = (".pt", ".pth", ".bin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +43,8 @@ class Exported:
     """Names of values that the format has no place for."""
     skipped: tuple[str, ...]
     """Newer checkpoints that were passed over, with the reasons."""
-
-
-def format_of(path: Path) -> str:
-    """Return the format that a name stands for: ``safetensors``, ``torch``, or ``folder`` when it has no suffix."""
-    if path.suffix == _SAFETENSORS:
-        return "safetensors"
-    return "torch" if path.suffix in _TORCH else "folder"
+    hints: tuple[str, ...]
+    """Why other programs may not make of it what is expected, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +64,9 @@ class Output:
         """Return what writes there the part of a state with a dotted name; all of it when that is None.
 
         Raises:
-            InvalidInputError: the path is taken, or of a format that has no place for ``files_from``.
+            InvalidInputError: nothing can be written there, or the format has no place for ``files_from``.
         """
-        kind = format_of(self.path)
+        kind = check_target(self.path)
         if self.files_from is not None and kind != "folder":
             raise InvalidInputError(
                 f"{self.path} is one file, so there is no place beside it for the files of {self.files_from}"
@@ -114,15 +107,16 @@ def export_checkpoint(
     """
     sink = output.sink(part)
     restored = store.stream(sink, step, tensors=tensors, run=run, progress=progress)
-    left_out = tuple(sink.left_out) if isinstance(sink, SafetensorsSink) else ()
+    flat = sink if isinstance(sink, SafetensorsSink) else None
     return Exported(
         path=output.path,
         format=format_of(output.path),
         checkpoint=restored.checkpoint,
         tensors=sink.tensors,
         nbytes=sink.nbytes,
-        left_out=left_out,
+        left_out=() if flat is None else tuple(flat.left_out),
         skipped=restored.skipped,
+        hints=() if flat is None else tuple(flat.hints),
     )
 
 
@@ -166,10 +160,10 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
             small = {name: opened(path / name) for name in folder.others}
             files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
             state = _state_of(path, folder.tensors, folder.metadata, files, opened)
-        elif path.suffix == _SAFETENSORS:
+        elif format_of(path) == "safetensors":
             header = read_header(path)
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
-        elif path.suffix in _TORCH:
+        elif format_of(path) == "torch":
             state = read_torch_file(opened(path))
         else:
             raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a Hugging Face folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from asymcheck.tiers.files import Files, translated
 
 _FILES = Files()
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_SHOWN = 6
 
 
 class SourceFile:
@@ -164,6 +165,24 @@ class Draft:
                 f"{self.target} is a folder with more in it than a model, so it is not replaced; give another name"
             )
 
+    def check_kept(self, names: Collection[str]) -> None:
+        """See that a new folder with files called ``names`` replaces no configuration, tokenizer or text by nothing.
+
+        Raises:
+            InvalidInputError: files would be lost that are not weights.
+        """
+        if not self.target.is_dir():
+            return
+        with translated("list", self.target):
+            there = sorted(entry.name for entry in self.target.iterdir())
+        lost = [name for name in there if not name.endswith(_WEIGHTS) and name not in names]
+        if lost:
+            listed = ", ".join(lost[:_SHOWN]) + (" …" if len(lost) > _SHOWN else "")
+            raise InvalidInputError(
+                f"{self.target} is not replaced: the new folder would be without its {listed}. Take them along with "
+                f"asymcheck restore --files-from {self.target}, move them away, or give another name"
+            )
+
     def file(self, name: str = "", size: int = 0) -> TargetFile:
         """Begin a file: the target itself, or one called ``name`` in the target folder.
 
@@ -201,6 +220,7 @@ class Draft:
 
     def _replace(self) -> None:
         self._check_free()
+        self.check_kept({file.path.name for file in self._files})
         with translated("rename", self.path):
             if self.target.is_dir() and not self.target.is_symlink():
                 # A folder cannot be replaced in one step: the old one stays until the new one has its name.
@@ -250,8 +270,8 @@ def _written(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused(path: Path, remedy: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of a foreign library that reads ``path`` into one of the package's.
+def refused(path: Path, problem: Callable[[Exception], str], remedy: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a foreign library that reads ``path`` into one of the package's, in the words of ``problem``.
 
     Raises:
         ForeignFileError
@@ -259,5 +279,10 @@ def refused(path: Path, remedy: str, *errors: type[Exception]) -> Iterator[None]
     try:
         yield
     except errors as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ForeignFileError(path, first, remedy) from error
+        raise ForeignFileError(path, problem(error), remedy) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error of a foreign library says, in one line that a sentence can go on from."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(" .;") if text else type(error).__name__

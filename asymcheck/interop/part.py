@@ -31,6 +31,8 @@ class Part:
     """Metadata of the file that the checkpoint was converted from."""
     files: Mapping[str, RowRef]
     """Small files of the folder that it was converted from, by name."""
+    tops: tuple[str, ...] = ()
+    """First parts of the tensors' dotted names, where the whole state was picked and is in parts."""
 
     def rows_by_name(self) -> tuple[dict[str, int], dict[str, str]]:
         """Return the row of each tensor by its name in the part, and further names of tied ones with the first name.
@@ -80,7 +82,18 @@ def pick(shape: object, part: str | None) -> Part:
     for name in files:
         if PurePosixPath(name).name != name or name == ".." or "\0" in name:
             raise InvalidInputError(f"the checkpoint holds a file with the name {name!r}, which leads out of a folder")
-    return Part(found, metadata, files)
+    return Part(found, metadata, files, _tops(shape) if part is None else ())
+
+
+def _tops(shape: object) -> tuple[str, ...]:
+    """Return the names of the parts of a state that have tensors in them; a tensor of its own is no part."""
+    if not isinstance(shape, dict):
+        return ()
+    return tuple(
+        join_name((key,))
+        for key, value in shape.items()
+        if not isinstance(value, RowRef) and any(isinstance(leaf, RowRef) for _, leaf in leaves_of(value))
+    )
 
 
 def _mapping(value: object) -> dict[object, object]:
@@ -88,6 +101,7 @@ def _mapping(value: object) -> dict[object, object]:
 
 
 def _descend(shape: object, name: str) -> object:
+    """Return what lies under a dotted name; None when nothing does."""
     if not isinstance(shape, dict):
         return None
     for key, value in shape.items():
@@ -99,7 +113,11 @@ def _descend(shape: object, name: str) -> object:
             found = _descend(value, name[len(own) + 1 :])
             if found is not None:
                 return found
-    return None
+    # The keys of a module's state are dotted names themselves, so a part of it is those that begin alike.
+    prefix = f"{name}."
+    return {
+        own[len(prefix) :]: value for key, value in shape.items() if (own := join_name((key,))).startswith(prefix)
+    } or None
 
 
 def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], object]]:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from asymcheck.interop.files import Draft
 from asymcheck.interop.hugging_face import INDEX_NAME, Shard, encode_index, plan_shards
-from asymcheck.interop.part import Part, encode_tied
+from asymcheck.interop.part import MODEL, Part, encode_tied
 from asymcheck.interop.safetensors_format import NewTensor, encode_header
 from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.stream import Outline
+from asymcheck.tiers.files import translated
 
 # What transformers asks of every file that it reads.
 _FORMAT = {"format": "pt"}
+_CONFIGURATION = "config.json"
+_SHOWN = 4
 
 
 class SafetensorsSink:
@@ -45,12 +48,15 @@ class SafetensorsSink:
         """Bytes of them."""
         self.left_out: list[str] = []
         """Names of values that are no tensors."""
+        self.hints: list[str] = []
+        """Why other programs may not make of it what is expected, and what to do."""
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write headers, index and small files; return the places of the tensors."""
         part = self._pick(outline.shape)
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
+        self.hints = self._hints(part)
         tensors = []
         for name, row in rows.items():
             stored = outline.tensors[row]
@@ -58,6 +64,8 @@ class SafetensorsSink:
         self.tensors, self.nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}
+        if self._max_shard_bytes is not None:
+            self._draft.check_kept(self._names_beside(part))
         for shard in self._shards(tensors):
             header, starts = encode_header(shard.tensors, metadata)
             size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
@@ -79,10 +87,30 @@ class SafetensorsSink:
             self._draft.file(INDEX_NAME, len(index)).write(0, index)
         return shards
 
+    def _names_beside(self, part: Part) -> set[str]:
+        return {*part.files, *(path.name for path in self._files)}
+
+    def _hints(self, part: Part) -> list[str]:
+        hints = []
+        if part.tops:
+            listed = ", ".join(f"{top}." for top in part.tops[:_SHOWN]) + (" …" if len(part.tops) > _SHOWN else "")
+            chosen = MODEL if MODEL in part.tops else part.tops[0]
+            hints.append(
+                f"names of tensors in {self._draft.target} begin with {listed}; --part {chosen} writes what lies under "
+                f"{chosen}, by the names that it has there"
+            )
+        if self._max_shard_bytes is not None and _CONFIGURATION not in self._names_beside(part):
+            hints.append(
+                f"{self._draft.target} has no {_CONFIGURATION}, without which transformers does not load it; "
+                "asymcheck restore --files-from FOLDER takes along that of another model folder"
+            )
+        return hints
+
     def _beside(self, part: Part, outline: Outline) -> dict[int, ByteTarget]:
         given = {path.name for path in self._files}
         for path in self._files:
-            data = path.read_bytes()
+            with translated("read", path):
+                data = path.read_bytes()
             self._draft.file(path.name, len(data)).write(0, data)
         return {
             ref.row: self._draft.file(name, outline.tensors[ref.row].nbytes).region(outline.tensors[ref.row], 0)

@@ -7,9 +7,11 @@ torch's notes on serialization). This is the one module that calls ``torch.save`
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,15 +21,16 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.interop.files import Draft, SourceFile, refused
+from asymcheck.interop.files import Draft, SourceFile, TargetFile, first_line, refused
 from asymcheck.interop.zip_checksums import fill_checksums
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
+from asymcheck.tiers.files import translated
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 _NEWER = "install a newer torch, or use .safetensors"
@@ -35,6 +38,8 @@ _ZIP_MAGIC = b"PK\x03\x04"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
+_PROBE_BYTES = 1 << 16
+_PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
 # Where Module.state_dict() hangs the versions of its modules.
 _METADATA = "_metadata"
 _LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError)
@@ -50,13 +55,19 @@ def read_torch_file(file: SourceFile) -> object:
     """
     magic = bytearray(min(len(_ZIP_MAGIC), file.size))
     file.read(0, memoryview(magic))
-    with refused(file.path, _REMEDY, *_LOAD_ERRORS):
+    with refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS):
         if magic != _ZIP_MAGIC:
             return torch.load(file.path, map_location="cpu", weights_only=True)
         with FakeTensorMode():
             fake: object = torch.load(file.path, map_location="cpu", weights_only=True)
         known: dict[tuple[object, ...], object] = {}
         return _replace(fake, lambda tensor: _in_file(tensor, file, known))
+
+
+def _problem(error: Exception) -> str:
+    """Say what torch found in the file; its own words are advice to trust the file, on many lines."""
+    named = _PICKLED.search(str(error))
+    return first_line(error) if named is None else f"it holds a pickled object of {named[1]}, which is never run"
 
 
 def _in_file(tensor: torch.Tensor, file: SourceFile, known: dict[tuple[object, ...], object]) -> object:
@@ -135,7 +146,7 @@ class TorchSink:
 
         state = _plain_numbers(replace_rows(shape, make))
         file = self._draft.file(size=sum(outline.tensors[row].nbytes for row in set(order)))
-        with skip_data():
+        with _writing(file), skip_data():
             torch.save(state, file.path)
         with FakeTensorMode():
             fake = torch.load(file.path, weights_only=True)
@@ -156,6 +167,25 @@ class TorchSink:
     def abandon(self) -> None:
         """Remove the file."""
         self._draft.discard()
+
+
+@contextlib.contextmanager
+def _writing(file: TargetFile) -> Iterator[None]:
+    """Turn errors of ``torch.save`` into the package's.
+
+    Raises:
+        OutOfSpaceError, StorageError
+    """
+    try:
+        with translated("write", file.path):
+            yield
+    except RuntimeError as error:
+        # Torch does not hand on what the operating system said, so that is asked once more.
+        with translated("look at", file.path):
+            end = file.path.stat().st_size
+        file.write(end, bytes(_PROBE_BYTES))
+        advice = "check the device, or name another place"
+        raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
 
 
 def _offset(tensor: torch.Tensor) -> int:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from asymcheck.errors import (
     AsymcheckError,
-    CheckpointNotFoundError,
     HeadRecordError,
     MissingPartitionError,
     TooManyFilesError,
@@ -23,6 +22,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.recovery.line import Line, read_line
+from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import PackId
 
@@ -70,7 +70,7 @@ class RoleBytes:
     state_bytes: int
     """Bytes of these tensors, summed over the checkpoints."""
     stored_bytes: int
-    """Stored bytes of their partitions, each counted once; one with several roles counts to one of them."""
+    """Stored bytes of their partitions, each counted once; of one with several roles, a share by their bytes in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +129,8 @@ def account(tier: NvmeTier, run: str | None = None) -> Accounting:
         CheckpointNotFoundError: the store has other runs, but not this one.
     """
     runs = tier.manifests.runs()
-    if run is not None and runs and run not in runs:
-        raise CheckpointNotFoundError(f"store {tier.root} has no run {run!r}; it has runs {', '.join(runs)}")
+    if run is not None and runs:
+        check_run_exists(tier.root, run, runs)
     needs, frames = _Needs(), _Frames()
     # In this order a checkpoint that is committed meanwhile is left out; in the other its partitions would seem lost.
     for name in runs:
@@ -160,6 +160,7 @@ class _Needs:
         self.digests: list[bytes] = []
         self.users: list[_Ints] = []
         self.roles: list[_Ints] = []
+        self.lengths: list[_Ints] = []
         self.state_by_role: list[_Ints] = []
 
     def add_run(self, tier: NvmeTier, run: str) -> None:
@@ -190,6 +191,7 @@ class _Needs:
         member.state_bytes += manifest.total_bytes
         self.digests.append(manifest.extent_digests.tobytes())
         self.roles.append(np.repeat(roles, np.diff(manifest.extent_starts)))
+        self.lengths.append(manifest.extent_lengths)
         self.users.append(np.full(len(manifest.extent_digests), len(self.members), dtype=np.int64))
 
 
@@ -234,7 +236,7 @@ class _Sums:
 
     def __init__(self, tier: NvmeTier, needs: _Needs, frames: _Frames) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
-        users, self.roles = _joined(needs.users), _joined(needs.roles)
+        users, self.roles, self.role_bytes = _joined(needs.users), _joined(needs.roles), _joined(needs.lengths)
         numbers, self.count = _number(b"".join(needs.digests + frames.digests))
         self.needed, self.stored = numbers[: len(users)], numbers[len(users) :]
         self.users = users
@@ -309,10 +311,8 @@ class _Sums:
             np.zeros(len(_ROLES), dtype=np.int64),
         )
         counted = chosen[self.users] if len(self.users) else np.zeros(0, dtype=bool)
-        role_of = np.full(self.count, -1, dtype=np.int64)
-        role_of[self.needed[counted]] = self.roles[counted]
-        named = role_of >= 0
-        stored = _summed(role_of[named], self.bytes_of[named], len(_ROLES))
+        keys = self.needed[counted] * len(_ROLES) + self.roles[counted]
+        stored = _shared_out(keys, self.role_bytes[counted], self.bytes_of)
         return tuple(
             RoleBytes(role, int(state[number]), int(stored[number]))
             for role, number in _ROLES.items()
@@ -329,6 +329,27 @@ def _summed(keys: _Ints, values: _Ints, count: int) -> _Ints:
     sums = np.zeros(count, dtype=np.int64)
     np.add.at(sums, keys, values)
     return sums
+
+
+def _shared_out(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
+    """Return the bytes of each role, when each partition's are shared out among the roles by weight.
+
+    A key is the number of a partition times the number of roles, plus that of a role. The shares of a partition are
+    whole numbers that add up to its bytes.
+    """
+    pairs, place = np.unique(keys, return_inverse=True)
+    partitions, roles = np.divmod(pairs, len(_ROLES))
+    sums = np.cumsum(_summed(place, weights, len(pairs)))
+    # The pairs of a partition are neighbours: a share is what lies between two marks on its bytes.
+    is_first = np.diff(partitions, prepend=-1) > 0
+    is_last = np.append(is_first[1:], True)[: len(pairs)]
+    group = np.cumsum(is_first) - 1
+    before = np.concatenate([np.zeros(1, dtype=np.int64), sums])[:-1]
+    low, high = before[is_first][group], sums[is_last][group]
+    spans = np.maximum(high - low, 1)
+    ends = np.floor(bytes_of[partitions] * ((sums - low) / spans)).astype(np.int64)
+    starts = np.floor(bytes_of[partitions] * ((before - low) / spans)).astype(np.int64)
+    return _summed(roles, ends - starts, len(_ROLES))
 
 
 def _number(digests: bytes) -> tuple[_Ints, int]:

@@ -17,17 +17,17 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.recovery.describe import describe_by
 from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.locate import Needs, Sources
+from asymcheck.recovery.names import in_order, no_match
 from asymcheck.recovery.naming import Named, find_checkpoint
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
 from asymcheck.recovery.resolve import needed_by, read_manifests
-from asymcheck.recovery.values import plain_values
+from asymcheck.recovery.values import plain_values, shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Checkpoint, Digest, Progress
 
 # So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
 _BLOCK_ELEMENTS = 1 << 15
-_VALUE_SHOWN = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,10 @@ class TensorChange:
     bytes_b: int
     """Bytes in B."""
     shared_bytes: int
-    """Those of its bytes in B (in A when it was removed) that lie in partitions which both checkpoints refer to."""
+    """Those of its bytes in B (in A when it was removed) that both checkpoints have, in the same partitions.
+
+    A tensor that is so small that it lies in the manifest counts when the other manifest has the same bytes in it.
+    """
     norms: TensorNorms | None
     """How far apart they are; None when not asked for, or when elements cannot be compared one by one."""
 
@@ -105,7 +108,10 @@ class Difference:
     bytes_b: int
     """Bytes of all tensors of B."""
     shared_bytes: int
-    """Bytes of B's tensors in partitions that A refers to, too: these are stored once."""
+    """Bytes of B's tensors in partitions that A refers to, too: these are stored once.
+
+    Bytes that lie in both manifests count as well, though each has its own.
+    """
 
 
 def compare(
@@ -123,7 +129,7 @@ def compare(
     ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
 
     Raises:
-        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint.
+        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, or the glob matches nothing.
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
         MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
     """
@@ -145,15 +151,24 @@ class _Side:
         self.checkpoint = describe_by(listing, self.manifests, line)
         self.other_saves = tuple(other.ref.save_id.hex() for other in named.others)
         self.partitions: set[Digest] = set()
+        self.inline: set[bytes] = set()
         self.rows: dict[tuple[int, str], TensorRow] = {}
         self.values: dict[str, str] = {}
         for manifest in self.manifests:
             rank = manifest.header.rank
             self.partitions.update(manifest.partitions())
             for row in manifest.rows(range(len(manifest))):
+                if row.inline is not None:
+                    self.inline.add(row.inline)
                 self.rows.update(dict.fromkeys([(rank, name) for name in (row.name, *row.aliases)], row))
             prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
             self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
+
+    def has_bytes_of(self, row: TensorRow) -> int:
+        """Return how many bytes of another checkpoint's tensor are here, as partitions or in the manifest, as there."""
+        if row.inline is not None:
+            return len(row.inline) if row.inline in self.inline else 0
+        return sum(extent.length for extent in row.extents if extent.digest in self.partitions)
 
     def ranked_rows(self) -> list[tuple[int, TensorRow]]:
         """Return each tensor once, with its rank."""
@@ -217,6 +232,9 @@ class _Comparison:
         self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
         self.changed: list[TensorChange] = []
         self.unchanged: list[TensorRow] = []
+        names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
+        if pattern != "*" and not self._chosen(names):
+            raise no_match(pattern, names, "either checkpoint", "they have")
 
     def result(self, *, norms: bool, progress: Progress | None) -> Difference:
         self._one_sided()
@@ -237,14 +255,14 @@ class _Comparison:
             b=b.checkpoint,
             other_saves_a=a.other_saves,
             other_saves_b=b.other_saves,
-            tensors=tuple(sorted(self.changed, key=lambda change: (change.rank, change.name))),
+            tensors=tuple(sorted(self.changed, key=lambda change: (change.rank, in_order(change.name)))),
             unchanged_tensors=len(self.unchanged),
             unchanged_bytes=sum(row.nbytes for row in self.unchanged),
             values=values,
             unchanged_values=unchanged_values,
             bytes_a=a.checkpoint.state_bytes,
             bytes_b=b.checkpoint.state_bytes,
-            shared_bytes=sum(_bytes_in(row, a.partitions) for _, row in b.ranked_rows()),
+            shared_bytes=sum(a.has_bytes_of(row) for _, row in b.ranked_rows()),
         )
 
     def _chosen(self, names: Sequence[str]) -> bool:
@@ -272,7 +290,7 @@ class _Comparison:
                             shape_b=row.shape if is_added else None,
                             bytes_a=0 if is_added else size,
                             bytes_b=size if is_added else 0,
-                            shared_bytes=_bytes_in(row, other.partitions) if size else 0,
+                            shared_bytes=other.has_bytes_of(row) if size else 0,
                             norms=None,
                         )
                     )
@@ -302,7 +320,7 @@ class _Comparison:
                 shape_b=pair.b.shape,
                 bytes_a=pair.a.nbytes,
                 bytes_b=pair.b.nbytes,
-                shared_bytes=_bytes_in(pair.b, self.a.partitions),
+                shared_bytes=self.a.has_bytes_of(pair.b),
                 norms=norms,
             )
         )
@@ -345,9 +363,9 @@ class _Comparison:
 
     def _values(self) -> tuple[tuple[ValueChange, ...], int]:
         a, b = self.a.values, self.b.values
-        names = [name for name in sorted({*a, *b}) if self._chosen([name])]
+        names = [name for name in sorted({*a, *b}, key=in_order) if self._chosen([name])]
         changed = [name for name in names if a.get(name) != b.get(name)]
-        found = tuple(ValueChange(name, _shortened(a.get(name)), _shortened(b.get(name))) for name in changed)
+        found = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
         return found, len(names) - len(changed)
 
 
@@ -373,14 +391,3 @@ def _first_place(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
         if row.extents:
             return order[row.extents[0].digest], row.extents[0].offset
     return -1, 0
-
-
-def _bytes_in(row: TensorRow, partitions: set[Digest]) -> int:
-    return sum(extent.length for extent in row.extents if extent.digest in partitions)
-
-
-def _shortened(text: str | None) -> str | None:
-    if text is None or len(text) <= _VALUE_SHOWN:
-        return text
-    half = _VALUE_SHOWN // 2
-    return f"{text[:half]} … {text[-half:]} ({len(text)} characters)"

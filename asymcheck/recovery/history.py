@@ -8,10 +8,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
-from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, HeadRecordError
+from asymcheck.errors import AsymcheckError, HeadRecordError
 from asymcheck.recovery.describe import describe_by
 from asymcheck.recovery.line import Line, check_generations, read_line
-from asymcheck.recovery.resolve import read_manifests
+from asymcheck.recovery.resolve import check_run_exists, read_manifests
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import Checkpoint, CheckpointRef
 
@@ -84,8 +84,8 @@ def read_history(tier: NvmeTier, run: str, *, everything: bool = False) -> Histo
         HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
     """
     runs = tier.manifests.runs()
-    if runs and run not in runs:
-        raise CheckpointNotFoundError(f"store {tier.root} has no run {run!r}; it has runs {', '.join(runs)}")
+    if runs:
+        check_run_exists(tier.root, run, runs)
     return _Historian(tier, run).write(everything=everything)
 
 

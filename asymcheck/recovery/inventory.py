@@ -7,6 +7,7 @@ import fnmatch
 
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.recovery.locate import Needs, Sources
+from asymcheck.recovery.names import no_match
 from asymcheck.recovery.resolve import candidates, read_manifests
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef
@@ -57,12 +58,17 @@ def inventory(tier: NvmeTier, run: str, step: int | None, pattern: str) -> tuple
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
+        InvalidInputError: the glob matches none.
     """
     listing = candidates(tier, run, step)[0]
     tensors: list[StoredTensor] = []
-    for manifest in read_manifests(tier, listing):
+    manifests = read_manifests(tier, listing)
+    for manifest in manifests:
         with Sources(tier, Needs.of_manifests([manifest]), manifest.header.packs, must_be_complete=False) as sources:
             tensors += _tensors(manifest, sources, pattern)
+    if not tensors and pattern != "*":
+        rows = (row for manifest in manifests for row in manifest.rows(range(len(manifest))))
+        raise no_match(pattern, (row.name for row in rows), "the tensors of the checkpoint")
     return listing.ref, tensors
 
 

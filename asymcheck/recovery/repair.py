@@ -122,7 +122,8 @@ class _Repairer:
     def _reconcile(self, found: Survey) -> None:
         changed = reconcile(self._tier, self._catalog, found).changed
         if changed:
-            what = f"{changed} entries were missing, wrong, damaged or without use"
+            entries = "1 entry was" if changed == 1 else f"{changed} entries were"
+            what = f"{entries} missing, wrong, damaged or without use"
             self._done.append(Repair("catalog", layout.CATALOG, what, "corrected from packs and manifests"))
 
     def _packs(self, found: Survey) -> set[Digest]:
@@ -157,7 +158,7 @@ class _Repairer:
         self._copied.update(replaced.copied)
         if replaced.changed:
             copied, kept = len(replaced.copied), len(pack.intact()) - len(replaced.copied)
-            done = [f"{copied} partitions copied into a new pack"] if copied else []
+            done = [f"{copied} partition{'s' if copied > 1 else ''} copied into a new pack"] if copied else []
             done += [f"{kept} lie elsewhere"] if kept else []
             done += [f"{len(pack.lost())} lost here"] if pack.lost() else []
             done += ["the damaged pack removed"] if replaced.removed else []
@@ -179,7 +180,10 @@ class _Repairer:
                         lost.setdefault(checkpoint, []).append(digest)
         unless = ", unless they lie in a pack that could not be looked into" if found.left_out else ""
         for checkpoint, digests in sorted(lost.items()):
-            message = f"{len(digests)} partitions that it needs are lost{unless}; the first is {digests[0].hex()}"
+            first = digests[0].hex()
+            message = f"partition {first} that it needs is lost{unless}"
+            if len(digests) > 1:
+                message = f"{len(digests)} partitions that it needs are lost{unless}; the first is {first}"
             self._left.append(Unrepaired("lost-partitions", checkpoint, message, _HEAL, (checkpoint,)))
 
 

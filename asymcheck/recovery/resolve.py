@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from asymcheck.errors import (
     CheckpointNotFoundError,
@@ -80,14 +81,27 @@ def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFil
 
 def what_is_there(tier: NvmeTier, run: str, listings: list[CheckpointFiles]) -> str:
     """Say for an error what could be asked for instead."""
-    if listings:
-        steps = sorted({listing.ref.step for listing in listings})
-        last = ", ".join(map(str, steps[-_STEPS_SHOWN:]))
+    return alternatives({listing.ref.step for listing in listings}, set(tier.manifests.runs()) - {run})
+
+
+def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
+    """Say for an error what could be asked for instead: one of these steps, or else one of these runs."""
+    if steps:
+        last = ", ".join(map(str, sorted(steps)[-_STEPS_SHOWN:]))
         return (
             f"; it has steps {last}" if len(steps) <= _STEPS_SHOWN else f"; it has {len(steps)} steps, the last {last}"
         )
-    others = [other for other in tier.manifests.runs() if other != run]
-    return f"; it has runs {', '.join(others)}" if others else ""
+    return f"; it has runs {', '.join(sorted(runs))}" if runs else "; it is empty"
+
+
+def check_run_exists(root: Path, run: str, runs: Collection[str]) -> None:
+    """Refuse a run that is none of a store's.
+
+    Raises:
+        CheckpointNotFoundError
+    """
+    if run not in runs:
+        raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 
 
 def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:

@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from asymcheck.errors import InvalidInputError, StateMismatchError
+from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
 from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
+from asymcheck.recovery.names import no_match
 
 _T = TypeVar("_T")
-_SHOWN = 8
 _METADATA = "_metadata"
 """Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
 
@@ -167,9 +167,7 @@ def select(shape: object, pattern: str) -> object:
         return shape
     kept = _select(shape, pattern, ())
     if kept is _ABSENT:
-        tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
-        parts = f"; it has {', '.join(tops[:_SHOWN])}" if tops else ""
-        raise InvalidInputError(f"tensors={pattern!r} matches no name in the checkpoint{parts} (try 'model.*')")
+        raise no_match(pattern, [join_name((key,)) for key in shape] if isinstance(shape, dict) else [])
     return kept
 
 

@@ -13,6 +13,7 @@ from asymcheck.partition.dtypes import NUMPY_DTYPES
 _METADATA = "_metadata"
 # Python refuses to write integers of more than 4300 digits in decimal.
 _DECIMAL_BITS = 14_000
+_SHOWN = 64
 
 
 class _Tensor:
@@ -82,3 +83,11 @@ def _walk(value: object, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
         yield join_name(path), value.empty
     elif isinstance(value, _Named):
         yield join_name(path), str(value)
+
+
+def shortened(text: str | None) -> str | None:
+    """Return the text of a value, without its middle when it is long."""
+    if text is None or len(text) <= _SHOWN:
+        return text
+    half = _SHOWN // 2
+    return f"{text[:half]} … {text[-half:]} ({len(text)} characters)"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 import safetensors.torch
 import torch
 
 from asymcheck import Store
 from asymcheck.cli import exits
+from asymcheck.cli.main import commands
+from asymcheck.cli.sizes import parse_size
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -78,3 +81,137 @@ def test_completion_is_a_script_for_the_shell(call: Call) -> None:
         outcome = call("completion", shell)
         assert outcome.status == exits.OK
         assert "_ASYMCHECK_COMPLETE" in outcome.out
+
+
+def trained(folder: Path) -> Path:
+    """Return a store with a model, an optimizer and a number."""
+    state = {
+        "model": {"transformer.h.0.w": torch.ones(40), "transformer.h.1.w": torch.ones(30), "head.w": torch.ones(20)},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(40)}}},
+        "epoch": 3,
+    }
+    with Store.open(folder / "store") as store:
+        store.save(state, step=1)
+    return folder / "store"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("restore", "{store}", "--to", "{out}"),
+        ("restore", "{store}", "--to", "{out}.safetensors"),
+        ("restore", "{store}", "--to", "{out}", "--tensors", "model.*"),
+        ("convert", "{store}", "{out}"),
+    ],
+    ids=["folder", "file", "glob", "convert"],
+)
+def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A whole state in a model's file: each name begins with its part, so nothing would find its weights."""
+    places = {"store": trained(tmp_path), "out": tmp_path / "out"}
+    outcome = call(*(word.format(**places) for word in words))
+    assert outcome.status == exits.OK
+    assert "begin with model." in outcome.err
+    assert "--part model writes what lies under model" in outcome.err
+    assert "begin with" not in outcome.out
+
+
+@pytest.mark.parametrize("words", [("--part", "model", "--to", "{out}.safetensors"), ("--to", "{out}.pt")])
+def test_what_is_as_expected_has_no_hints(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """One part by its own names, or a format that keeps the structure."""
+    outcome = call("restore", trained(tmp_path), *(word.format(out=tmp_path / "out") for word in words))
+    assert (outcome.status, outcome.err) == (exits.OK, "")
+
+
+def test_hints_are_in_the_document(call: Call, tmp_path: Path) -> None:
+    """For programs."""
+    document = call("restore", trained(tmp_path), "--to", tmp_path / "out", "--json").json
+    assert len(document["hints"]) == 2  # type: ignore[arg-type]  # JSON
+
+
+def test_a_model_folder_without_configuration_is_told(call: Call, tmp_path: Path) -> None:
+    """And with it not."""
+    store, folder = trained(tmp_path), tmp_path / "configured"
+    folder.mkdir()
+    words = ("restore", store, "--part", "model", "--to")
+    for name, source in (("a", ()), ("b", ("--files-from", folder))):
+        outcome = call(*words, tmp_path / name, *source)
+        assert f"{tmp_path / name} has no config.json" in outcome.err
+        assert "--files-from" in outcome.err
+    (folder / "config.json").write_text("{}")
+    assert call(*words, tmp_path / "c", "--files-from", folder).err == ""
+
+
+def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
+    """Of a store; of anything else there is none to take."""
+    outcome = call("convert", trained(tmp_path), tmp_path / "m.safetensors", "--part", "model.transformer")
+    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert "m.safetensors: 2 tensors" in outcome.out
+    outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "model")
+    assert (outcome.status, "is no store" in outcome.err) == (exits.USAGE, True)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("200", 200),
+        ("200B", 200),
+        ("200KB", 200_000),
+        ("200KiB", 204_800),
+        ("1.5MB", 1_500_000),
+        ("5 GB", 5_000_000_000),
+        ("2GiB", 1 << 31),
+        ("1.1TB", 1_100_000_000_000),
+    ],
+)
+def test_sizes_have_units(text: str, expected: int) -> None:
+    """Those of transformers, and those of 1024."""
+    assert parse_size(click.Context(commands), click.Option(["--x"]), text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "KB", "200XB", "0.0001KB", "1e9", "200kib", "1.5.5", "²GB"])
+def test_what_is_no_size_is_refused(call: Call, tmp_path: Path, text: str) -> None:
+    """With what to give instead."""
+    outcome = call("restore", trained(tmp_path), "--to", tmp_path / "o", "--max-shard-size", text)
+    assert outcome.status == exits.USAGE
+    assert "give bytes, or a number with KB" in outcome.err or "less than one byte" in outcome.err
+
+
+def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> None:
+    """Where it has no effect, that is said."""
+    words = ("restore", trained(tmp_path), "--part", "model", "--max-shard-size", "0.2KB", "--to")
+    assert call(*words, tmp_path / "o").status == exits.OK
+    assert len(list((tmp_path / "o").glob("*.safetensors"))) == 2
+    assert "so --max-shard-size has no effect" in call(*words, tmp_path / "o.safetensors").err
+
+
+def test_a_step_that_is_there_already_is_told(call: Call, tmp_path: Path) -> None:
+    """It becomes a second one, which only its save id tells from the first."""
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "store")
+    assert call(*words).err == ""
+    outcome = call(*words)
+    assert outcome.status == exits.OK
+    assert "had step 0 of run 'default' already, and has 2 of it now; this one is save:" in outcome.err
+    assert call(*words, "--step", "1").err == ""
+
+
+def test_a_warning_is_a_message(call: Call, tmp_path: Path) -> None:
+    """Not Python's own form of it, with a line of click's."""
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step")
+    assert call(*words, 5).err == ""
+    outcome = call(*words, 3)
+    assert outcome.status == exits.OK
+    assert outcome.err.startswith("asymcheck: run 'default' already has step 5, so step 3 will not be its newest")
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_one_is_singular(call: Call, tmp_path: Path) -> None:
+    """1 tensor, 1 value."""
+    with Store.open(tmp_path / "store") as store:
+        store.save({"w": torch.ones(3), "epoch": 3}, step=1)
+    outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
+    assert "m.safetensors: 1 tensor, 12 B" in outcome.out
+    assert "left out: 1 value that is no tensor (epoch)" in outcome.out
+    assert ": 1 tensor, 12 B\n" in call("inspect", tmp_path / "store", "--step", 1).out

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import asymcheck
+import asymcheck.errors
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -64,6 +67,25 @@ def test_a_lost_head_record(call: Call, store: Path) -> None:
     assert outcome.out.count("(line unknown)") == 4
     assert "--- generation 2: its head record cannot be read" in outcome.out
     assert "both copies" in outcome.err
+
+
+def test_a_step_that_was_saved_twice(call: Call, store_path: Path) -> None:
+    """On step 5, "after step 5" would mean nothing."""
+    with asymcheck.Store.open(store_path) as opened:
+        for _ in range(2):
+            opened.save({"x": 1}, step=5)
+    assert " after an earlier save of step 5, by" in call("log", store_path).out
+
+
+def test_an_older_step_that_was_saved_later(call: Call, store_path: Path) -> None:
+    """Spans of time are not negative."""
+    with asymcheck.Store.open(store_path) as opened:
+        opened.save({"x": 1}, step=5)
+        with pytest.warns(asymcheck.errors.StepOrderWarning):
+            opened.save({"x": 1}, step=3)
+    out = call("log", store_path).out
+    assert " s before step 3, by" in out
+    assert "-" not in out.split("before step 3")[0].splitlines()[-1]
 
 
 def test_runs(call: Call, store: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import asymcheck
 from asymcheck.cli import exits
 from asymcheck.cli.main import commands
 from asymcheck.config import __version__
@@ -19,6 +20,7 @@ Call = Callable[..., Outcome]
 
 WORDS = {
     "convert": ("out.safetensors",),
+    "delete": ("10", "--yes"),
     "diff": ("10", "20"),
     "restore": ("--to", "out.safetensors"),
 }
@@ -31,6 +33,55 @@ def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
     text = call(name, "--help").out
     statuses = [exits.OK, exits.DAMAGED, exits.USAGE, exits.NOT_FOUND, exits.UNREADABLE, exits.STORAGE, exits.WARNINGS]
     assert all(f"\n    {status}  " in text for status in statuses), text
+
+
+@pytest.mark.parametrize("name", sorted(commands.commands))
+def test_help_shows_no_escape(call: Call, name: str) -> None:
+    """Click's mark for "do not wrap this" is the character, not a backslash and a letter; examples keep their lines."""
+    text = call(name, "--help").out
+    assert "\\b" not in text
+    assert "\b" not in text
+    lines = [line for line in text.splitlines() if line.strip().startswith(f"asymcheck {name} ")]
+    assert all(line.count(f"asymcheck {name} ") == 1 for line in lines)
+    assert len(lines) >= {"convert": 3, "restore": 3}.get(name, 0)
+
+
+def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
+    """By every command that looks for a checkpoint or a run in it."""
+    asymcheck.Store.open(tmp_path / "store").close()
+    for words in (
+        ("inspect", "--step", 1),
+        ("inspect", "--run", "x"),
+        ("verify", "--run", "x"),
+        ("verify", "--step", 1),
+        ("delete", 1, "--yes"),
+        ("diff", 1, 2),
+        ("restore", "--to", tmp_path / "o.pt"),
+    ):
+        outcome = call(words[0], tmp_path / "store", *words[1:])
+        assert (outcome.status, outcome.err.endswith("; it is empty\n")) == (exits.NOT_FOUND, True), outcome.err
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "log", "du"])
+def test_a_run_that_is_not_there(call: Call, store: Path, name: str) -> None:
+    """All say in the same words which there are."""
+    outcome = call(name, store, "--run", "nobody")
+    assert outcome.status == exits.NOT_FOUND
+    assert outcome.err.endswith("has no run 'nobody'; it has runs default, other\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("inspect",), ("diff", 10, 20), ("restore", "--to", "o.safetensors"), ("restore", "--to", "o.pt")],
+    ids=["inspect", "diff", "safetensors", "pt"],
+)
+def test_a_glob_that_matches_nothing(call: Call, store: Path, words: tuple[object, ...]) -> None:
+    """Status 2, with what could be matched, from every command that takes one."""
+    outcome = call(words[0], store, *words[1:], "--tensors", "modle.*")
+    assert (outcome.status, outcome.out) == (exits.USAGE, "")
+    assert "tensors='modle.*' matches no name in" in outcome.err
+    assert "; it has model (try" in outcome.err or "; they have model, optimizer" in outcome.err
+    assert "(try 'model*')" in outcome.err
 
 
 NAMES = sorted(set(commands.commands) - {"completion"})
@@ -69,7 +120,9 @@ def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("inspect", "--step", 99), ("verify", "--step", 99), ("diff", 10, 99)], ids=["inspect", "verify", "diff"]
+    "words",
+    [("inspect", "--step", 99), ("verify", "--step", 99), ("diff", 10, 99), ("delete", 99, "--yes")],
+    ids=["inspect", "verify", "diff", "delete"],
 )
 def test_a_step_that_is_not_there(call: Call, words: tuple[str, ...], store: Path) -> None:
     """Status 3, and the message says which steps there are."""

@@ -23,6 +23,7 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
     "convert": [("{new}.pt",)],
+    "delete": [("10", "--yes")],
     "gc": [("--dry-run",), ()],
     "rebuild": [()],
     "log": [(), ("--all",), ("--run", "other")],

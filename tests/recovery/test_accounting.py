@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import asymcheck
 from asymcheck.errors import CheckpointNotFoundError
 from asymcheck.format.frame import frame_length
+from asymcheck.recovery.accounting import _ROLES, _shared_out
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 
@@ -127,6 +129,46 @@ def test_roles_come_from_the_manifests(store_path: Path) -> None:
     assert roles["first_moment"].state_bytes == 6 * 8000
     assert roles["weights"].stored_bytes + roles["first_moment"].stored_bytes == found.live_bytes
     assert roles["first_moment"].stored_bytes == 6 * frame_length(8000)
+
+
+def test_a_partition_of_several_roles_is_shared_out(store_path: Path) -> None:
+    """By the bytes of each in it; the shares add up to what is stored."""
+    config = asymcheck.StoreConfig(partition_bytes=1 << 16, bundle_below_bytes=1 << 14, inline_bytes=64)
+    state = {
+        "model": {"w": torch.randn(100)},
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(100), "exp_avg_sq": torch.rand(300)}}},
+    }
+    with asymcheck.Store.open(store_path, config=config) as store:
+        for step in (1, 2):
+            store.save(state, step=step)
+        found = store.accounting()
+        assert len(needs_of(store).popitem()[1]) == 2
+    roles = {role.role: role for role in found.roles}
+    assert {role: one.stored_bytes for role, one in roles.items()} == {
+        "weights": frame_length(400),
+        "first_moment": frame_length(1600) // 4,
+        "second_moment": frame_length(1600) // 4 * 3,
+    }
+    assert {role: one.state_bytes for role, one in roles.items()} == {
+        "weights": 800,
+        "first_moment": 800,
+        "second_moment": 2400,
+    }
+
+
+def test_shares_are_whole_and_add_up() -> None:
+    """Whatever does not divide evenly; a partition with one role goes to it as a whole."""
+    count = len(_ROLES)
+    dice = np.random.default_rng(5)
+    bytes_of = dice.integers(1, 1 << 30, 50)
+    keys = dice.integers(0, 50 * count, 1000)
+    keys = np.append(keys[keys // count != 7], 7 * count + 2)
+    found = _shared_out(keys, dice.integers(1, 1 << 26, len(keys)), bytes_of)
+    assert found.sum() == bytes_of[np.unique(keys // count)].sum()
+    assert found.min() >= 0
+    alone = _shared_out(np.array([7 * count + 2]), np.array([13]), bytes_of)
+    assert alone[2] == alone.sum() == bytes_of[7]
+    assert _shared_out(keys[:0], keys[:0], bytes_of).sum() == 0
 
 
 def test_an_empty_store(store_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_every_kind_of_change_is_told(store_path: Path) -> None:
     assert by_name["shape"].norms is None
     assert (by_name["gone"].bytes_a, by_name["gone"].bytes_b) == (12, 0)
     assert found.bytes_a == 20_000 + 12 + 24 + 36 + 20_000
-    assert found.shared_bytes == 20_000
+    assert found.shared_bytes == 20_000 + 12 + 24  # also the ones that lie in both manifests
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "uint8", "complex64"])
@@ -296,3 +296,28 @@ def test_a_checkpoint_that_is_not_there(store_path: Path, name: int | str) -> No
     """It is an error of its own kind."""
     with saved(store_path, {}) as store, pytest.raises(CheckpointNotFoundError):
         store.diff(0, name)
+
+
+def test_a_checkpoint_shares_all_of_itself(store_path: Path) -> None:
+    """What lies in the manifest as well."""
+    with saved(store_path, {"small": torch.ones(3), "big": torch.arange(5000.0)}) as store:
+        found = store.diff(0, 0)
+    assert found.shared_bytes == found.bytes_b == 20_012
+
+
+def test_names_are_in_the_order_of_their_numbers(store_path: Path) -> None:
+    """Layer 10 after layer 9, of tensors and of values."""
+    before = {"layers": [torch.zeros(2) for _ in range(12)], "epochs": list(range(12))}
+    after = {"layers": [torch.ones(2) for _ in range(12)], "epochs": [-1] * 12}
+    with saved(store_path, before, after) as store:
+        found = store.diff(0, 1)
+    assert [change.name for change in found.tensors] == [f"layers.{number}" for number in range(12)]
+    assert [change.name for change in found.values] == [f"epochs.{number}" for number in range(12)]
+
+
+def test_a_glob_that_matches_nothing_is_refused(store_path: Path) -> None:
+    """What is in one of the two counts, and so does a plain value."""
+    with saved(store_path, {"a": torch.ones(2)}, {"a": torch.ones(2), "b": 3}) as store:
+        assert store.diff(0, 1, tensors="b").values != ()
+        with pytest.raises(InvalidInputError, match=r"'c' matches no name in either checkpoint; they have a, b"):
+            store.diff(0, 1, tensors="c")

@@ -1,0 +1,96 @@
+"""``asymcheck delete``: checkpoints that are not needed any more."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.recovery.resolve import alternatives
+from asymcheck.store import Store
+from asymcheck.types import Checkpoint
+
+
+@click.command(epilog=exits.HELP, short_help="Delete the checkpoints of a step.")
+@click.argument("store", type=click.Path())
+@click.argument("step", type=click.IntRange(min=0))
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints.")
+@click.option("--generation", type=int, default=None, help="Only the one of this generation [default: of all].")
+@click.option("--yes", is_flag=True, help="Do not ask; must be given where there is nobody to ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.pass_context
+def delete(
+    ctx: click.Context,
+    store: str,
+    step: int,
+    run: str,
+    generation: int | None,
+    yes: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Delete the checkpoints of STEP from STORE, for good, after asking.
+
+    They are gone at once; their bytes stay until 'asymcheck gc' frees what no other checkpoint needs.
+    The status is 2 when the answer is no, and then nothing was deleted.
+    """
+    with Store.open(store, read_only=True) as opened:
+        chosen = _chosen(opened, step, run, generation)
+    if not yes and not _is_confirmed(chosen):
+        output.note("nothing was deleted")
+        ctx.exit(exits.USAGE)
+    with Store.open(store) as opened:
+        deleted = opened.delete(step, run=run, generation=generation)
+    if as_json:
+        output.print_json({"store": store, "deleted": deleted})
+        return
+    for item in deleted:
+        click.echo(f"deleted {_name(item)}")
+    click.echo(f"'asymcheck gc {store}' frees the bytes that no other checkpoint needs")
+
+
+def _chosen(store: Store, step: int, run: str, generation: int | None) -> list[Checkpoint]:
+    """Return what is to be deleted.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    there = store.checkpoints(run)
+    of_step = [item for item in there if item.step == step]
+    chosen = [item for item in of_step if generation in (None, item.generation)]
+    if of_step and not chosen:
+        numbers = ", ".join(map(str, sorted({item.generation for item in of_step})))
+        raise CheckpointNotFoundError(
+            f"store {store.path} has no checkpoint of step {step} of run {run!r} in generation {generation}; it has "
+            f"that step in generation {numbers}"
+        )
+    if not chosen:
+        instead = alternatives({item.step for item in there}, set(store.runs()) - {run})
+        raise CheckpointNotFoundError(f"store {store.path} has no checkpoint of step {step} of run {run!r}{instead}")
+    return chosen
+
+
+def _is_confirmed(chosen: list[Checkpoint]) -> bool:
+    """Ask on the terminal.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    if not sys.stdin.isatty():
+        raise InvalidInputError("nobody can be asked here; give --yes to delete " + "; ".join(map(_name, chosen)))
+    for item in chosen:
+        click.echo(_name(item), err=True)
+    question = "Delete it for good?" if len(chosen) == 1 else f"Delete these {len(chosen)} checkpoints for good?"
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        # The end of the input, or an interrupt: no answer is no.
+        click.echo(err=True)
+        return False
+
+
+def _name(item: Checkpoint) -> str:
+    saved = f"save {output.save(item.save_id)}, {output.moment(item.created_ns)} UTC"
+    return f"{item.run} step {item.step} (generation {item.generation}, {saved}), {output.size(item.state_bytes)}"

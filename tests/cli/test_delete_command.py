@@ -1,0 +1,96 @@
+"""``asymcheck delete`` deletes the checkpoints of a step, and nothing that was not meant."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import asymcheck
+from asymcheck.cli import exits
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def steps(store: Path, run: str = "default") -> list[int]:
+    """Return the steps that are there."""
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        return [item.step for item in opened.checkpoints(run)]
+
+
+def test_a_step_is_deleted(call: Call, store: Path) -> None:
+    """What is deleted is named, with what gives the room back."""
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        save_id = opened.checkpoints()[0].save_id
+    outcome = call("delete", store, 10, "--yes")
+    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert outcome.out.startswith(f"deleted default step 10 (generation 1, save {save_id[:12]}, ")
+    assert outcome.out.endswith(f"'asymcheck gc {store}' frees the bytes that no other checkpoint needs\n")
+    assert steps(store) == [20, 30, 25]
+    assert call("verify", store).status == exits.OK
+
+
+def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
+    """In a pipe it takes --yes; the message says what would go."""
+    outcome = call("delete", store, 10)
+    assert (outcome.status, outcome.out) == (exits.USAGE, "")
+    assert "give --yes to delete default step 10 (generation 1, save " in outcome.err
+    assert steps(store) == [10, 20, 30, 25]
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, [20, 30, 25]), ("n\n", 2, [10, 20, 30, 25])])
+def test_on_a_terminal_it_asks(store: Path, answer: str, status: int, left: list[int]) -> None:
+    """And does what the answer says."""
+    reader, terminal = pty.openpty()
+    try:
+        os.write(reader, answer.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "asymcheck", "delete", str(store), "10"],
+            stdin=terminal,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(reader)
+        os.close(terminal)
+    assert done.returncode == status
+    assert "default step 10 (generation 1" in done.stderr
+    assert "Delete it for good? [y/N]:" in done.stderr
+    assert ("nothing was deleted" in done.stderr) == (status != 0)
+    assert steps(store) == left
+
+
+def test_one_generation_of_a_step(call: Call, store: Path) -> None:
+    """The abandoned one, for instance; without a choice all of them go."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"x": 1}, step=30)
+    outcome = call("delete", store, 30, "--generation", 3, "--yes")
+    assert outcome.status == exits.NOT_FOUND
+    assert "in generation 3; it has that step in generation 1, 2" in outcome.err
+    assert call("delete", store, 30, "--generation", 1, "--yes").out.count("deleted default step 30") == 1
+    assert steps(store) == [10, 20, 25, 30]
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"x": 2}, step=30)
+    assert call("delete", store, 30, "--yes").out.count("deleted default step 30") == 2
+    assert steps(store) == [10, 20, 25]
+
+
+def test_another_run(call: Call, store: Path) -> None:
+    """Only there."""
+    assert call("delete", store, 1, "--yes").status == exits.NOT_FOUND
+    assert call("delete", store, 1, "--run", "other", "--yes").status == exits.OK
+    assert (steps(store, "other"), steps(store)) == ([], [10, 20, 30, 25])
+    assert call("delete", store, 1, "--run", "no/name", "--yes").status == exits.USAGE
+
+
+def test_json(call: Call, store: Path) -> None:
+    """One document."""
+    document = call("delete", store, 20, "--yes", "--json").json
+    assert [item["step"] for item in document["deleted"]] == [20]  # type: ignore[attr-defined]  # JSON

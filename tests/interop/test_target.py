@@ -1,0 +1,77 @@
+"""Where a checkpoint is not written to, and what a name stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import InvalidInputError
+from asymcheck.interop.convert import Output, export_checkpoint
+from asymcheck.interop.target import check_target, format_of
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("m.safetensors", "safetensors"),
+        ("M.SafeTensors", "safetensors"),
+        ("m.pt", "torch"),
+        ("m.PTH", "torch"),
+        ("pytorch_model.bin", "torch"),
+        ("model", "folder"),
+        ("model-v1.5", "folder"),
+        ("llama.7b", "folder"),
+        ("w.onnx", "unknown"),
+        ("w.GGUF", "unknown"),
+    ],
+)
+def test_a_name_stands_for_a_format(name: str, expected: str) -> None:
+    """By its suffix, in capitals or not; a dot alone makes no file."""
+    assert format_of(Path(name)) == expected
+
+
+@pytest.mark.parametrize("name", [".", "", "/", "..", "../here", "below/..", "below/../"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_place_that_cannot_be_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool
+) -> None:
+    """The folder that the command runs in and those above it, and what has no name of its own."""
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with Store.open(tmp_path / "store") as store:
+        store.save({"a": torch.ones(3)}, step=1)
+        with pytest.raises(InvalidInputError, match="is no name for something new; give one"):
+            export_checkpoint(store, Output(Path(name), overwrite=overwrite))
+    assert sorted(path.name for path in tmp_path.rglob("*") if "store" not in str(path)) == ["below", "here"]
+
+
+@pytest.mark.parametrize("name", ["store", "store/w.safetensors", "store/packs/w.pt", "link/model"])
+def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
+    """Neither in its place nor below it, by whatever way."""
+    with Store.open(tmp_path / "store") as store:
+        store.save({"a": torch.ones(3)}, step=1)
+        (tmp_path / "link").symlink_to(store.path / "packs")
+        before = sorted(store.path.rglob("*"))
+        with pytest.raises(InvalidInputError, match=r"store.*name another place"):
+            export_checkpoint(store, Output(tmp_path / name, overwrite=True))
+        assert sorted(store.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["w.onnx", "m.gguf", "m.ckpt", "m.h5"])
+def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
+    """A folder of that name is not what is meant."""
+    with pytest.raises(InvalidInputError, match=r"give a name that ends in \.safetensors or \.pt"):
+        check_target(tmp_path / name)
+
+
+def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
+    """Not even when told to overwrite."""
+    (tmp_path / "m.pt").mkdir()
+    (tmp_path / "model").write_text("x")
+    with pytest.raises(InvalidInputError, match=r"is a folder, and a \.pt file is to be written"):
+        check_target(tmp_path / "m.pt")
+    with pytest.raises(InvalidInputError, match="is a file, and a name without"):
+        check_target(tmp_path / "model")

@@ -12,7 +12,7 @@ from benchmarks import environment
 from benchmarks.plot import draw
 from benchmarks.report import print_environment, print_report, write_json
 
-WORKLOADS = ("durable", "restore", "catalog", "memory")
+WORKLOADS = ("durable", "restore", "catalog", "memory", "stall")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -52,6 +52,10 @@ class Statistics:
     """Seconds inside ``step()``, the eager copies among them."""
     fence_s: float = 0.0
     """Seconds that optimizer steps waited for copies."""
+    hooks_s: float = 0.0
+    """Seconds in hooks of modules."""
+    durable_s: list[float] = dataclasses.field(default_factory=list)
+    """For each of the durable ones of the last 1,000, seconds from the beginning of ``step()`` until it was durable."""
     captured_bytes: int = 0
     """Bytes of the states of all captures."""
     written_bytes: int = 0
@@ -104,6 +108,7 @@ class Background:
         self._captures.append(capture)
         timing.began()
         self.statistics.step_s += time.perf_counter() - began
+        self.statistics.hooks_s = timing.hooks_s
         return capture
 
     def _timed(self, state: object) -> Timing:
@@ -168,6 +173,7 @@ class Background:
             waited = time.perf_counter() - began
             self._timing.fenced(began, waited)
             self.statistics.fence_s += waited
+            self.statistics.hooks_s = self._timing.hooks_s
 
     def settled(self) -> list[Capture]:
         """Return the captures that have become durable, or were lost, since the last call."""
@@ -176,6 +182,8 @@ class Background:
             self._captures.remove(capture)
             self.statistics.written_bytes += capture.written_bytes
             self.statistics.durable += capture.error is None
+            if capture.error is None:
+                self.statistics.durable_s = [*self.statistics.durable_s[-999:], capture.durable_s - capture.began_s]
             self.statistics.lost += capture.error is not None
         return done
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -54,6 +55,10 @@ class Capture:
         self.request = request
         self.generation = generation
         self.save_id = new_save_id()
+        self.began_s = time.perf_counter()
+        """When it was begun, by ``time.perf_counter()``."""
+        self.durable_s = 0.0
+        """When it was durable, by the same clock."""
         self.inline: dict[int, bytes] = {}
         """Bytes of the tensors that stay in the manifest, by row."""
         self.slots: list[RingSlot | None] = [None] * len(plan.cut.partitions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -147,6 +148,7 @@ class RingFlusher:
         moving.settled = True
         self._clear(moving)
         del self._moving[capture]
+        capture.durable_s = time.perf_counter()
         capture.durable.set()
         emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
 

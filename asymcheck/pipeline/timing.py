@@ -50,6 +50,8 @@ class Timing:
         self._marks: list[tuple[Phase, float]] = []
         self._began: float | None = None
         self._boundaries: Boundaries | None = None
+        self.hooks_s = 0.0
+        """Seconds inside the hooks of modules."""
         self._lead = 0
         self._calm = 0
 
@@ -93,10 +95,12 @@ class Timing:
     def _mark(self, phase: Phase) -> None:
         if self._began is None:
             return
-        self._marks.append((phase, time.perf_counter()))
+        began = time.perf_counter()
+        self._marks.append((phase, began))
         # The first boundary belongs to window 0, which began when step() returned.
         if len(self._marks) > 1:
             self._enter_window(len(self._marks) - 1 + self._lead)
+        self.hooks_s += time.perf_counter() - began
 
     def fenced(self, at_s: float, waited_s: float) -> None:
         """Say that the fence was met at a time of ``time.perf_counter()``, and how long it held the training."""

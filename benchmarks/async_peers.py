@@ -1,0 +1,233 @@
+"""Saving in a training loop: asymcheck and the libraries that users have instead, synchronous and in the background.
+
+Each saver is told when a step is done and before the optimizer changes the state again, and counts the seconds for
+which it holds the training thread: its *visible stall*. What the peers write is synced beside the training, by a thread
+of ours, so that it is as durable as what asymcheck writes; that thread is not counted as a stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+import asymcheck
+from asymcheck.config import CaptureConfig
+from benchmarks import peers
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchsnapshot import Snapshot, StateDict
+
+
+class Saver:
+    """One way to save in a loop."""
+
+    name = "no checkpoints"
+    """As the tables call it."""
+
+    def __init__(self, state: dict[str, Any], where: Path) -> None:
+        """Save ``state``, objects with ``state_dict``, below ``where``."""
+        self.state, self.where = state, where
+        self.stalls: list[float] = []
+        """Seconds for which each checkpoint held the training thread."""
+        self.durable: list[float] = []
+        """Seconds from the beginning of each checkpoint until it was durable."""
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint; on return training goes on."""
+
+    def before_optimizer(self) -> None:
+        """Take notice that the state is about to change."""
+
+    def finish(self) -> None:
+        """Wait until everything is durable."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state's tensors by dotted names, without a copy."""
+        return _flat({key: value.state_dict() for key, value in self.state.items()})
+
+
+def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else ()
+    return {
+        inner: tensor
+        for key, item in items
+        for inner, tensor in _flat(item, f"{name}.{key}" if name else str(key)).items()
+    }
+
+
+class Ours(Saver):
+    """asymcheck in the background."""
+
+    def __init__(
+        self, state: dict[str, Any], where: Path, schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
+    ) -> None:
+        """Save by one of the schedules."""
+        super().__init__(state, where)
+        self.name = f"asymcheck {schedule}"
+        self._store = asymcheck.Store.open(where)
+        self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=CaptureConfig(schedule=schedule))
+        self._counted = 0.0
+        self._begun: list[float] = []
+
+    def save(self, step: int) -> None:
+        """Count what happened since the last checkpoint, then begin one."""
+        self._count()
+        self._begun.append(time.perf_counter())
+        self._checkpointer.step(step)
+
+    def _count(self) -> None:
+        # Calls of step(), hooks and fences since the last time belong to the checkpoint that was begun there.
+        seen = self._checkpointer.statistics()
+        total = seen.step_s + seen.fence_s + seen.hooks_s
+        if self._begun:
+            self.stalls.append(total - self._counted)
+        self._counted = total
+
+    def finish(self) -> None:
+        """Drain; take the times to durable."""
+        self._checkpointer.wait()
+        self._count()
+        self.durable = self._checkpointer.statistics().durable_s
+        self._checkpointer.close()
+        self._store.close()
+
+
+class Blocking(Saver):
+    """A library that saves while the loop waits."""
+
+    def __init__(self, state: dict[str, Any], where: Path, peer: peers.Peer) -> None:
+        """Save with ``peer``."""
+        super().__init__(state, where)
+        self.name = f"{peer.name} sync"
+        self._peer = peer
+
+    def save(self, step: int) -> None:
+        """Save durably."""
+        began = time.perf_counter()
+        # Clones, where the library refuses tied weights, would be charged to it: it gets each tensor once.
+        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
+        peers.save_durably(self._peer, dict(unique.values()), self.where / str(step))
+        self.stalls.append(time.perf_counter() - began)
+        self.durable.append(self.stalls[-1])
+
+
+Begin = Callable[["Background", Path], Callable[[], object]]
+"""Begins to save into a folder; returns what waits for the end."""
+
+
+class Background(Saver):
+    """A library that saves in the background; one save at a time, as their guides advise."""
+
+    def __init__(self, state: dict[str, Any], where: Path, name: str, begin: Begin) -> None:
+        """Begin with ``begin``, which returns what waits for the end."""
+        super().__init__(state, where)
+        self.name = name
+        self._begin = begin
+        self._thread: threading.Thread | None = None
+        self.staged: Callable[[], object] | None = None
+        """Waits until the state may change, for libraries that copy beside the training."""
+
+    def save(self, step: int) -> None:
+        """Wait for the checkpoint before, then begin one."""
+        began = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+        target = self.where / str(step)
+        wait = self._begin(self, target)
+
+        def end() -> None:
+            wait()
+            peers.sync(target)
+            self.durable.append(time.perf_counter() - began)
+
+        self._thread = threading.Thread(target=end)
+        self._thread.start()
+        self.stalls.append(time.perf_counter() - began)
+
+    def before_optimizer(self) -> None:
+        """Wait until the state has been copied."""
+        if self.staged is not None:
+            began = time.perf_counter()
+            self.staged()
+            self.staged = None
+            self.stalls[-1] += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait for the last one."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _dcp(kind: AsyncCheckpointerType, *, staged: bool = False) -> Begin:
+    def begin(saver: Background, target: Path) -> Callable[[], object]:
+        stager = DefaultStager(StagingOptions(False, False, True, False)) if staged else None
+        response = async_save(
+            dict(saver.tensors()),
+            storage_writer=FileSystemWriter(target, thread_count=peers.THREADS),
+            async_checkpointer_type=kind,
+            async_stager=stager,
+        )
+        if isinstance(response, AsyncSaveResponse):
+            saver.staged = response.staging_completion.result
+            return response.upload_completion.result
+        return response.result
+
+    return begin
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Give torch DCP the process group that its background processes need: this process alone."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def _torchsnapshot(saver: Background, target: Path) -> Callable[[], object]:
+    pending = Snapshot.async_take(str(target), {"state": StateDict(**saver.tensors())})
+    wait: Callable[[], object] = pending.wait
+    return wait
+
+
+Factory = Callable[[dict[str, Any], Path], Saver]
+
+OURS: dict[str, Factory] = {
+    f"asymcheck {schedule}": (lambda state, where, schedule=schedule: Ours(state, where, schedule))  # type: ignore[misc]  # the default binds the loop's value
+    for schedule in ("asymmetric", "symmetric", "eager")
+}
+"""asymcheck, by schedule."""
+
+SYNC: dict[str, Factory] = {
+    f"{peer.name} sync": (lambda state, where, peer=peer: Blocking(state, where, peer))  # type: ignore[misc]  # as above
+    for peer in (peers.TorchSave(), peers.DistributedCheckpoint())
+}
+"""Libraries that the loop waits for."""
+
+ASYNC: dict[str, Factory] = {
+    name: (lambda state, where, name=name, begin=begin: Background(state, where, name, begin))  # type: ignore[misc]  # as above
+    for name, begin in {
+        "torch DCP async thread": _dcp(AsyncCheckpointerType.THREAD),
+        "torch DCP async staged": _dcp(AsyncCheckpointerType.THREAD, staged=True),
+        "torch DCP async process": _dcp(AsyncCheckpointerType.PROCESS),
+        "torchsnapshot async": _torchsnapshot,
+    }.items()
+}
+"""Libraries that save beside the loop."""

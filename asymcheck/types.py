@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NewType, Protocol, runtime_checkable
+from typing import NewType, Protocol, TypeGuard, runtime_checkable
 
 Digest = NewType("Digest", bytes)
 """16 bytes: the xxh3-128 of a partition's plain bytes (SPEC.md §5)."""
@@ -30,6 +30,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
         """Take back what :meth:`state_dict` returned."""
         ...
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Tell whether an object takes part in a state. As ``isinstance()`` would, which takes ten times as long."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -55,6 +55,8 @@ class Leaf:
     """Tensors are bundled only with others of the same group."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     """Its further names."""
+    key: tuple[object, ...] | None = None
+    """See :func:`identity_key`."""
     _flat: torch.Tensor | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -156,4 +158,4 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
     if source.numel() == 0:
         return None
     flags = (source.is_conj(), source.is_neg())
-    return (str(source.device), source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, flags)
+    return (source.device, source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, flags)

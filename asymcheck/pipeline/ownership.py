@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
-from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.leaves import Leaf, identity_key
 
 _T = TypeVar("_T")
+_CPU = torch.device("cpu")
+_DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
 def find(kind: type[_T], state: object) -> Iterator[_T]:
@@ -29,45 +31,25 @@ def find(kind: type[_T], state: object) -> Iterator[_T]:
 
 
 def deferred_rows(leaves: Sequence[Leaf], optimizers: Iterable[Optimizer]) -> list[bool]:
-    """Tell of each leaf whether nothing but a step of one of ``optimizers`` changes it, as far as can be known.
+    """Tell of each leaf whether it is a parameter or a state tensor of one of ``optimizers``.
 
-    That holds for parameters and state of these optimizers, unless something else in the state lies in the same memory.
+    Nothing else changes these as a rule. A view of one is not taken for it: what else lies in the same memory is not
+    known.
     """
-    owned = {_storage(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}
-    owned.discard(None)
-    others = {_memory(leaf.source) for leaf in leaves} - owned
-    return [
-        isinstance(leaf.source, torch.Tensor)
-        # On a device, a copy at once is ordered after what was queued before; a later one would need a stream and
-        # events of its own.
-        and leaf.source.device.type == "cpu"
-        and _storage(leaf.source) in owned - others
-        for leaf in leaves
-    ]
+    owned = {identity_key(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    # On a device, a copy at once is ordered after what was queued before; a later one would need a stream and events of
+    # its own.
+    return [leaf.key in owned and leaf.key is not None and _CPU in leaf.key for leaf in leaves]
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield parameter
+            if type(parameter) in _DENSE:
+                yield parameter
             for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
+                if type(value) in _DENSE:
                     yield value
-
-
-def _memory(source: object) -> int | None:
-    if isinstance(source, torch.Tensor):
-        return _storage(source)
-    interface = getattr(source, "__array_interface__", None)
-    return None if interface is None else int(interface["data"][0])
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        # A subclass without memory of its own.
-        return None
 
 
 class Fences:

@@ -20,6 +20,7 @@ from asymcheck.errors import (
     LostCheckpointError,
     LostCheckpointWarning,
     SkippedCheckpointWarning,
+    StaleStateWarning,
     warn_user,
 )
 from asymcheck.pipeline.background import Background, Statistics, TierName
@@ -159,8 +160,11 @@ class Checkpointer:
             if self._last is not None and step < self._last:
                 warn_of_order(self._run, self._last, step)
             if self._background is None:
-                if self._generation is None:
-                    self._warn_of_abandoned(f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}")
+                # A new run begins its line now, for only what has a place on a line survives in memory.
+                if self._generation is None and not self._warn_of_abandoned(
+                    f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}"
+                ):
+                    self._opened()
                 self._background = self._store.background(self._run, self._config, self._opened)
                 self._ending.arm()
             self._background.begin(self._state, self._store.request(self._run, step, metrics), self._generation)
@@ -187,11 +191,13 @@ class Checkpointer:
         self._warn_of_abandoned(f"they are abandoned by this save; {_RESTORE_FIRST}")
         return self._opened()
 
-    def _warn_of_abandoned(self, what: str) -> None:
+    def _warn_of_abandoned(self, what: str) -> bool:
+        """Warn when the run has checkpoints; return whether it has."""
         steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]
         if steps:
             message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
             warn_user(message, AbandonedCheckpointsWarning)
+        return bool(steps)
 
     def fence(self) -> None:
         """Wait until the state may be changed by something else than an optimizer of it."""
@@ -215,6 +221,12 @@ class Checkpointer:
     def _report(self) -> None:
         """Bring what went wrong in the background to the training loop."""
         settled = [] if self._background is None else self._background.settled()
+        for capture in settled:
+            if capture.is_stale:
+                message = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before"
+                warn_user(
+                    f"{message}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
+                )
         lost = [capture for capture in settled if capture.error is not None]
         for capture in lost:
             message = f"step {capture.request.step} of run {self._run!r} was not saved: {capture.error}"

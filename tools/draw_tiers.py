@@ -16,7 +16,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 TARGET = Path(__file__).parents[1] / "docs" / "tiers.svg"
 _TIERS = (
     ("GPU staging", "copies on the device", "what the next optimizer\nstep would change", "nothing", False),
-    ("DRAM ring", "pinned host memory", "frames on their way down,\nand the newest checkpoint", "the process", False),
+    ("DRAM ring", "a file in /dev/shm", "frames on their way down,\nand the newest checkpoint", "the process", True),
     ("NVMe", "a directory of a local drive", "packs and manifests,\nan LMDB catalog beside", "the node's reboot", True),
     ("HDFS", "the cluster's file system", "the same packs\nand manifests", "the loss of the node", False),
 )
@@ -38,9 +38,10 @@ def draw(path: Path) -> None:
         left = number * (_WIDTH + _GAP)
         _draw_tier(axes, left, *tier)
         if number:
-            _arrow(axes, (left - _GAP + 0.06, _HEIGHT / 2), (left - 0.06, _HEIGHT / 2), _LATER, "--")
-    nvme = 2 * (_WIDTH + _GAP) + _WIDTH / 2
-    _draw_present_path(axes, nvme)
+            built = tier[-1] and _TIERS[number - 1][-1]
+            ends = (left - _GAP + 0.06, _HEIGHT / 2), (left - 0.06, _HEIGHT / 2)
+            _arrow(axes, *ends, _BUILT if built else _LATER, "-" if built else "--")
+    _draw_present_path(axes)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, dpi=110)
 
@@ -70,18 +71,22 @@ def _draw_tier(axes: Axes, left: float, name: str, where: str, what: str, surviv
     )
 
 
-def _draw_present_path(axes: Axes, nvme: float) -> None:
-    """Draw what 0.1.0 does: the loop saves straight to the drive, and loads from it."""
-    left, bottom, width = 0.0, -1.05, 3.5
+def _draw_present_path(axes: Axes) -> None:
+    """Draw what 0.1.0 does: the loop is captured into the ring, and saved from there."""
+    left, bottom, width = 0.0, -1.05, 2.35
     style = "round,pad=0,rounding_size=0.12"
     box = FancyBboxPatch((left, bottom), width, 0.6, boxstyle=style, lw=1.6, ec=_INK, fc=_PAPER)
     axes.add_patch(box)
     axes.text(left + width / 2, bottom + 0.3, "the training loop's state", ha="center", va="center", fontsize=11)
     height = bottom + 0.3
-    axes.plot([left + width + 0.08, nvme], [height, height], color=_BUILT, lw=2.2, solid_capstyle="butt")
-    _arrow(axes, (nvme, height - 0.012), (nvme, -0.06), _BUILT, "-", 2.2)
-    text = "0.1.0: save() writes straight to the drive and\nreturns when it is durable; load() reads from there"
-    axes.text(nvme + 0.18, height + 0.02, text, ha="left", va="center", fontsize=9.5, color=_BUILT, linespacing=1.4)
+    ring = _WIDTH + _GAP + _WIDTH / 2
+    axes.plot([left + width + 0.08, ring], [height, height], color=_BUILT, lw=2.2, solid_capstyle="butt")
+    _arrow(axes, (ring, height - 0.012), (ring, -0.06), _BUILT, "-", 2.2)
+    text = (
+        "0.1.0: step() captures into the ring, beside the training;\n"
+        "from there to the drive. load() reads from the drive"
+    )
+    axes.text(ring + 0.18, height + 0.02, text, ha="left", va="center", fontsize=9.5, color=_BUILT, linespacing=1.4)
 
 
 def _arrow(

@@ -71,6 +71,8 @@ class Capture:
         """Partitions that are not complete in the ring."""
         self.written_bytes = 0
         """Bytes written to the store for it; the rest was there already."""
+        self.is_stale = False
+        """Whether every partition is equal to the one of the capture before."""
         self.error: BaseException | None = None
         """Why it was given up."""
         self.copied = threading.Event()

@@ -18,7 +18,7 @@ from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import manifest_header, manifest_rows
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.types import CheckpointRef
+from asymcheck.types import CheckpointRef, Digest
 
 Placing = Callable[[Capture], Place]
 """Says where on the line a capture goes; asked when all but its manifest is durable."""
@@ -54,6 +54,7 @@ class RingFlusher:
         self._queue: queue.SimpleQueue[tuple[Moving, int | None] | None] = queue.SimpleQueue()
         self._moving: dict[Capture, Moving] = {}
         self._kept: list[Moving] = []
+        self._last_names: list[Digest] = []
         self._lock = threading.Lock()
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="asymcheck-flush")
         self._thread = threading.Thread(target=self._run, name="asymcheck-commit", daemon=True)
@@ -88,22 +89,26 @@ class RingFlusher:
         """Put the manifest into the ring, too: from now on the capture survives this process."""
         capture = moving.capture
         names = [name for name in capture.digests if name is not None]
+        capture.is_stale = bool(names) and names == self._last_names
+        self._last_names = names
         rows = manifest_rows(capture.state.leaves, capture.plan.cut, names, capture.inline)
         ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.save_id)
         header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
         moving.manifest = encode_manifest(header, rows)
+        if not moving.streams:
+            self._enter(moving)
+        emit("capture.complete", str(ref), capture.state_bytes)
+
+    def _enter(self, moving: Moving) -> None:
         # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
-        if not moving.streams and capture.generation is not None:
-            slot = self._take(len(moving.manifest))
-            if slot is None:
-                return
+        slot = None if moving.capture.generation is None else self._take(len(moving.manifest))
+        if slot is not None:
             self._ring.payload(slot)[:] = moving.manifest
             self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
             moving.manifest_slot = slot
-            moving.entry = self._ring.enter(slot, capture.save_id)
-            with self._lock:
-                self._kept.append(moving)
-        emit("capture.complete", str(ref), capture.state_bytes)
+            moving.entry = self._ring.enter(slot, moving.capture.save_id)
+        with self._lock:
+            self._kept.append(moving)
 
     def _take(self, length: int) -> RingSlot | None:
         while (slot := self._ring.take(length)) is None and self.make_room():
@@ -156,9 +161,9 @@ class RingFlusher:
         """Free what is settled and not the newest complete capture."""
         with self._lock:
             freed = [kept for kept in self._kept[:-1] if kept.settled]
+            if moving not in self._kept:
+                freed.append(moving)
             self._kept = [kept for kept in self._kept if kept not in freed]
-        if moving.entry is None:
-            freed.append(moving)
         for one in freed:
             self._free(one)
 

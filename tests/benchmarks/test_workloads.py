@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asymcheck import Store
-from benchmarks import __main__, catalog, coldness, durable, memory, peers, resident, restore, states, synthetic
+from benchmarks import __main__, catalog, coldness, durable, memory, peers, resident, restore, stall, states, synthetic
 from benchmarks.plot import draw
 from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
@@ -26,6 +26,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "restore": lambda folder: restore.run(folder, quick=True, state=states.small()),
     "catalog": lambda folder: catalog.run(folder, quick=True, shape=synthetic.Shape(2000, 20)),
     "memory": lambda folder: memory.run(folder, quick=True, state=states.small()),
+    "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, {1: 3})),
 }
 
 
@@ -35,7 +36,7 @@ def test_every_workload_is_run_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [pytest.param(name, marks=pytest.mark.slow) if name == "memory" else name for name in RUNS]
+    "workload", [pytest.param(name, marks=pytest.mark.slow) if name in ("memory", "stall") else name for name in RUNS]
 )
 def test_a_workload_reports_what_the_schema_says(workload: str, tmp_path: Path) -> None:
     """The JSON has the promised shape, median lies between least and greatest, and nothing is left in the folder."""

@@ -39,10 +39,14 @@ MAGICS = {FRAME: (b"ASYMFRAM", 88), PACK: (b"ASYMPACK", 120), INDEX: (b"ASYMINDX
 HEX, RUN = "[0-9a-f]{32}", r"(?!.*\.tmp$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 DIRECTORY_NAME, HEAD_NAME = f"(?!0{{8}})([0-9]{{8}})-([0-9]{{12}})-({HEX})", r"(?!0{8})([0-9]{8})\.head"
 MANIFEST_NAME, PACK_NAME = rf"([0-9]{{5}})-of-([0-9]{{5}})-({HEX})\.manifest", rf"({HEX})\.pack"
+RING_NAME = rf"asymcheck-({HEX})-({HEX})\.ring"
 STORE_KEYS = {"store_id": str, "created_ns": int, "writer": str, "reader_features": list, "writer_features": list}
 HEAD_KEYS = {"run": str, "generation": int, "parent": dict | None, "created_ns": int, "writer": str}
 MANIFEST_KEYS = HEAD_KEYS | {"step": int, "save_id": str, "world_size": int, "rank": int, "reader_features": list}
 MANIFEST_KEYS |= {"metrics": dict, "plan": dict, "packs": list, "tree": object}
+OWNER_KEYS = {"boot_id": str, "pid": int, "pid_namespace": str, "start_ticks": int}
+RING_KEYS = {"ring_id": str, "store_id": str, "store": str, "run": str, "rank": int, "owner": dict, "data_bytes": int}
+RING_KEYS |= {"created_ns": int, "writer": str}
 BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
 LEAVES = {"i": "0|-?[1-9][0-9]*", "f": "[0-9a-f]{16}", "c": "[0-9a-f]{16}\n[0-9a-f]{16}", "b": BASE64, "v": "[^\n]*"}
 LEAVES["n"] = "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items())
@@ -296,6 +300,36 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
     return header, rows
 
 
+def decode_ring(data: bytes, name: str) -> dict[str, Any]:
+    """Decode the ring (§7.6) of this name: its header, the captures of its entries, and the frames that lie in it."""
+    named = re.fullmatch(rf"(?:.*/)?{RING_NAME}", name)
+    if named is None:
+        raise SpecError(f"{name}: not a ring's name")
+    ids, start = {"store_id": named[1], "ring_id": named[2]}, 3 * BLOCK
+    header = decode_record(data[: 2 * BLOCK], "ring", RING_KEYS, ids, name)
+    owner, end = header["owner"], start + header["data_bytes"]
+    need(all(type(owner.get(key)) is kind for key, kind in OWNER_KEYS.items()), f"{name}: owner {owner}")
+    need(re.fullmatch(RUN, header["run"]), f"{name}: run {header['run']!r}")
+    need(end > start and end % BLOCK == 0, f"{name}: {end - start} bytes of data")
+    need(len(data) >= end, f"{name}: {len(data)} bytes of {end}", "truncated")
+    captures, frames = [], []
+    for number in range(64):
+        entry = data[2 * BLOCK + 64 * number :][:64]
+        offset, save_id, state, reserved = struct.unpack("<Q16sQ24s", entry[:56])
+        placed = start <= offset < end and offset % BLOCK == 0
+        if placed and state in (1, 2) and not any(reserved) and digest(entry[:56])[16:] == entry[56:].hex():
+            captures.append({"number": number, "offset": offset, "save_id": save_id.hex(), "state": state})
+    for offset in range(start, end, BLOCK):
+        length = frame_length(int.from_bytes(data[offset + 40 : offset + 48], "little"))
+        try:
+            place = {"place_id": named[2], "sequence": offset // BLOCK}
+            h, _ = decode_frame(data[offset : min(offset + length, end)], name, place)
+            frames.append({"offset": offset} | {key: h[key] for key in ("digest", "plain_length", "stored_length")})
+        except SpecError:
+            continue
+    return {"header": header, "captures": captures, "frames": frames}
+
+
 @contextmanager
 def open_file(path: Path, limit: int = 2**63) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
     """Hold a shared lock on a file that its path still names (§8.3); give a function to read from it, and its size."""
@@ -430,7 +464,7 @@ def read_store(path: str | Path, run: str | None = None) -> Store:
 
 
 def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
-    """Decode one structure (frame, pack, manifest, descriptor, head) from bytes; ``name`` is its path in the store."""
+    """Decode one structure (frame, pack, manifest, ring, descriptor, head) from bytes; ``name`` is its path."""
     if kind == "frame":
         return decode_frame(data, name)[0]
     if kind == "pack":
@@ -441,6 +475,8 @@ def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
     if kind == "manifest":
         header, rows = decode_manifest(data, name)
         return dict(json.loads(json.dumps({"header": header, "rows": rows}, default=bytes.hex)))
+    if kind == "ring":
+        return decode_ring(data, name)
     if kind == "descriptor":
         return decode_record(data, "store", STORE_KEYS, {}, name)
     match = re.fullmatch(rf"(?:.*/)?({RUN})/{HEAD_NAME}", name)

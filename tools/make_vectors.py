@@ -17,6 +17,7 @@ from tools.vectors_manifest_invalid import manifest_damage_vectors
 from tools.vectors_names import catalog_vectors, layout_vectors
 from tools.vectors_pack import frame_vectors, pack_vectors
 from tools.vectors_record import record_vectors
+from tools.vectors_ring import ring_vectors
 from tools.vectors_stores import make_stores
 from tools.vectors_tree import tree_vectors
 
@@ -34,6 +35,7 @@ def all_vectors() -> Iterator[Vector]:
     yield from tree_vectors()
     yield from catalog_vectors()
     yield from layout_vectors()
+    yield from ring_vectors()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Vectors of names in a store (SPEC.md §4) and of catalog entries (SPEC.md §7.5)."""
+"""Vectors of names (SPEC.md §4, §7.6) and of catalog entries (SPEC.md §7.5)."""
 
 from __future__ import annotations
 
@@ -87,6 +87,18 @@ def layout_vectors() -> Iterator[Vector]:
         (f"00000-of-00001-{digits}.manifest.tmp", "a temporary name"),
     ):
         yield name("manifest", text, None, why)
+    other = fixed_bytes("ring", 16).hex()
+    yield name("ring", f"asymcheck-{digits}-{other}.ring", {"store_id": digits, "ring_id": other}, "store and ring")
+    for text, why in (
+        (f"asymcheck-{digits}-{other[:-1]}.ring", "a ring id of 31 digits"),
+        (f"asymcheck-{digits}0-{other}.ring", "a store id of 33 digits"),
+        (f"asymcheck-{digits.upper()}-{other}.ring", "a store id in upper case"),
+        (f"asymcheck-{digits}.ring", "one id"),
+        (f"{digits}-{other}.ring", "another program"),
+        (f"asymcheck-{digits}-{other}.ring.tmp", "a temporary name"),
+        (f"asymcheck-{digits}-{other}.ring\n", "a line feed at the end"),
+    ):
+        yield name("ring", text, None, why)
 
 
 def catalog_vectors() -> Iterator[Vector]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -14,21 +15,24 @@ import numpy as np
 import torch
 
 from asymcheck.config import StoreConfig
+from asymcheck.errors import FormatError
 from asymcheck.format import layout
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE
 from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.ring import CaptureEntry, RingHeader
 from asymcheck.format.strict_json import parse_json
 from asymcheck.recovery.fetch import read_checked
 from asymcheck.recovery.locate import Copy
 from asymcheck.recovery.shape import RowRef, read_shape
+from asymcheck.tiers.dram_ring import RingReader
 from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 FORMAT_SPEC = Path(__file__).resolve().parents[2] / "format_spec"
 VECTORS = FORMAT_SPEC / "vectors" / "v1"
-STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout")
+STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +160,35 @@ def read_tree(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
     return read_shape(cast(Manifest, _Rows(header=header)))
 
 
+@dataclasses.dataclass(frozen=True)
+class FoundRing:
+    """What a ring says, copied out of it."""
+
+    header: RingHeader
+    captures: list[CaptureEntry]
+    frames: list[tuple[int, Digest, int, int]]
+    """Offset, digest, stored and plain length of each frame that is intact."""
+    payloads: dict[int, bytes]
+    """The payload of each, by offset."""
+
+
+def read_ring(data: bytes, facts: dict[str, Any], scratch: Path) -> FoundRing:
+    """A ring that nobody uses, with the frames whose payloads were checked."""
+    path = scratch / facts["path"]
+    path.write_bytes(data)
+    with RingReader(path) as reader:
+        payloads = {}
+        for offset in reader.entries["offset"].tolist():
+            with contextlib.suppress(FormatError):
+                payloads[offset] = bytes(reader.payload_at(offset))
+        frames = [
+            (int(row["offset"]), Digest(row["digest"].tobytes()), int(row["stored_length"]), int(row["plain_length"]))
+            for row in reader.entries
+            if int(row["offset"]) in payloads
+        ]
+        return FoundRing(reader.header, reader.captures, frames, payloads)
+
+
 READERS: dict[str, Callable[[bytes, dict[str, Any], Path], object]] = {
     "frame": read_frame,
     "pack": read_pack,
@@ -163,6 +196,7 @@ READERS: dict[str, Callable[[bytes, dict[str, Any], Path], object]] = {
     "descriptor": read_descriptor,
     "head": read_head,
     "tree": read_tree,
+    "ring": read_ring,
 }
 
 

@@ -12,8 +12,8 @@ from tests.spec.corpus import FORMAT_SPEC, READERS, STRUCTURES, VECTORS, vectors
 from tools.make_vectors import all_vectors
 from tools.vectors_base import write_vectors
 
-FEWEST = {"record": 8, "frame": 8, "pack": 5, "manifest": 12, "tree": 54, "catalog": 18, "layout": 35}
-FEWEST_INVALID = {"frame": 50, "pack": 65, "manifest": 150, "descriptor": 40, "head": 18, "tree": 80}
+FEWEST = {"record": 8, "frame": 8, "pack": 5, "manifest": 12, "tree": 54, "catalog": 18, "layout": 43, "ring": 20}
+FEWEST_INVALID = {"frame": 50, "pack": 65, "manifest": 150, "descriptor": 40, "head": 18, "tree": 80, "ring": 35}
 
 
 @pytest.mark.parametrize("folder", [*STRUCTURES, "invalid"])
@@ -49,14 +49,18 @@ def _kinds(error: type[errors.FormatError]) -> set[str]:
 
 
 def test_the_vectors_are_reproducible(tmp_path: Path) -> None:
-    """The tool makes the same files again; manifests only with the same version of Arrow, whose writer made them."""
+    """The tool makes the same files again; manifests only with the same version of Arrow, whose writer made them.
+
+    So do rings with captures, in which manifests lie.
+    """
     write_vectors(all_vectors(), tmp_path)
     with_arrow = f"pyarrow {pa.__version__}" in (FORMAT_SPEC / "PROVENANCE.md").read_text("utf-8")
     for made in (tmp_path, VECTORS):
         files = {path.relative_to(made) for path in made.rglob("*") if path.is_file()}
         assert files == {path.relative_to(VECTORS) for path in VECTORS.rglob("*") if path.is_file()}
     for path in sorted(tmp_path.rglob("*.*")):
-        if with_arrow or "manifest" not in path.relative_to(tmp_path).as_posix():
+        relative = path.relative_to(tmp_path)
+        if with_arrow or not ("manifest" in relative.as_posix() or relative.parent.name == "ring"):
             assert path.read_bytes() == (VECTORS / path.relative_to(tmp_path)).read_bytes(), path.name
     shutil.rmtree(tmp_path)
 

@@ -22,7 +22,7 @@ from tests.spec.frozen import Frozen, found_tensors, torn_stores, whole_stores
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 READER = FORMAT_SPEC / "reference_reader.py"
-KINDS = ("frame", "pack", "manifest", "descriptor", "head")
+KINDS = ("frame", "pack", "manifest", "descriptor", "head", "ring")
 
 # Isolated (-I), and with the library out of reach even where it is installed: a reader that needs it fails here.
 ALONE = """
@@ -215,7 +215,7 @@ def checked() -> dict[str, dict[str, Any]]:
     return found
 
 
-VALID = [vector for folder in ("frame", "pack", "manifest", "record") for vector in vectors(folder)]
+VALID = [vector for folder in ("frame", "pack", "manifest", "record", "ring") for vector in vectors(folder)]
 _NULLS = ("name", "aliases", "shape", "global_shape", "offset", "extents", "extent", "in-aliases", "in-shape")
 _NULLS += ("in-global_shape", "in-offset", "extent-digest", "extent-offset", "extent-length", "extent-partition_length")
 INVALID = [vector for vector in vectors("invalid") if vector.facts["structure"] in KINDS]

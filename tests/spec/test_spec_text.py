@@ -6,31 +6,29 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from asymcheck import errors
-from asymcheck.format import catalog, frame, layout, pack, registry, tree
+from asymcheck.format import catalog, frame, layout, pack, ring, tree
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest import SCHEMA
-from asymcheck.format.record import encode_record
+from asymcheck.format.record import RECORD_BYTES, encode_record
 from asymcheck.tiers.nvme import catalog as lmdb_catalog
 from asymcheck.types import CheckpointRef, Digest, Location, PackId, SaveId
 from tests.spec import spec_text
-from tests.spec.corpus import FORMAT_SPEC, VECTORS, Vector, vectors
-from tests.spec.spec_text import HexExample, code, hex_text, sections, table, tables
+from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
+from tests.spec.spec_text import code, sections, table, tables
 
 REPOSITORY = FORMAT_SPEC.parent
-REGISTRY: dict[str, Any] = json.loads((FORMAT_SPEC / "registry.json").read_text("ascii"))
 
 TABLES = {
     *("name_grammar", "record_block", "descriptor_record", "head_record", "frame_header", "pack_header"),
     *("pack_index_header", "pack_index_entry", "manifest_columns", "manifest_header", "tree_nodes"),
     *("catalog_databases", "catalog_partition", "catalog_pack", "invariants", "error_kinds"),
     *("registry_magics", "registry_digests", "registry_frame_kinds", "registry_codecs", "registry_pack_states"),
-    *("registry_dtypes", "registry_roles", "registry_limits"),
+    *("registry_dtypes", "registry_roles", "registry_limits", "ring_layout", "ring_record", "ring_capture"),
 }
 
 LETTERS = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
@@ -42,6 +40,7 @@ STRUCTS = {
     "pack_index_header": pack.INDEX_HEADER.format,
     "catalog_partition": catalog.PARTITION.format,
     "catalog_pack": catalog.PACK.format,
+    "ring_capture": ring._ENTRY.format,
 }
 
 
@@ -128,6 +127,9 @@ def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
         name = {"partitions": "catalog_partition", "packs": "catalog_pack"}.get(vector.facts["database"])
         if name and vector.facts["value"]:
             yield name, vector.data, vector.facts["value"]
+    for vector in vectors("ring"):
+        for capture in vector.facts["value"]["captures"]:
+            yield "ring_capture", vector.data[8192 + 64 * capture["number"] :], capture
 
 
 def test_the_tables_read_the_vectors() -> None:
@@ -161,6 +163,8 @@ def test_no_two_fields_are_confused() -> None:
     assert {field: found[field] for field in dataclasses.asdict(at)} == dataclasses.asdict(at)
     found = parse("catalog_pack", catalog.encode_pack_entry(key, 22, 23, 24))
     assert [found[name] for name in ("state", "frame_count", "pack_length")] == [22, 23, 24]
+    found = parse("ring_capture", ring.encode_entry(ring.CaptureEntry(25, SaveId(b"\x1a" * 16), 27)))
+    assert [found[name] for name in ("offset", "save_id", "state")] == [25, b"\x1a" * 16, 27]
 
 
 def test_the_sums_cover_what_the_tables_say() -> None:
@@ -173,60 +177,8 @@ def test_the_sums_cover_what_the_tables_say() -> None:
                 value = parse(name, data)[row["field"]]
                 assert value == sum8(data[int(covered[1]) : int(covered[2]) + 1]), row["field"]
                 checked.add((name, row["field"]))
-    assert len(checked) == 4
+    assert len(checked) == 5
     assert ("frame_header", "placement_sum") in checked
-
-
-def test_registry_tables_are_the_registry() -> None:
-    """§15 and registry.json have the same numbers, names and states."""
-    assert {row["structure"]: code(row["magic"]) for row in table("registry_magics")} == REGISTRY["magics"]
-    for name in ("frame_kinds", "codecs"):
-        rows = {row["number"]: {"name": row["name"], "status": row["status"]} for row in table(f"registry_{name}")}
-        assert rows == REGISTRY[name]
-    digests = {
-        row["number"]: {"name": row["name"], "bytes": int(row["bytes"]), "status": row["status"]}
-        for row in table("registry_digests")
-    }
-    assert digests == REGISTRY["digests"]
-    assert {row["number"]: row["name"] for row in table("registry_pack_states")} == REGISTRY["pack_states"]
-    assert [(row["dtype"], int(row["bytes"])) for row in table("registry_dtypes")] == list(REGISTRY["dtypes"].items())
-    assert [row["role"] for row in table("registry_roles")] == REGISTRY["roles"]
-    assert {row["limit"]: int(row["value"]) for row in table("registry_limits")} == REGISTRY["limits"]
-
-
-def test_the_registry_is_the_code() -> None:
-    """registry.json and asymcheck/format/registry.py have the same numbers, and the same ones are supported."""
-    versions = {
-        "min_read": registry.FORMAT_MIN_READ,
-        "max_read": registry.FORMAT_MAX_READ,
-        "write": registry.FORMAT_WRITE,
-    }
-    assert versions == REGISTRY["format"]
-    magics = {"frame": registry.FRAME_MAGIC, "pack": registry.PACK_MAGIC, "pack_index": registry.PACK_INDEX_MAGIC}
-    assert {name: magic.decode() for name, magic in magics.items()} == REGISTRY["magics"]
-    for name, names, supported in (
-        ("digests", registry.DIGESTS, registry.SUPPORTED_DIGESTS),
-        ("frame_kinds", registry.FRAME_KINDS, registry.SUPPORTED_KINDS),
-        ("codecs", registry.CODECS, registry.SUPPORTED_CODECS),
-    ):
-        assert {str(number): word for number, word in names.items()} == {
-            number: entry["name"] for number, entry in REGISTRY[name].items()
-        }
-        assert {str(number) for number in supported} == {
-            number for number, entry in REGISTRY[name].items() if entry["status"] != "reserved"
-        }
-    assert {entry["bytes"] for entry in REGISTRY["digests"].values()} == {registry.DIGEST_BYTES}
-    assert {str(number): name for number, name in registry.PACK_STATES.items()} == REGISTRY["pack_states"]
-    assert {name: getattr(registry, name.upper()) for name in REGISTRY["limits"]} == REGISTRY["limits"]
-    assert REGISTRY["dtypes"] == registry.DTYPE_BYTES
-    assert list(registry.ROLES) == REGISTRY["roles"]
-    assert set(REGISTRY["reader_features"]) == registry.READER_FEATURES
-    assert set(REGISTRY["writer_features"]) == registry.WRITER_FEATURES
-
-
-def test_the_format_version_is_stated() -> None:
-    """§0 names the version that the code writes."""
-    assert f"Format version: **{registry.FORMAT_WRITE}**." in spec_text.text()
 
 
 def test_the_columns_are_the_schema() -> None:
@@ -235,6 +187,24 @@ def test_the_columns_are_the_schema() -> None:
     found = [(field.name, str(field.type).replace("string", "utf8"), field.nullable) for field in SCHEMA]
     assert rows == found
     assert {row["nullable"] for row in table("manifest_columns")} == {"yes", "no"}
+
+
+def test_a_ring_begins_as_the_table_says() -> None:
+    """Header, entries and data of a ring follow one another, where the code looks for them."""
+    rows = [(int(row["offset"]), row["size"], row["field"]) for row in table("ring_layout")]
+    entries = ring.CAPTURES_MAX * ring.ENTRY_BYTES
+    assert rows == [
+        (0, str(RECORD_BYTES), "header"),
+        (ring.CAPTURES_OFFSET, str(entries), "captures"),
+        (ring.DATA_OFFSET, "-", "data"),
+    ]
+    assert ring.CAPTURES_OFFSET == RECORD_BYTES
+    assert ring.CAPTURES_OFFSET + entries == ring.DATA_OFFSET
+    assert table("ring_layout")[1]["meaning"] == f"{ring.CAPTURES_MAX} entries of {ring.ENTRY_BYTES} bytes"
+    offset, size, *_ = fields("ring_capture")[-1]
+    assert offset + size == ring.ENTRY_BYTES
+    meaning = next(row["meaning"] for row in table("ring_capture") if row["field"] == "state")
+    assert meaning.startswith(f"{ring.COMPLETE} complete, {ring.DURABLE} durable")
 
 
 def _types(value: object) -> set[str]:
@@ -258,6 +228,7 @@ def _types(value: object) -> set[str]:
         ("head_record", Vector("record", "head")),
         ("head_record", Vector("record", "head-from-nothing")),
         ("manifest_header", Vector("manifest", "extents")),
+        ("ring_record", Vector("ring", "captures")),
     ],
     ids=str,
 )
@@ -267,6 +238,8 @@ def test_the_keys_are_those_that_are_written(name: str, vector: Vector) -> None:
     if name == "manifest_header":
         with pa.ipc.open_file(pa.py_buffer(vector.data)) as reader:
             value = json.loads(reader.schema.metadata[b"asymcheck"])
+    elif name == "ring_record":
+        value = value["header"]
     rows = {code(row["key"]): row["type"] for row in table(name)}
     assert set(rows) == set(value)
     for key, kind in rows.items():
@@ -379,21 +352,6 @@ def test_each_invariant_is_checked_and_tested(number: str) -> None:
     here = Path(__file__)
     tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != here]
     assert [path.name for path in tests if cited.search(path.read_text("utf-8"))]
-
-
-@pytest.mark.parametrize("example", spec_text.hex_examples(), ids=str)
-def test_worked_examples_are_slices_of_vectors(example: HexExample) -> None:
-    """A worked example in the text is what lies in the vector."""
-    data = (FORMAT_SPEC / example.vector).read_bytes()
-    assert example.text == hex_text(data, example.start, example.end)
-
-
-def test_there_are_worked_examples() -> None:
-    """The text shows a record, a frame header, a pack header and an index entry byte by byte."""
-    found = [(example.vector.split("/")[2], example.start) for example in spec_text.hex_examples()]
-    assert found == [("record", 0), ("frame", 0), ("pack", 0), ("pack", 8192)]
-    assert spec_text.text().count("<!-- hex:") == len(found)
-    assert all((VECTORS.parents[1] / example.vector).exists() for example in spec_text.hex_examples())
 
 
 def test_the_text_refers_to_sections_that_exist() -> None:

@@ -326,6 +326,11 @@ def test_a_name_is_parsed(vector: Vector) -> None:
             ref = value and CheckpointRef(value["generation"], value["step"], SaveId(bytes.fromhex(value["save_id"])))
             assert parsed == ref
             made = value and layout.checkpoint_name(ref)
+        case "ring":
+            parsed = layout.parse_ring_name(text)
+            ids = value and tuple(bytes.fromhex(value[part]) for part in ("store_id", "ring_id"))
+            assert parsed == ids
+            made = value and layout.ring_name(*ids)
         case _:
             parsed = layout.parse_manifest_name(text)
             name = value and ManifestName(value["rank"], value["world_size"], Digest(bytes.fromhex(value["digest"])))

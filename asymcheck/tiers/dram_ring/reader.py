@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import DigestMismatchError, FormatError, TruncatedError
+from asymcheck.errors import DigestMismatchError, FormatError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import HEADER_BYTES, check_frame, decode_header, frame_length
+from asymcheck.format.layout import parse_ring_name, ring_name
 from asymcheck.format.pack import ENTRY_DTYPE, Entries
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring import (
@@ -22,9 +22,11 @@ from asymcheck.format.ring import (
     DATA_OFFSET,
     ENTRY_BYTES,
     CaptureEntry,
+    RingHeader,
     decode_entry,
     decode_ring_header,
 )
+from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
 from asymcheck.types import Digest, PackId
 
@@ -44,21 +46,30 @@ class RingReader:
             self._descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         try:
             self.is_owned = not try_lock(self._descriptor, exclusive=True)
-            where = f"ring {path}"
-            head = os.pread(self._descriptor, RECORD_BYTES, 0)
-            self.header = decode_ring_header(head, where)
-            size = DATA_OFFSET + self.header.data_bytes
-            if os.fstat(self._descriptor).st_size < size:
-                raise TruncatedError(f"{where}: {os.fstat(self._descriptor).st_size} of {size} bytes")
-            self._map = mmap.mmap(self._descriptor, size)
+            with translated("read", path):
+                # Whoever had the lock before may have moved everything on, and removed the file.
+                if not os.path.samestat(os.fstat(self._descriptor), path.lstat()):
+                    raise StructureError(f"ring {path}: another file has taken its name")
+                self.header = self._read_header()
+                self._map = map_file(self._descriptor, DATA_OFFSET + self.header.data_bytes)
+            self._memory = memoryview(self._map)
+            self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
+            """The captures that are complete or durable."""
+            self.entries = self._find_frames()
+            """One row for each frame that was found by its header; ``offset`` is in the file."""
         except BaseException:
             DESCRIPTORS.close(self._descriptor)
             raise
-        self._memory = memoryview(self._map)
-        self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
-        """The captures that are complete or durable."""
-        self.entries = self._find_frames()
-        """One row for each frame that was found by its header; ``offset`` is in the file."""
+
+    def _read_header(self) -> RingHeader:
+        where = f"ring {self.path}"
+        header = decode_ring_header(os.pread(self._descriptor, RECORD_BYTES, 0), where)
+        if parse_ring_name(self.path.name) != (header.store_id, header.ring_id):
+            raise StructureError(f"{where}: its header is that of {ring_name(header.store_id, header.ring_id)}")
+        size, there = DATA_OFFSET + header.data_bytes, os.fstat(self._descriptor).st_size
+        if there < size:
+            raise TruncatedError(f"{where}: {there} of {size} bytes")
+        return header
 
     def _entry(self, number: int) -> CaptureEntry | None:
         start = CAPTURES_OFFSET + number * ENTRY_BYTES

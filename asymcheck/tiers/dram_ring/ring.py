@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import mmap
 import os
 import threading
 from pathlib import Path
 
-from asymcheck.errors import InvalidInputError, OutOfSpaceError, StorageError
+from asymcheck.errors import InvalidInputError, LockTimeoutError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
@@ -28,11 +27,13 @@ from asymcheck.format.ring import (
     encode_entry,
     encode_ring_header,
 )
+from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.dram_ring.room import Room
-from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, translated, wait_lock
 from asymcheck.types import PackId, SaveId
 
 MADV_POPULATE_WRITE = 23
+_LOCK_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,8 +66,9 @@ class Ring:
         size = DATA_OFFSET + header.data_bytes
         self._descriptor = DESCRIPTORS.add(self._create(size))
         try:
-            try_lock(self._descriptor, exclusive=True)
-            self._map = mmap.mmap(self._descriptor, size)
+            self._lock()
+            with translated("map", self.path):
+                self._map = map_file(self._descriptor, size)
             self._map[:CAPTURES_OFFSET] = encode_ring_header(header)
         except BaseException:
             self.path.unlink(missing_ok=True)
@@ -84,9 +86,11 @@ class Ring:
         try:
             # Now, not page by page: a page for which there is no memory would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
+        except BaseException as error:
             self.path.unlink(missing_ok=True)
             os.close(descriptor)
+            if not isinstance(error, OSError):
+                raise
             if error.errno == errno.ENOSPC:
                 raise OutOfSpaceError(
                     f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
@@ -94,6 +98,11 @@ class Ring:
                 ) from error
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
         return descriptor
+
+    def _lock(self) -> None:
+        # One that looks for rings left behind may hold it for a moment: it finds no header, and lets go.
+        if not wait_lock(self._descriptor, _LOCK_S, exclusive=True):
+            raise LockTimeoutError(f"lock {self.path}: another process has held it for {_LOCK_S:g} seconds")
 
     def populate(self) -> None:
         """Map all pages now, so that no capture waits for it; costs nothing but time where the kernel cannot."""

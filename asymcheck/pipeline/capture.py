@@ -209,6 +209,8 @@ class Capturer:
                 self._copy_released(capture, number)
             else:
                 self._digest(capture, number)
+            # Else the last one would be kept alive, with all its tensors, until the next one comes.
+            del capture
 
     def _copy_released(self, capture: Capture, number: int) -> None:
         try:

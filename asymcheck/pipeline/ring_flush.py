@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from asymcheck.events import emit
 from asymcheck.format.digest import digest
@@ -56,7 +56,14 @@ class RingFlusher:
         self._kept: list[Moving] = []
         self._last_names: list[Digest] = []
         self._lock = threading.Lock()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="asymcheck-flush")
+        self._writes: queue.SimpleQueue[tuple[Future[None], Moving, int] | None] = queue.SimpleQueue()
+        # Not an executor: that one takes nothing more once the interpreter has begun to end, and the drain comes then.
+        self._writers = [
+            threading.Thread(target=self._run_writes, name=f"asymcheck-flush-{number}", daemon=True)
+            for number in range(_WRITERS)
+        ]
+        for writer in self._writers:
+            writer.start()
         self._thread = threading.Thread(target=self._run, name="asymcheck-commit", daemon=True)
         self._thread.start()
 
@@ -66,14 +73,17 @@ class RingFlusher:
 
     def finished(self, capture: Capture) -> None:
         """Take a capture that is complete, or was given up. On the capture thread."""
-        moving = self._of(capture)
-        if capture.error is None:
-            try:
+        try:
+            moving = self._of(capture)
+            if capture.error is None:
                 self._complete(moving)
-            except Exception as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-                capture.error = error
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            capture.error = capture.error or error
         capture.complete.set()
-        self._queue.put((moving, None))
+        if capture in self._moving:
+            self._queue.put((self._moving[capture], None))
+        else:
+            capture.durable.set()
 
     def _of(self, capture: Capture) -> Moving:
         moving = self._moving.get(capture)
@@ -119,9 +129,25 @@ class RingFlusher:
         while (item := self._queue.get()) is not None:
             moving, number = item
             if number is not None:
-                moving.writes.append(self._writers.submit(self._write, moving, number))
-            else:
+                done: Future[None] = Future()
+                moving.writes.append(done)
+                self._writes.put((done, moving, number))
+                continue
+            try:
                 self._settle(moving)
+            except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+                moving.capture.error = moving.capture.error or error
+            self._retire(moving)
+
+    def _run_writes(self) -> None:
+        while (item := self._writes.get()) is not None:
+            done, moving, number = item
+            try:
+                self._write(moving, number)
+            except BaseException as error:  # noqa: BLE001 - raised in the training loop, by way of the capture
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _write(self, moving: Moving, number: int) -> None:
         capture = moving.capture
@@ -135,7 +161,10 @@ class RingFlusher:
             self._ring.give_back(slot)
 
     def _settle(self, moving: Moving) -> None:
-        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
+        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store.
+
+        Before it is retired, room is made only of others.
+        """
         capture = moving.capture
         failures = [error for write in moving.writes if (error := write.exception()) is not None]
         if capture.error is None and failures:
@@ -149,23 +178,24 @@ class RingFlusher:
             moving.drain.abandon()
         elif moving.entry is not None:
             self._ring.mark_durable(moving.entry)
-        capture.written_bytes = moving.drain.written_bytes
-        moving.settled = True
-        self._clear(moving)
-        del self._moving[capture]
-        capture.durable_s = time.perf_counter()
-        capture.durable.set()
-        emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
 
-    def _clear(self, moving: Moving) -> None:
-        """Free what is settled and not the newest complete capture."""
+    def _retire(self, moving: Moving) -> None:
+        """Give up what is not needed any more, and tell who waits."""
+        capture = moving.capture
+        capture.written_bytes = moving.drain.written_bytes
+        del self._moving[capture]
         with self._lock:
+            moving.settled = True
+            # The newest complete capture stays, for a rollback; so does what waits in memory for the next start.
             freed = [kept for kept in self._kept[:-1] if kept.settled]
             if moving not in self._kept:
                 freed.append(moving)
             self._kept = [kept for kept in self._kept if kept not in freed]
         for one in freed:
             self._free(one)
+        capture.durable_s = time.perf_counter()
+        capture.durable.set()
+        emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
 
     def make_room(self) -> bool:
         """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
@@ -179,8 +209,9 @@ class RingFlusher:
         return True
 
     def _free(self, moving: Moving) -> None:
-        if moving.entry is not None:
-            self._ring.forget(moving.entry)
+        entry, moving.entry = moving.entry, None
+        if entry is not None:
+            self._ring.forget(entry)
         for slot in (*moving.capture.slots, moving.manifest_slot):
             if slot is not None:
                 self._ring.give_back(slot)
@@ -194,6 +225,9 @@ class RingFlusher:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""
         self._queue.put(None)
         self._thread.join()
-        self._writers.shutdown()
+        for _ in self._writers:
+            self._writes.put(None)
+        for writer in self._writers:
+            writer.join()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)

@@ -76,6 +76,7 @@ class Ring:
             raise
         self._memory = memoryview(self._map)
         self._room = Room(DATA_OFFSET, header.data_bytes)
+        self._taken: set[RingSlot] = set()
         self._entries: dict[int, CaptureEntry] = {}
         self._changed = threading.Condition()
         emit("ring.created", self.path.name, size)
@@ -127,11 +128,13 @@ class Ring:
             )
         with self._changed:
             offset = self._room.take(frame_length(length))
-        if offset is None:
-            return None
+            if offset is None:
+                return None
+            slot = RingSlot(offset, length)
+            self._taken.add(slot)
         # Before anything else of it is overwritten, so that what lay here is no frame any more.
         self._memory[offset : offset + registry.BLOCK_BYTES] = bytes(registry.BLOCK_BYTES)
-        return RingSlot(offset, length)
+        return slot
 
     def payload(self, place: RingSlot) -> memoryview:
         """Return where the payload of a frame goes."""
@@ -151,10 +154,12 @@ class Ring:
         frame[:HEADER_BYTES] = header
 
     def give_back(self, place: RingSlot) -> None:
-        """Free a place; who waits for room is woken."""
+        """Free a place; who waits for room is woken. To free it twice is no error, for it may be another's by then."""
         with self._changed:
-            self._room.give_back(place.offset, place.frame_bytes)
-            self._changed.notify_all()
+            if place in self._taken:
+                self._taken.remove(place)
+                self._room.give_back(place.offset, place.frame_bytes)
+                self._changed.notify_all()
 
     def wait_for_room(self, seconds: float) -> None:
         """Wait until something is freed, or for some time."""

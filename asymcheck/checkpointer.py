@@ -109,7 +109,8 @@ class Checkpointer:
         self._store.settle()
         for adopted in self._store.adopt(self._config.ring_folder):
             if adopted.ref is None:
-                what = f"step {adopted.step} of run {adopted.run!r}, which lay in memory"
+                step_name = "a step" if adopted.step is None else f"step {adopted.step}"
+                what = f"{step_name} of run {adopted.run!r}, which lay in memory"
                 warn_user(f"passed over {what}: {adopted.problem}", SkippedCheckpointWarning)
         try:
             restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True)

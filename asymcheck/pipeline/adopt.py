@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from asymcheck.errors import AsymcheckError, FormatError, MissingPartitionError
+from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StructureError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest, ManifestHeader
@@ -25,8 +25,8 @@ class Adopted:
 
     run: str
     """The run."""
-    step: int
-    """The training step."""
+    step: int | None
+    """The training step; None when its manifest could not be read."""
     ref: CheckpointRef | None
     """The checkpoint; None when it could not be committed."""
     problem: str
@@ -56,29 +56,50 @@ def adopt(tier: NvmeTier, catalog: Catalog, folder: Path, placing: Callable[[Man
 def _adopt_ring(
     tier: NvmeTier, catalog: Catalog, reader: RingReader, placing: Callable[[ManifestHeader], Place]
 ) -> list[Adopted]:
-    found: list[tuple[CaptureEntry, Manifest, bytes]] = []
+    adopted: list[Adopted] = []
+    found: list[tuple[Manifest, bytes]] = []
     for entry in reader.captures:
-        if entry.state == COMPLETE:
-            data = bytes(reader.payload_at(entry.offset))
-            found.append((entry, decode_manifest(data, f"manifest in ring {reader.path.name}"), data))
+        if entry.state != COMPLETE:
+            continue
+        try:
+            found.append(_manifest(reader, entry))
+        except FormatError as error:
+            adopted.append(Adopted(reader.header.run, None, None, str(error)))
     offsets = reader.offsets()
-    adopted = []
-    for entry, manifest, data in sorted(found, key=lambda one: one[1].header.ref):
+    for manifest, data in sorted(found, key=lambda one: one[0].header.ref):
         header = manifest.header
         if tier.manifests.listing(header.run, header.ref).manifests:
+            # Its process was killed between the commit and the note of it.
             continue
-        drain = Drain(tier, catalog, tier.slots, entry.save_id, header.rank)
+        drain = Drain(tier, catalog, tier.slots, header.ref.save_id, header.rank)
         try:
             _add_all(drain, reader, manifest, offsets)
             ref = drain.commit(data, placing)
-            adopted.append(Adopted(header.run, header.ref.step, ref, ""))
-        except (MissingPartitionError, FormatError) as error:
+        except (MissingPartitionError, FormatError, InvalidInputError) as error:
             drain.abandon()
             adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
-        except AsymcheckError:
+        except BaseException:
             drain.abandon()
             raise
+        else:
+            adopted.append(Adopted(header.run, header.ref.step, ref, ""))
     return adopted
+
+
+def _manifest(reader: RingReader, entry: CaptureEntry) -> tuple[Manifest, bytes]:
+    """Read the manifest of a capture.
+
+    Raises:
+        FormatError: it is damaged, or not the one that the entry and the ring are of.
+    """
+    where = f"manifest in ring {reader.path.name}"
+    data = bytes(reader.payload_at(entry.offset))
+    manifest = decode_manifest(data, where)
+    header = manifest.header
+    named = (entry.save_id, reader.header.run, reader.header.rank)
+    if (header.ref.save_id, header.run, header.rank) != named:
+        raise StructureError(f"{where}: it is of another capture than its entry")
+    return manifest, data
 
 
 def _add_all(drain: Drain, reader: RingReader, manifest: Manifest, offsets: dict[Digest, list[int]]) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -162,7 +162,8 @@ class Checkpointer:
                 if self._generation is None:
                     self._warn_of_abandoned(f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}")
                 self._background = self._store.background(self._run, self._config, self._opened)
-                self._ending.arm()
+                self._background.held = self._ending.held()
+                self._ending.arm(self._background)
             self._background.begin(self._state, self._store.request(self._run, step, metrics), self._generation)
             self._last = step
             return True
@@ -260,6 +261,7 @@ class _Ending:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
+        self._background: Callable[[], Background | None] = lambda: None
         self._depth = 0
         self._terminating = False
         self._armed = False
@@ -276,8 +278,9 @@ class _Ending:
         if self._terminating and not self._depth:
             self._terminate()
 
-    def arm(self) -> None:
+    def arm(self, background: Background) -> None:
         """Drain at exit; on SIGTERM too, unless the program has a handler of its own."""
+        self._background = weakref.ref(background)
         atexit.register(self._close)
         self._armed = True
         on_main = threading.current_thread() is threading.main_thread()
@@ -294,9 +297,12 @@ class _Ending:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _close(self) -> None:
-        checkpointer = self._checkpointer()
+        checkpointer, background = self._checkpointer(), self._background()
         if checkpointer is not None:
             checkpointer.close()
+        elif background is not None:
+            # A function that trains may have returned without closing; what it began is still under way.
+            background.close()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._terminating = True
@@ -304,6 +310,8 @@ class _Ending:
             self._terminate()
 
     def _terminate(self) -> None:
+        # What is held from now on does not end in another termination.
+        self._depth += 1
         try:
             self._close()
         finally:

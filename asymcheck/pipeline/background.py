@@ -73,6 +73,8 @@ class Background:
         self._capturer: Capturer | None = None
         self._fences: Fences | None = None
         self.statistics = Statistics()
+        self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
         """Begin to capture a state; when this returns, everything but what optimizers own may change.
@@ -142,9 +144,10 @@ class Background:
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
         if self._capturer is not None:
-            began = time.perf_counter()
-            self._capturer.fence()
-            self.statistics.fence_s += time.perf_counter() - began
+            with self.held:
+                began = time.perf_counter()
+                self._capturer.fence()
+                self.statistics.fence_s += time.perf_counter() - began
 
     def settled(self) -> list[Capture]:
         """Return the captures that have become durable, or were lost, since the last call."""

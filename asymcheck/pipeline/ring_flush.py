@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from asymcheck.events import emit
 from asymcheck.format.digest import digest
@@ -54,7 +54,14 @@ class RingFlusher:
         self._moving: dict[Capture, Moving] = {}
         self._kept: list[Moving] = []
         self._lock = threading.Lock()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="asymcheck-flush")
+        self._writes: queue.SimpleQueue[tuple[Future[None], Moving, int] | None] = queue.SimpleQueue()
+        # No executor: Python ends those before it calls what is registered to be done at exit, and that flushes.
+        self._writers = [
+            threading.Thread(target=self._run_writes, name=f"asymcheck-flush-{number}", daemon=True)
+            for number in range(_WRITERS)
+        ]
+        for writer in self._writers:
+            writer.start()
         self._thread = threading.Thread(target=self._run, name="asymcheck-commit", daemon=True)
         self._thread.start()
 
@@ -113,9 +120,20 @@ class RingFlusher:
         while (item := self._queue.get()) is not None:
             moving, number = item
             if number is not None:
-                moving.writes.append(self._writers.submit(self._write, moving, number))
+                moving.writes.append(Future())
+                self._writes.put((moving.writes[-1], moving, number))
             else:
                 self._settle(moving)
+
+    def _run_writes(self) -> None:
+        while (item := self._writes.get()) is not None:
+            done, moving, number = item
+            try:
+                self._write(moving, number)
+            except BaseException as error:  # noqa: BLE001 - carried to the commit thread
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _write(self, moving: Moving, number: int) -> None:
         capture = moving.capture
@@ -186,6 +204,9 @@ class RingFlusher:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""
         self._queue.put(None)
         self._thread.join()
-        self._writers.shutdown()
+        for _ in self._writers:
+            self._writes.put(None)
+        for writer in self._writers:
+            writer.join()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)

@@ -108,8 +108,10 @@ class Checkpointer:
         self._store.settle()
         for adopted in self._store.adopt(self._config.ring_folder):
             if adopted.ref is None:
-                what = f"step {adopted.step} of run {adopted.run!r}, which lay in memory"
-                warn_user(f"passed over {what}: {adopted.problem}", SkippedCheckpointWarning)
+                what = "a checkpoint" if adopted.step is None else f"step {adopted.step}"
+                of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
+                message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
+                warn_user(message, SkippedCheckpointWarning)
         try:
             restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True)
         except CheckpointNotFoundError:

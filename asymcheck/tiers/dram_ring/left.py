@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from asymcheck.format.layout import parse_ring_name
-from asymcheck.tiers.files import translated
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.format.ring import CAPTURES_OFFSET
+from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
 
 
 def left_rings(folder: Path, store_id: bytes) -> list[Path]:
@@ -17,3 +19,22 @@ def left_rings(folder: Path, store_id: bytes) -> list[Path]:
         except (FileNotFoundError, NotADirectoryError):
             return []
     return [folder / name for name in names if (parse_ring_name(name) or (b"", b""))[0] == store_id]
+
+
+def remove_unmade(path: Path) -> bool:
+    """Remove what a process left that was killed while it made a ring; return False when captures may lie in it."""
+    with translated("open", path):
+        try:
+            descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return True
+    try:
+        # Who makes a ring locks it first, so that one whose lock is had is made no further.
+        if try_lock(descriptor, exclusive=True):
+            if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)):
+                return False
+            if is_same_file(descriptor, path):
+                path.unlink(missing_ok=True)
+    finally:
+        DESCRIPTORS.close(descriptor)
+    return True

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 
 from asymcheck.errors import InvalidInputError, OutOfSpaceError, StorageError
@@ -29,10 +30,11 @@ from asymcheck.format.ring import (
     encode_ring_header,
 )
 from asymcheck.tiers.dram_ring.room import Room
-from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
 from asymcheck.types import PackId, SaveId
 
 MADV_POPULATE_WRITE = 23
+_POLL_S = 0.005
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +67,6 @@ class Ring:
         size = DATA_OFFSET + header.data_bytes
         self._descriptor = DESCRIPTORS.add(self._create(size))
         try:
-            try_lock(self._descriptor, exclusive=True)
             self._map = mmap.mmap(self._descriptor, size)
             self._map[:CAPTURES_OFFSET] = encode_ring_header(header)
         except BaseException:
@@ -79,8 +80,7 @@ class Ring:
         emit("ring.created", self.path.name, size)
 
     def _create(self, size: int) -> int:
-        with translated("create", self.path):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = self._open_locked()
         try:
             # Now, not page by page: a page for which there is no memory would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, size)
@@ -94,6 +94,17 @@ class Ring:
                 ) from error
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
         return descriptor
+
+    def _open_locked(self) -> int:
+        while True:
+            with translated("create", self.path):
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # Another process may be looking whether this is the rest of a ring; then it removes it.
+            while not try_lock(descriptor, exclusive=True):
+                time.sleep(_POLL_S)
+            if is_same_file(descriptor, self.path):
+                return descriptor
+            os.close(descriptor)
 
     def populate(self) -> None:
         """Map all pages now, so that no capture waits for it; costs nothing but time where the kernel cannot."""

@@ -87,6 +87,7 @@ class Checkpointer:
         self._generation: int | None = None
         self._last: int | None = None
         self._background: Background | None = None
+        self._statistics = Statistics()
         self._ending = _Ending(self)
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
@@ -161,9 +162,13 @@ class Checkpointer:
             if self._last is not None and step < self._last:
                 warn_of_order(self._run, self._last, step)
             if self._background is None:
-                if self._generation is None:
-                    self._warn_of_abandoned(f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}")
+                if self._generation is None and not self._warn_of_abandoned(
+                    f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}"
+                ):
+                    # At once: nothing is abandoned, and what is in memory can be resumed only on a line that is there.
+                    self._opened()
                 self._background = self._store.background(self._run, self._config, self._opened)
+                self._background.statistics = self._statistics
                 self._background.held = self._ending.held()
                 self._ending.arm(self._background)
             self._background.begin(self._state, self._store.request(self._run, step, metrics), self._generation)
@@ -190,11 +195,12 @@ class Checkpointer:
         self._warn_of_abandoned(f"they are abandoned by this save; {_RESTORE_FIRST}")
         return self._opened()
 
-    def _warn_of_abandoned(self, what: str) -> None:
+    def _warn_of_abandoned(self, what: str) -> bool:
         steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]
         if steps:
             message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
             warn_user(message, AbandonedCheckpointsWarning)
+        return bool(steps)
 
     def fence(self) -> None:
         """Wait until the state may be changed by something else than an optimizer of it."""
@@ -227,7 +233,7 @@ class Checkpointer:
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
-        return Statistics() if self._background is None else self._background.statistics
+        return self._statistics if self._background is None else self._background.statistics
 
     @property
     def last_step(self) -> int | None:
@@ -244,8 +250,11 @@ class Checkpointer:
             self._ending.disarm()
             if self._background is not None:
                 self._background.close()
-                self._report()
-                self._background = None
+                try:
+                    self._report()
+                finally:
+                    self._statistics = self._background.statistics
+                    self._background = None
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""

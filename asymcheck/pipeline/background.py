@@ -154,6 +154,7 @@ class Background:
         done = [capture for capture in self._captures if capture.durable.is_set()]
         for capture in done:
             self._captures.remove(capture)
+            self.statistics.written_bytes += capture.written_bytes
             self.statistics.durable += capture.error is None
             self.statistics.lost += capture.error is not None
         return done

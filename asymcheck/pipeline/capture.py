@@ -66,6 +66,8 @@ class Capture:
         """Partitions whose source is still needed."""
         self.undigested = len(self.slots)
         """Partitions that are not complete in the ring."""
+        self.written_bytes = 0
+        """Payload bytes written to the store, once it is settled."""
         self.error: BaseException | None = None
         """Why it was given up."""
         self.copied = threading.Event()
@@ -243,7 +245,7 @@ class Capturer:
                 self._ring.wait_for_room(_ROOM_POLL_S)
 
     def _complete_one(self) -> bool:
-        """Complete what was copied before, so that it can leave the ring. On the capture thread, which alone does so."""
+        """Complete what was copied before, so that it can leave the ring; only the capture thread does so."""
         if threading.current_thread() is not self._thread:
             return False
         with self._changed:
@@ -276,9 +278,8 @@ class Capturer:
             return
         payload = self._ring.payload(slot)
         witness = capture.witnesses.get(number)
-        if witness is not None:
-            if digest(payload[witness.start : witness.start + witness.length]) != witness.digest:
-                raise TornCaptureError(_torn(capture, number, witness))
+        if witness is not None and digest(payload[witness.start :][: witness.length]) != witness.digest:
+            raise TornCaptureError(_torn(capture, number, witness))
         name = digest(payload)
         self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
         capture.digests[number] = name

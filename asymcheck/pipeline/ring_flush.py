@@ -105,13 +105,18 @@ class RingFlusher:
                 return
             self._ring.payload(slot)[:] = moving.manifest
             self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
-            moving.manifest_slot = slot
             moving.entry = self._ring.enter(slot, capture.save_id)
+            if moving.entry is None:
+                self._ring.give_back(slot)
+                return
+            moving.manifest_slot = slot
             with self._lock:
                 self._kept.append(moving)
         emit("capture.complete", str(ref), capture.state_bytes)
 
     def _take(self, length: int) -> RingSlot | None:
+        if frame_length(length) > self._ring.header.data_bytes:
+            return None
         while (slot := self._ring.take(length)) is None and self.make_room():
             pass
         return slot
@@ -162,6 +167,7 @@ class RingFlusher:
         elif moving.entry is not None:
             self._ring.mark_durable(moving.entry)
         moving.settled = True
+        capture.written_bytes = moving.drain.written_bytes
         self._clear(moving)
         del self._moving[capture]
         capture.durable.set()

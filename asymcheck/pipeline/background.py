@@ -111,7 +111,7 @@ class Background:
                 self._ring,
                 self._flusher.stored,
                 self._flusher.finished,
-                self._flusher.make_room,
+                self._flusher.make_room_for,
                 self._config.proof,
             )
         return self._capturer

@@ -96,7 +96,7 @@ class Capturer:
         ring: Ring,
         stored: Callable[[Capture, int], None],
         finished: Callable[[Capture], None],
-        make_room: Callable[[], object],
+        make_room: Callable[[Capture], bool],
         proof: Proof,
     ) -> None:
         """Start the thread.
@@ -105,7 +105,7 @@ class Capturer:
             ring: where to.
             stored: called on it when a partition, by number, is complete in the ring.
             finished: called on it when all are, or when the capture was given up: ``error`` says so. Must not raise.
-            make_room: called on any thread when the ring is full.
+            make_room: called on any thread when the ring is full for a capture; returns whether it made room.
             proof: how much is compared.
         """
         self._ring = ring
@@ -241,7 +241,7 @@ class Capturer:
             if capture.error is not None:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
-            if not self._make_room() and not self._complete_one():
+            if not self._make_room(capture) and not self._complete_one():
                 self._ring.wait_for_room(_ROOM_POLL_S)
 
     def _complete_one(self) -> bool:

@@ -40,6 +40,8 @@ class Moving:
         """Number of its entry in the ring, once it is complete there."""
         self.ref: CheckpointRef | None = None
         """The checkpoint that it became."""
+        self.stored: list[int] = []
+        """Partitions, by number, that are written and still in the ring."""
         self.settled = False
         """Whether it is durable, or will never be."""
 
@@ -79,6 +81,13 @@ class RingFlusher:
                 capture.error = error
         capture.complete.set()
         self._queue.put((moving, None))
+
+    def _note_failure(self, moving: Moving) -> None:
+        """Give up a capture that streams when a write of it has failed; one that is all in the ring may outlive that."""
+        with self._lock:
+            failures = [write.exception() for write in tuple(moving.writes) if write.done()]
+            if moving.streams and moving.capture.error is None:
+                moving.capture.error = next(filter(None, failures), None)
 
     def _of(self, capture: Capture) -> Moving:
         moving = self._moving.get(capture)
@@ -137,6 +146,7 @@ class RingFlusher:
                 self._write(moving, number)
             except BaseException as error:  # noqa: BLE001 - carried to the commit thread
                 done.set_exception(error)
+                self._note_failure(moving)
             else:
                 done.set_result(None)
 
@@ -146,10 +156,33 @@ class RingFlusher:
         if slot is None or name is None or (capture.error is not None and not moving.streams):
             return
         if capture.error is None:
-            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=not moving.streams)
-        if moving.streams:
-            capture.slots[number] = None
-            self._ring.give_back(slot)
+            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=False)
+        with self._lock:
+            if not moving.streams:
+                moving.drain.keep(name, slot.length, self._ring.frame(slot))
+                moving.stored.append(number)
+                return
+        capture.slots[number] = None
+        self._ring.give_back(slot)
+
+    def let_stream(self, capture: Capture) -> bool:
+        """Let a capture leave the ring as it is written, if it is alone there and so can wait for nothing else.
+
+        One that would fit may find the free room in too small pieces. Returns whether that made room.
+        """
+        with self._lock:
+            moving = self._moving.get(capture)
+            if moving is None or moving.streams or self._kept or any(one is not capture for one in tuple(self._moving)):
+                return False
+            moving.streams = True
+            numbers, moving.stored = moving.stored, []
+            moving.drain.keep_none()
+        self._note_failure(moving)
+        for number in numbers:
+            slot, capture.slots[number] = capture.slots[number], None
+            if slot is not None:
+                self._ring.give_back(slot)
+        return True
 
     def _settle(self, moving: Moving) -> None:
         """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
@@ -182,6 +215,10 @@ class RingFlusher:
             freed.append(moving)
         for one in freed:
             self._free(one)
+
+    def make_room_for(self, capture: Capture) -> bool:
+        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did."""
+        return self.make_room() or self.let_stream(capture)
 
     def make_room(self) -> bool:
         """Free the oldest capture that is durable, or could not be made so; return whether there was one."""

@@ -66,7 +66,7 @@ def snapshot(value: object) -> object:
         pairs = [(key, snapshot(item)) for key, item in value.items()]  # type: ignore[attr-defined]  # a mapping
         copied = dict(pairs) if type(value) is dict else OrderedDict(pairs)
         if hasattr(value, "_metadata"):
-            copied._metadata = snapshot(value._metadata)  # type: ignore[union-attr]  # as state_dict() does
+            setattr(copied, "_metadata", snapshot(value._metadata))  # noqa: B010 - as state_dict() does
         return copied
     if type(value) in (list, tuple):
         return type(value)(snapshot(item) for item in value)  # type: ignore[call-arg, attr-defined]  # a sequence

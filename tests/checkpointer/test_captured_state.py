@@ -150,19 +150,6 @@ def _of_kind(kind: Kind) -> Callable[[], Loop]:
     return make
 
 
-KINDS: dict[str, Kind] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
-    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw-single": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.5),
-    "lbfgs": lambda parameters: _Closing(parameters),
-}
-
-
 class _Closing(torch.optim.LBFGS):
     """LBFGS, which evaluates the loss itself, here of nothing but the parameters."""
 
@@ -178,7 +165,20 @@ class _Closing(torch.optim.LBFGS):
             loss.backward()
             return loss
 
-        return torch.as_tensor(super().step(closure))  # type: ignore[arg-type]  # it returns the loss
+        return torch.as_tensor(super().step(closure))  # type: ignore[no-untyped-call]  # as torch has it
+
+
+KINDS: dict[str, Kind] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw-single": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.5),
+    "lbfgs": _Closing,
+}
 
 
 def averages() -> Loop:
@@ -196,7 +196,7 @@ def averages() -> Loop:
 
 
 def averaged_model() -> Loop:
-    """torch's own average of a model, with its buffers."""
+    """The average of a model that torch has of a model, with its buffers."""
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     loop = _simple(model, torch.optim.SGD(model.parameters(), 0.1), average=average)
@@ -332,10 +332,12 @@ def recomputed() -> Loop:
 
 
 def compiled() -> Loop:
-    """A compiled model, whose state has names of its own, and a compiled optimizer step."""
+    """A compiled model, whose state has names of its own."""
     torch.compiler.reset()
-    model = torch.compile(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)), backend="eager")
-    return _simple(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]  # it is a module
+    plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
+    model = torch.compile(plain, backend="eager")
+    assert isinstance(model, torch.nn.Module)
+    return _simple(model, torch.optim.AdamW(model.parameters()))
 
 
 def reassigned() -> Loop:

@@ -83,7 +83,7 @@ class RingFlusher:
         self._queue.put((moving, None))
 
     def _note_failure(self, moving: Moving) -> None:
-        """Give up a capture that streams when a write of it has failed; one that is all in the ring may outlive that."""
+        """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
         with self._lock:
             failures = [write.exception() for write in tuple(moving.writes) if write.done()]
             if moving.streams and moving.capture.error is None:

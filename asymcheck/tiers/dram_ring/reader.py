@@ -25,7 +25,7 @@ from asymcheck.format.ring import (
     decode_entry,
     decode_ring_header,
 )
-from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock, unlock
 from asymcheck.types import Digest, PackId
 
 
@@ -119,6 +119,8 @@ class RingReader:
         self._memory.release()
         with contextlib.suppress(BufferError):
             self._map.close()
+        # Said in so many words: a map that is kept has the file open, too, and with it the lock.
+        unlock(self._descriptor)
         DESCRIPTORS.close(self._descriptor)
 
     def __enter__(self) -> RingReader:

@@ -30,7 +30,7 @@ from asymcheck.format.ring import (
     encode_ring_header,
 )
 from asymcheck.tiers.dram_ring.room import Room
-from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock, unlock
 from asymcheck.types import PackId, SaveId
 
 MADV_POPULATE_WRITE = 23
@@ -201,4 +201,6 @@ class Ring:
         # A view that somebody still has keeps the memory; the file is gone anyway.
         with contextlib.suppress(BufferError):
             self._map.close()
+        # Said in so many words: a map that is kept has the file open, too, and with it the lock.
+        unlock(self._descriptor)
         DESCRIPTORS.close(self._descriptor)

@@ -33,11 +33,12 @@ class Captures(Reports):
         self._backgrounds: list[Background] = []
 
     def request(self, run: str, step: int, metrics: Mapping[str, float] | None) -> SaveRequest:
-        """Check what a checkpoint is to be called.
+        """Check what a checkpoint is to be called, and that the store takes one.
 
         Raises:
-            InvalidInputError
+            InvalidInputError, ClosedStoreError, ReadOnlyStoreError
         """
+        self._tier.check_writable()
         return SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}))
 
     def _place(self, run: str, generation: int | None) -> Place:

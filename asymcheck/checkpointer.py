@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -88,6 +88,7 @@ class Checkpointer:
         self._generation: int | None = None
         self._last: int | None = None
         self._background: Background | None = None
+        self._statistics = Statistics()
         self._ending = _Ending(self)
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
@@ -109,9 +110,10 @@ class Checkpointer:
         self._store.settle()
         for adopted in self._store.adopt(self._config.ring_folder):
             if adopted.ref is None:
-                step_name = "a step" if adopted.step is None else f"step {adopted.step}"
-                what = f"{step_name} of run {adopted.run!r}, which lay in memory"
-                warn_user(f"passed over {what}: {adopted.problem}", SkippedCheckpointWarning)
+                what = "a checkpoint" if adopted.step is None else f"step {adopted.step}"
+                of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
+                message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
+                warn_user(message, SkippedCheckpointWarning)
         try:
             restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True)
         except CheckpointNotFoundError:
@@ -161,13 +163,15 @@ class Checkpointer:
             if self._last is not None and step < self._last:
                 warn_of_order(self._run, self._last, step)
             if self._background is None:
-                # A new run begins its line now, for only what has a place on a line survives in memory.
                 if self._generation is None and not self._warn_of_abandoned(
                     f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}"
                 ):
+                    # At once: nothing is abandoned, and what is in memory can be resumed only on a line that is there.
                     self._opened()
                 self._background = self._store.background(self._run, self._config, self._opened)
-                self._ending.arm()
+                self._background.statistics = self._statistics
+                self._background.held = self._ending.held()
+                self._ending.arm(self._background)
             self._background.begin(self._state, self._store.request(self._run, step, metrics), self._generation)
             self._last = step
             return True
@@ -224,9 +228,9 @@ class Checkpointer:
         settled = [] if self._background is None else self._background.settled()
         for capture in settled:
             if capture.is_stale:
-                message = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before"
+                what = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before it"
                 warn_user(
-                    f"{message}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
+                    f"{what}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
                 )
         lost = [capture for capture in settled if capture.error is not None]
         for capture in lost:
@@ -237,7 +241,7 @@ class Checkpointer:
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
-        return Statistics() if self._background is None else self._background.statistics
+        return self._statistics if self._background is None else self._background.statistics
 
     @property
     def last_step(self) -> int | None:
@@ -254,8 +258,11 @@ class Checkpointer:
             self._ending.disarm()
             if self._background is not None:
                 self._background.close()
-                self._report()
-                self._background = None
+                try:
+                    self._report()
+                finally:
+                    self._statistics = self._background.statistics
+                    self._background = None
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -273,6 +280,7 @@ class _Ending:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
+        self._background: Callable[[], Background | None] = lambda: None
         self._depth = 0
         self._terminating = False
         self._armed = False
@@ -289,8 +297,9 @@ class _Ending:
         if self._terminating and not self._depth:
             self._terminate()
 
-    def arm(self) -> None:
+    def arm(self, background: Background) -> None:
         """Drain at exit; on SIGTERM too, unless the program has a handler of its own."""
+        self._background = weakref.ref(background)
         atexit.register(self._close)
         self._armed = True
         on_main = threading.current_thread() is threading.main_thread()
@@ -307,9 +316,12 @@ class _Ending:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _close(self) -> None:
-        checkpointer = self._checkpointer()
+        checkpointer, background = self._checkpointer(), self._background()
         if checkpointer is not None:
             checkpointer.close()
+        elif background is not None:
+            # A function that trains may have returned without closing; what it began is still under way.
+            background.close()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._terminating = True
@@ -317,6 +329,8 @@ class _Ending:
             self._terminate()
 
     def _terminate(self) -> None:
+        # What is held from now on does not end in another termination.
+        self._depth += 1
         try:
             self._close()
         finally:

@@ -14,7 +14,7 @@ from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.ring import COMPLETE, CaptureEntry
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.request import Place
-from asymcheck.tiers.dram_ring import RingReader, left_rings
+from asymcheck.tiers.dram_ring import RingReader, left_rings, remove_unmade
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.types import CheckpointRef, Digest
 
@@ -23,10 +23,10 @@ from asymcheck.types import CheckpointRef, Digest
 class Adopted:
     """What became of one capture."""
 
-    run: str
-    """The run."""
+    run: str | None
+    """The run; None when it cannot be known."""
     step: int | None
-    """The training step; None when its manifest could not be read."""
+    """The training step; None when it cannot be known."""
     ref: CheckpointRef | None
     """The checkpoint; None when it could not be committed."""
     problem: str
@@ -43,8 +43,11 @@ def adopt(tier: NvmeTier, catalog: Catalog, folder: Path, placing: Callable[[Man
     for path in left_rings(folder, tier.descriptor.store_id):
         try:
             reader = RingReader(path)
-        except (FileNotFoundError, FormatError):
-            # Gone, or its process was killed before it was a ring.
+        except FileNotFoundError:
+            continue
+        except FormatError as error:
+            if not remove_unmade(path):
+                adopted.append(Adopted(None, None, None, f"{error}; it stays there, and takes memory until removed"))
             continue
         with reader:
             if not reader.is_owned:

@@ -80,6 +80,8 @@ class Background:
         self._timing: Timing | None = None
         self._modules: list[nn.Module] = []
         self.statistics = Statistics()
+        self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
         """Begin to capture a state; when this returns, everything but what optimizers own may change.
@@ -135,7 +137,7 @@ class Background:
                 self._ring,
                 self._flusher.stored,
                 self._flusher.finished,
-                self._flusher.make_room,
+                self._flusher.make_room_for,
                 self._config.proof,
             )
         return self._capturer
@@ -168,12 +170,13 @@ class Background:
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
         if self._capturer is not None and self._timing is not None:
-            began = time.perf_counter()
-            self._capturer.fence()
-            waited = time.perf_counter() - began
-            self._timing.fenced(began, waited)
-            self.statistics.fence_s += waited
-            self.statistics.hooks_s = self._timing.hooks_s
+            with self.held:
+                began = time.perf_counter()
+                self._capturer.fence()
+                waited = time.perf_counter() - began
+                self._timing.fenced(began, waited)
+                self.statistics.fence_s += waited
+                self.statistics.hooks_s = self._timing.hooks_s
 
     def settled(self) -> list[Capture]:
         """Return the captures that have become durable, or were lost, since the last call."""

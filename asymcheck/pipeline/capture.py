@@ -65,12 +65,14 @@ class Capture:
         """Where each partition lies in the ring."""
         self.digests: list[Digest | None] = [None] * len(plan.cut.partitions)
         """The digest of each partition, once it is known."""
+        self.witnesses: dict[int, _Witness] = {}
+        """What some bytes of partitions, by number, have to be."""
         self.uncopied = len(self.slots)
         """Partitions whose source is still needed."""
         self.undigested = len(self.slots)
         """Partitions that are not complete in the ring."""
         self.written_bytes = 0
-        """Bytes written to the store for it; the rest was there already."""
+        """Payload bytes written to the store, once it is settled."""
         self.is_stale = False
         """Whether every partition is equal to the one of the capture before."""
         self.error: BaseException | None = None
@@ -101,7 +103,7 @@ class Capturer:
         ring: Ring,
         stored: Callable[[Capture, int], None],
         finished: Callable[[Capture], None],
-        make_room: Callable[[], object],
+        make_room: Callable[[Capture], bool],
         proof: Proof,
     ) -> None:
         """Start the thread.
@@ -110,7 +112,7 @@ class Capturer:
             ring: where to.
             stored: called on it when a partition, by number, is complete in the ring.
             finished: called on it when all are, or when the capture was given up: ``error`` says so. Must not raise.
-            make_room: called on any thread when the ring is full.
+            make_room: called on any thread when the ring is full for a capture; returns whether it made room.
             proof: how much is compared.
         """
         self._ring = ring
@@ -120,7 +122,6 @@ class Capturer:
         self._unreleased: deque[tuple[Capture, int]] = deque()
         self._to_copy: deque[tuple[Capture, int]] = deque()
         self._to_complete: deque[tuple[Capture, int | None]] = deque()
-        self._witnesses: dict[tuple[Capture, int], list[_Witness]] = {}
         # Not the module's own generator, whose state belongs to the training.
         self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._open: Capture | None = None
@@ -145,14 +146,14 @@ class Capturer:
             self._take_witnesses(capture, later)
             for number in eager:
                 self._copy(capture, number)
+                # At once: where the ring is small, they have to leave it for the next.
+                self._to_be_completed(capture, number)
         except BaseException as error:
             self._give_up(capture, error)
-            with self._changed:
-                self._to_complete.append((capture, None))
+            self._to_be_completed(capture, None)
             raise
         with self._changed:
             self._open = capture
-            self._to_complete.extend((capture, number) for number in eager)
             self._unreleased.extend((capture, number) for number in later)
             if not capture.slots:
                 self._to_complete.append((capture, None))
@@ -203,14 +204,25 @@ class Capturer:
                     return
                 is_copy = queue is self._to_copy
                 capture, number = queue.popleft()
-            if number is None:
-                self._finished(capture)
-            elif is_copy:
+            if is_copy and number is not None:
                 self._copy_released(capture, number)
             else:
-                self._digest(capture, number)
+                self._complete_or_finish(capture, number)
             # Else the last one would be kept alive, with all its tensors, until the next one comes.
             del capture
+
+    def _complete_or_finish(self, capture: Capture, number: int | None) -> None:
+        if number is None:
+            self._finished(capture)
+        else:
+            self._digest(capture, number)
+
+    def _to_be_completed(self, capture: Capture, number: int | None) -> None:
+        with self._changed:
+            self._to_complete.append((capture, number))
+            self._check_copied(capture)
+            self._changed.notify_all()
+        self._ring.wake()
 
     def _copy_released(self, capture: Capture, number: int) -> None:
         try:
@@ -218,10 +230,7 @@ class Capturer:
                 self._copy(capture, number)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             self._give_up(capture, error)
-        with self._changed:
-            self._to_complete.append((capture, number))
-            self._check_copied(capture)
-            self._changed.notify_all()
+        self._to_be_completed(capture, number)
 
     def _copy(self, capture: Capture, number: int) -> None:
         partition = capture.partitions[number]
@@ -239,8 +248,19 @@ class Capturer:
             if capture.error is not None:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
-            if not self._make_room():
+            if not self._make_room(capture) and not self._complete_one():
                 self._ring.wait_for_room(_ROOM_POLL_S)
+
+    def _complete_one(self) -> bool:
+        """Complete what was copied before, so that it can leave the ring; only the capture thread does so."""
+        if threading.current_thread() is not self._thread:
+            return False
+        with self._changed:
+            if not self._to_complete:
+                return False
+            task = self._to_complete.popleft()
+        self._complete_or_finish(*task)
+        return True
 
     def _check_copied(self, capture: Capture) -> None:
         if capture.uncopied == 0 or capture.error is not None:
@@ -264,9 +284,9 @@ class Capturer:
         if slot is None:
             return
         payload = self._ring.payload(slot)
-        for witness in self._witnesses.pop((capture, number), ()):
-            if digest(payload[witness.start : witness.start + witness.length]) != witness.digest:
-                raise TornCaptureError(_torn(capture, number, witness))
+        witness = capture.witnesses.get(number)
+        if witness is not None and digest(payload[witness.start :][: witness.length]) != witness.digest:
+            raise TornCaptureError(_torn(capture, number, witness))
         name = digest(payload)
         self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
         capture.digests[number] = name
@@ -290,10 +310,9 @@ class Capturer:
             data = bytearray(partition.length if self._proof == "full" else 0)
             if data:
                 copy_partition(partition, capture.state.leaves, memoryview(data))
-                witness = _Witness(0, len(data), digest(data))
+                capture.witnesses[number] = _Witness(0, len(data), digest(data))
             else:
-                witness = _sample(capture, partition, self._chance)
-            self._witnesses[capture, number] = [witness]
+                capture.witnesses[number] = _sample(capture, partition, self._chance)
 
     def settle(self) -> None:
         """Release everything, so that what was begun is completed without another window or fence."""

@@ -59,6 +59,14 @@ class Drain:
         self._frames[name] = (length, frame if keep else None)
         self._put(name, length, frame)
 
+    def keep(self, name: Digest, length: int, frame: memoryview) -> None:
+        """Say that the frame of a partition that was added stays in the ring until the commit."""
+        self._frames[name] = (length, frame)
+
+    def keep_none(self) -> None:
+        """Say that no frame that was added stays in the ring."""
+        self._frames = {name: (length, None) for name, (length, _) in self._frames.copy().items()}
+
     def reuse(self, name: Digest, length: int) -> None:
         """Take a partition that the store must have already.
 

@@ -41,6 +41,8 @@ class Moving:
         """Number of its entry in the ring, once it is complete there."""
         self.ref: CheckpointRef | None = None
         """The checkpoint that it became."""
+        self.stored: list[int] = []
+        """Partitions, by number, that are written and still in the ring."""
         self.settled = False
         """Whether it is durable, or will never be."""
 
@@ -57,7 +59,7 @@ class RingFlusher:
         self._last_names: list[Digest] = []
         self._lock = threading.Lock()
         self._writes: queue.SimpleQueue[tuple[Future[None], Moving, int] | None] = queue.SimpleQueue()
-        # Not an executor: that one takes nothing more once the interpreter has begun to end, and the drain comes then.
+        # No executor: Python ends those before it calls what is registered to be done at exit, and that flushes.
         self._writers = [
             threading.Thread(target=self._run_writes, name=f"asymcheck-flush-{number}", daemon=True)
             for number in range(_WRITERS)
@@ -84,6 +86,13 @@ class RingFlusher:
             self._queue.put((self._moving[capture], None))
         else:
             capture.durable.set()
+
+    def _note_failure(self, moving: Moving) -> None:
+        """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
+        with self._lock:
+            failures = [write.exception() for write in tuple(moving.writes) if write.done()]
+            if moving.streams and moving.capture.error is None:
+                moving.capture.error = next(filter(None, failures), None)
 
     def _of(self, capture: Capture) -> Moving:
         moving = self._moving.get(capture)
@@ -121,6 +130,8 @@ class RingFlusher:
             self._kept.append(moving)
 
     def _take(self, length: int) -> RingSlot | None:
+        if frame_length(length) > self._ring.header.data_bytes:
+            return None
         while (slot := self._ring.take(length)) is None and self.make_room():
             pass
         return slot
@@ -129,9 +140,8 @@ class RingFlusher:
         while (item := self._queue.get()) is not None:
             moving, number = item
             if number is not None:
-                done: Future[None] = Future()
-                moving.writes.append(done)
-                self._writes.put((done, moving, number))
+                moving.writes.append(Future())
+                self._writes.put((moving.writes[-1], moving, number))
                 continue
             try:
                 self._settle(moving)
@@ -144,8 +154,9 @@ class RingFlusher:
             done, moving, number = item
             try:
                 self._write(moving, number)
-            except BaseException as error:  # noqa: BLE001 - raised in the training loop, by way of the capture
+            except BaseException as error:  # noqa: BLE001 - carried to the commit thread
                 done.set_exception(error)
+                self._note_failure(moving)
             else:
                 done.set_result(None)
 
@@ -155,16 +166,36 @@ class RingFlusher:
         if slot is None or name is None or (capture.error is not None and not moving.streams):
             return
         if capture.error is None:
-            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=not moving.streams)
-        if moving.streams:
-            capture.slots[number] = None
-            self._ring.give_back(slot)
+            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=False)
+        with self._lock:
+            if not moving.streams:
+                moving.drain.keep(name, slot.length, self._ring.frame(slot))
+                moving.stored.append(number)
+                return
+        capture.slots[number] = None
+        self._ring.give_back(slot)
+
+    def let_stream(self, capture: Capture) -> bool:
+        """Let a capture leave the ring as it is written, if it is alone there and so can wait for nothing else.
+
+        One that would fit may find the free room in too small pieces. Returns whether that made room.
+        """
+        with self._lock:
+            moving = self._moving.get(capture)
+            if moving is None or moving.streams or self._kept or any(one is not capture for one in tuple(self._moving)):
+                return False
+            moving.streams = True
+            numbers, moving.stored = moving.stored, []
+            moving.drain.keep_none()
+        self._note_failure(moving)
+        for number in numbers:
+            slot, capture.slots[number] = capture.slots[number], None
+            if slot is not None:
+                self._ring.give_back(slot)
+        return True
 
     def _settle(self, moving: Moving) -> None:
-        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store.
-
-        Before it is retired, room is made only of others.
-        """
+        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
         capture = moving.capture
         failures = [error for write in moving.writes if (error := write.exception()) is not None]
         if capture.error is None and failures:
@@ -196,6 +227,10 @@ class RingFlusher:
         capture.durable_s = time.perf_counter()
         capture.durable.set()
         emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
+
+    def make_room_for(self, capture: Capture) -> bool:
+        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did."""
+        return self.make_room() or self.let_stream(capture)
 
     def make_room(self) -> bool:
         """Free the oldest capture that is durable, or could not be made so; return whether there was one."""

@@ -7,7 +7,9 @@ import stat
 from pathlib import Path
 
 from asymcheck.format.layout import parse_ring_name
-from asymcheck.tiers.files import translated
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.format.ring import CAPTURES_OFFSET
+from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
 
 
 def left_rings(folder: Path, store_id: bytes) -> list[Path]:
@@ -30,3 +32,22 @@ def _is_own_file(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def remove_unmade(path: Path) -> bool:
+    """Remove what a process left that was killed while it made a ring; return False when captures may lie in it."""
+    with translated("open", path):
+        try:
+            descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return True
+    try:
+        # Who makes a ring locks it first, so that one whose lock is had is made no further.
+        if try_lock(descriptor, exclusive=True):
+            if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)):
+                return False
+            if is_same_file(descriptor, path):
+                path.unlink(missing_ok=True)
+    finally:
+        DESCRIPTORS.close(descriptor)
+    return True

@@ -1,0 +1,49 @@
+"""Doors to the operating system that are slow, shut or full, for stores that are saved to in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from asymcheck import Store
+from asymcheck.errors import OutOfSpaceError
+from asymcheck.tiers.files import Files
+from asymcheck.tiers.nvme import NvmeTier
+from tests.checkpointer.loops import CONFIG
+
+
+class Disk(Files):
+    """A disk that does as it is told."""
+
+    def __init__(self) -> None:
+        """Begin as any other disk."""
+        self.delay_s = 0.0
+        """How long each write takes."""
+        self.full: str | None = None
+        """Writes to paths with this in them fail."""
+        self.opened = threading.Event()
+        """Writes to packs wait until this is set."""
+        self.opened.set()
+        self.read: list[Path] = []
+        """What was opened for reading, or read."""
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Write in the end, or refuse."""
+        if "/packs/" in str(path):
+            self.opened.wait(60)
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.full is not None and self.full in str(path):
+            raise OutOfSpaceError(f"no room for {path.name}")
+        super().pwrite(descriptor, data, offset, path)
+
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+        """Note what is read."""
+        self.read.append(path)
+        return super().pread(descriptor, buffer, offset, path)
+
+
+def open_on(disk: Files, path: Path) -> Store:
+    """Open a store on such a disk."""
+    return Store(NvmeTier(path, CONFIG, files=disk))

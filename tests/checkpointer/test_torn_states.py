@@ -1,0 +1,270 @@
+"""A state that changes while it is captured is never stored: each change is found, named and reported."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import LostCheckpointError, LostCheckpointWarning, TornCaptureError
+from tests.checkpointer.loops import (
+    CONFIG,
+    Loop,
+    assert_stored,
+    copy_late,
+    folder_for_rings,
+    linear_loop,
+    rings,
+    snapshot,
+)
+
+Mutation = Callable[[torch.nn.Linear, torch.optim.AdamW], object]
+TORN_STEP = 2
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store of small partitions."""
+    with Store.open(store_path, config=CONFIG) as opened:
+        yield opened
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaptureConfig:
+    """Everything deferred is copied by the fence and not before, and all of it is compared."""
+    copy_late(monkeypatch)
+    return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))
+
+
+def _moment(model: torch.nn.Linear, optimizer: torch.optim.AdamW, name: str = "exp_avg") -> torch.Tensor:
+    return torch.as_tensor(optimizer.state[model.weight][name])
+
+
+def _add_without_gradient(model: torch.nn.Linear, _optimizer: torch.optim.AdamW) -> None:
+    with torch.no_grad():
+        model.weight.add_(1e-3)
+
+
+def _write_bytes(model: torch.nn.Linear, _optimizer: torch.optim.AdamW) -> None:
+    storage = model.weight.untyped_storage()
+    storage[len(storage) - 1] = storage[len(storage) - 1] ^ 1
+
+
+def _write_array(model: torch.nn.Linear, _optimizer: torch.optim.AdamW) -> None:
+    model.weight.detach().numpy()[3, 4] = 7
+
+
+def _swap(model: torch.nn.Linear, _optimizer: torch.optim.AdamW) -> None:
+    kept = model.weight.data[0].clone()
+    model.weight.data[0] = model.weight.data[1]
+    model.weight.data[1] = kept
+
+
+MUTATIONS: dict[str, tuple[Mutation, str]] = {
+    "data": (lambda model, _optimizer: model.weight.data.add_(1), r"model\.weight"),
+    "array": (_write_array, r"model\.weight"),
+    "view": (lambda model, _optimizer: model.weight.data.view(-1)[777:778].zero_(), r"model\.weight"),
+    "no_grad": (_add_without_gradient, r"model\.weight"),
+    "last bit of the storage": (_write_bytes, r"model\.weight"),
+    "swapped rows": (_swap, r"model\.weight"),
+    "bias": (lambda model, _optimizer: model.bias.data.neg_(), r"model\.bias"),
+    "first moment": (lambda model, optimizer: _moment(model, optimizer).mul_(0.5), r"optimizer\.state\.0\.exp_avg "),
+    "second moment": (
+        lambda model, optimizer: _moment(model, optimizer, "exp_avg_sq").data.view(-1)[-1:].add_(1),
+        r"optimizer\.state\.0\.exp_avg_sq",
+    ),
+    "loading": (
+        lambda model, _optimizer: model.load_state_dict(
+            {name: value * 2 for name, value in model.state_dict().items()}
+        ),
+        r"model\.weight",
+    ),
+}
+
+
+def _train(
+    store: Store, config: CaptureConfig, mutation: Mutation, *, steps: int = 5, on_error: str = "raise"
+) -> tuple[dict[int, object], list[LostCheckpointError]]:
+    """Train, and change the state in the forward pass after one step; return what was, and the errors."""
+    model, optimizer, loop = linear_loop()
+    expected: dict[int, object] = {}
+    errors = []
+    with Checkpointer(store, loop.state, capture=config, on_error=on_error) as checkpointer:  # type: ignore[arg-type]  # as given
+        for step in range(steps):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = snapshot(loop.state)
+            if step == TORN_STEP:
+                mutation(model, optimizer)
+            try:
+                checkpointer.wait()
+            except LostCheckpointError as error:
+                errors.append(error)
+        statistics = checkpointer.statistics()
+    assert (statistics.captures, statistics.durable + statistics.lost) == (steps, steps)
+    return expected, errors
+
+
+@pytest.mark.parametrize("how", MUTATIONS)
+def test_a_change_while_a_capture_is_open_gives_it_up(
+    store: Store, config: CaptureConfig, tmp_path: Path, how: str
+) -> None:
+    """The error names the tensor, the step is in no checkpoint, and those after it are right."""
+    mutation, name = MUTATIONS[how]
+    expected, errors = _train(store, config, mutation)
+    assert len(errors) == 1
+    assert f"step {TORN_STEP}" in str(errors[0])
+    assert isinstance(errors[0].__cause__, TornCaptureError)
+    with pytest.raises(TornCaptureError, match=name):
+        raise errors[0].__cause__
+    del expected[TORN_STEP]
+    assert_stored(store, expected)
+    assert store.verify() == []
+    assert rings(tmp_path) == []
+
+
+def test_with_on_error_warn_training_goes_on(store: Store, config: CaptureConfig) -> None:
+    """The same loss is one warning that points at the training loop."""
+    with pytest.warns(LostCheckpointWarning, match=rf"step {TORN_STEP} .*model\.weight changed") as caught:
+        expected, errors = _train(store, config, MUTATIONS["data"][0], on_error="warn")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert errors == []
+    del expected[TORN_STEP]
+    assert_stored(store, expected)
+
+
+def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig) -> None:
+    """A loop that never waits learns of it, too, from ``step()``."""
+    model, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        model.weight.data.add_(1)
+        checkpointer.fence()
+        background = checkpointer._background
+        assert background is not None
+        background.wait("nvme")
+        with pytest.raises(LostCheckpointError, match="step 0"):
+            checkpointer.step(1)
+        # Reported once; the step is taken when it is asked for again.
+        assert checkpointer.step(1)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+
+
+def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> None:
+    """The last chance; closing again is no error, and nothing is left behind."""
+    model, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config)
+    loop.iterate(0)
+    checkpointer.step(0)
+    model.weight.data.add_(1)
+    with pytest.raises(LostCheckpointError, match="step 0"):
+        checkpointer.close()
+    checkpointer.close()
+    assert checkpointer.statistics().lost == 1
+    assert store.checkpoints() == []
+
+
+def test_a_change_that_is_taken_back_is_none(store: Store, config: CaptureConfig) -> None:
+    """Content is compared, not who touched it: weights exchanged for an evaluation and put back are right."""
+    model, _, loop = linear_loop()
+
+    def evaluate() -> None:
+        kept = model.weight.detach().clone()
+        model.weight.data.zero_()
+        model.weight.data.copy_(kept)
+
+    expected, errors = _train_with(store, config, loop, lambda _checkpointer: evaluate(), lambda: None)
+    assert errors == []
+    assert_stored(store, expected)
+
+
+def test_a_change_after_the_fence_is_harmless(store: Store, config: CaptureConfig) -> None:
+    """What was captured is the state before it."""
+    model, optimizer, loop = linear_loop()
+
+    def change(checkpointer: Checkpointer) -> None:
+        checkpointer.fence()
+        model.weight.data.add_(1)
+        _moment(model, optimizer).zero_()
+
+    expected, errors = _train_with(store, config, loop, change, lambda: None)
+    assert errors == []
+    assert_stored(store, expected)
+
+
+def test_a_change_before_the_step_is_part_of_it(store: Store, config: CaptureConfig) -> None:
+    """Weights clipped after the optimizer step, for instance."""
+    model, _, loop = linear_loop()
+
+    def clip() -> None:
+        model.weight.data.clamp_(-0.01, 0.01)
+
+    expected, errors = _train_with(store, config, loop, lambda _checkpointer: None, clip)
+    assert errors == []
+    assert_stored(store, expected)
+    loaded = store.load(4)
+    assert isinstance(loaded, dict)
+    assert loaded["model"]["weight"].abs().max() <= 0.01
+
+
+def _train_with(
+    store: Store,
+    config: CaptureConfig,
+    loop: Loop,
+    after: Callable[[Checkpointer], object],
+    before: Callable[[], object],
+) -> tuple[dict[int, object], list[LostCheckpointError]]:
+    """Train with something done before and after each ``step()``."""
+    expected: dict[int, object] = {}
+    errors = []
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(5):
+            loop.iterate(step)
+            before()
+            checkpointer.step(step)
+            expected[step] = snapshot(loop.state)
+            after(checkpointer)
+        try:
+            checkpointer.wait()
+        except LostCheckpointError as error:
+            errors.append(error)
+    return expected, errors
+
+
+def test_without_proof_a_torn_state_would_be_stored(store: Store, tmp_path: Path, config: CaptureConfig) -> None:
+    """So the tests above see the proof at work, and not a change that came too late."""
+    unproved = CaptureConfig(proof="off", ring_folder=config.ring_folder)
+    expected, errors = _train(store, unproved, MUTATIONS["data"][0])
+    assert errors == []
+    with pytest.raises(AssertionError):
+        assert_stored(store, expected)
+
+
+def test_samples_find_whole_tensors_that_change_within_some_steps(store: Store, config: CaptureConfig) -> None:
+    """One of 40 tensors changes wholly at every step: 16 samples a step do not miss it for long."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1200)) for _ in range(40)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sampled = CaptureConfig(proof="sampled", ring_folder=config.ring_folder)
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state: dict[str, object] = {"model": model, "optimizer": optimizer}
+        with Checkpointer(store, state, capture=sampled, on_error="warn") as checkpointer:
+            for step in range(60):
+                checkpointer.step(step)
+                with torch.no_grad():
+                    model[7].add_(1)
+                optimizer.step()
+                checkpointer.wait()
+                found = [warning for warning in caught if warning.category is LostCheckpointWarning]
+                if found:
+                    break
+    assert found, "60 steps in a row were torn unseen, for which the odds are below one to ten million"
+    assert "model.7 changed" in str(found[0].message)

@@ -25,6 +25,8 @@ from asymcheck.errors import (
     OutOfSpaceError,
     UnsupportedValueError,
 )
+from asymcheck.pipeline import capture
+from asymcheck.pipeline.flush import copy_partition
 from asymcheck.tiers.dram_ring import RingReader
 from tests.checkpointer.disks import Disk, open_on
 from tests.checkpointer.loops import (
@@ -121,7 +123,12 @@ def test_a_ring_of_much_less_than_one_state_is_streamed_through(
     """One warning; every step is right; nothing in the ring says that a state is complete there."""
     loop = _large_loop(eager=eager)
     seen = []
-    loop.between = lambda checkpointer: (checkpointer.wait("dram"), seen.append(_entries(tmp_path)))
+
+    def look(checkpointer: Checkpointer) -> None:
+        checkpointer.wait("dram")
+        seen.append(_entries(tmp_path))
+
+    loop.between = look
     with pytest.warns(CaptureWarning, match="smaller than the state") as caught:
         assert_every_step_is_right(store, loop, 4, _sized(config, size))
     assert len(caught) == 1
@@ -235,7 +242,7 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
             _wait_in_silence(checkpointer)
             # Without room for anything: what is reported now is the loss, and not another failure.
             with pytest.raises(LostCheckpointError, match="step 1 of run 'default' was not saved: no room") as caught:
-                {"step": lambda: checkpointer.step(9), "wait": checkpointer.wait, "close": checkpointer.close}[report]()
+                _call(checkpointer, report)
             assert isinstance(caught.value.__cause__, OutOfSpaceError)
             if report == "close":
                 break
@@ -249,6 +256,15 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
         del expected[1]
         assert_stored(store, expected)
     assert rings(tmp_path) == []
+
+
+def _call(checkpointer: Checkpointer, report: str) -> None:
+    if report == "step":
+        checkpointer.step(9)
+    elif report == "wait":
+        checkpointer.wait()
+    else:
+        checkpointer.close()
 
 
 def _wait_in_silence(checkpointer: Checkpointer) -> None:
@@ -290,10 +306,8 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error comes from ``step()``; a ring with room for one state has room again at once."""
-    from asymcheck.pipeline import capture
-
     state: dict[str, object] = {str(number): torch.randn(1800) for number in range(6)}
-    copy, left = capture.copy_partition, [4]
+    copy, left = copy_partition, [4]
 
     def fail(*arguments: object) -> None:
         left[0] -= 1

@@ -114,6 +114,8 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 def _serve() -> None:
     importlib.import_module("tests.crash.actions")
     importlib.import_module("torch").set_num_threads(1)
+    # The first optimizer of a process imports it, which takes a second.
+    importlib.import_module("torch._dynamo")
     alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)

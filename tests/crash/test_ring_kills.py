@@ -1,0 +1,329 @@
+"""SIGKILL while the ring is ahead of the store: the next start goes on from what was complete in memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Checkpointer, Store, events
+from asymcheck.errors import SkippedCheckpointWarning
+from asymcheck.events import COMMIT_ORDER
+from asymcheck.format.frame import payload_offset
+from asymcheck.format.record import RECORD_BYTES
+from asymcheck.format.ring import CAPTURES_OFFSET, ENTRY_BYTES
+from asymcheck.tiers.dram_ring import RingReader
+from tests.checkpointer.loops import linear_loop, rings
+from tests.crash.states import Journal, fingerprint
+from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
+from tests.crash.zygote import Child, Zygote, wait_until
+
+DURABLE, CAPTURED = 2, 5
+"""The killed training whose rings are damaged has steps 0 and 1 on disk, and 2, 3 and 4 in memory alone."""
+
+
+def _kill_when_ready(child: Child, folder: Path) -> None:
+    wait_until(lambda: bool(Journal(folder / "journal").lines("ready")), "the training")
+    child.kill()
+    child.wait_killed()
+
+
+@pytest.fixture(scope="session")
+def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store and the ring of a killed training, which is ahead of it; copy it."""
+    folder = tmp_path_factory.mktemp("dead")
+    child = zygote.start(train, path=str(folder), steps=CAPTURED, durable=DURABLE)
+    _kill_when_ready(child, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(dead: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(dead, tmp_path / "copy"))
+
+
+def _steps(folder: Path) -> list[int]:
+    with Store.open(folder / "store", read_only=True) as store:
+        return [checkpoint.step for checkpoint in store.checkpoints()]
+
+
+# -------------------------------------------------------------------------------------------------------------- kills
+
+
+def test_what_only_memory_has_is_taken_up(folder: Path) -> None:
+    """All of it becomes checkpoints, in order; the ring is gone, and a second start finds the same."""
+    assert _steps(folder) == list(range(DURABLE))
+    assert newest_complete(folder) == CAPTURED - 1
+    for _ in range(2):
+        assert_restored(folder, CAPTURED - 1)
+        assert rings(folder) == []
+        assert _steps(folder) == list(range(CAPTURED))
+    with Store.open(folder / "store") as store:
+        for step in range(CAPTURED):
+            state = store.load(step)
+            assert fingerprint(state) == Journal(folder / "journal").lines("step")[step]["fingerprint"]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("event", ["ring.created", "capture.complete", "capture.durable", *COMMIT_ORDER])
+def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
+    """Nothing that was complete in memory is lost, and nothing else comes back but what was begun."""
+    child = zygote.start(train, path=str(tmp_path), steps=12, delay_s=0.002, kill=event, number=number)
+    if event == "ring.created" and number > 1:
+        _kill_when_ready(child, tmp_path)
+    elif event == "manifest.directory_created" and number > 1:
+        _kill_when_ready(child, tmp_path) if not _was_killed(child, tmp_path) else child.wait_killed()
+    else:
+        child.wait_killed()
+    begun = [int(str(line["step"])) for line in Journal(tmp_path / "journal").lines("step")]
+    assert_restored(tmp_path, newest_complete(tmp_path), max(begun, default=-1))
+    assert rings(tmp_path) == []
+
+
+def _was_killed(child: Child, folder: Path) -> bool:
+    """Tell whether the training was killed before it had done all its steps."""
+
+    def has_ended() -> bool:
+        state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" or bool(Journal(folder / "journal").lines("ready"))
+
+    wait_until(has_ended, "the training")
+    return not Journal(folder / "journal").lines("ready")
+
+
+def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
+    """One training, resumed six times on a slow disk: each start goes on from the newest complete step."""
+    dice = random.Random(5)
+    journal = Journal(tmp_path / "journal")
+    for _ in range(6):
+        owed, started = newest_complete(tmp_path), len(journal.lines("restored"))
+        prints = {line["step"]: line["fingerprint"] for line in journal.lines("step")}
+        child = zygote.start(train, path=str(tmp_path), delay_s=0.004)
+        wait_until(lambda before=started: len(journal.lines("restored")) > before, "the restore")  # type: ignore[misc]  # bound now
+        time.sleep(dice.uniform(0, 0.2))
+        child.kill()
+        child.wait_killed()
+        restored = journal.lines("restored")[started]
+        assert int(str(restored["step"])) >= owed
+        assert restored.get("fingerprint") == prints.get(restored["step"])
+    assert_restored(tmp_path, newest_complete(tmp_path))
+    assert newest_complete(tmp_path) > 8, "the trainings did next to nothing"
+
+
+@pytest.mark.parametrize("event", ["pack.renamed", "catalog.pinned", "manifest.renamed", "catalog.committed"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: str, number: int) -> None:
+    """The ring is still there, or has been committed; the next start has all of it."""
+    child = zygote.start(train, path=str(folder), kill=event, number=number)
+    child.wait_killed()
+    assert_restored(folder, CAPTURED - 1, CAPTURED - 1)
+    assert rings(folder) == []
+    assert _steps(folder) == list(range(CAPTURED))
+
+
+def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
+    """Two runs of a killed process: whoever restores first takes up both."""
+    child = zygote.start(train_two_runs, path=str(tmp_path), steps=3)
+    _kill_when_ready(child, tmp_path)
+    assert len(rings(tmp_path)) == 2
+    assert _steps(tmp_path) == []
+    assert_restored(tmp_path, 2, run="two")
+    assert rings(tmp_path) == []
+    assert_restored(tmp_path, 2, run="one")
+    assert _steps(tmp_path) == [0, 1, 2] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- rings of others
+
+
+def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
+    """Its process goes on; what it had is taken up when it is dead."""
+    child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
+    wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
+    (ring,) = rings(tmp_path)
+    with Store.open(tmp_path / "store") as store:
+        assert store.adopt(ring.parent) == []
+    assert rings(tmp_path) == [ring]
+    assert _steps(tmp_path) == list(range(DURABLE))
+    child.kill()
+    child.wait_killed()
+    assert_restored(tmp_path, CAPTURED - 1)
+    assert rings(tmp_path) == []
+
+
+def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    """A store takes what bears its own id."""
+    (ring,) = rings(folder)
+    before = ring.read_bytes()
+    with Store.open(tmp_path / "another") as store:
+        _, _, loop = linear_loop()
+        assert Checkpointer(store, loop.state, capture=config_for(folder)).restore() is None
+    assert ring.read_bytes() == before
+    assert_restored(folder, CAPTURED - 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+def _flip(path: Path, offset: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def _newest_manifest(ring: Path) -> tuple[int, int, int]:
+    """Return the offset of the frame of the newest manifest, its length, and the number of its entry."""
+    with RingReader(ring) as reader:
+        newest = max(reader.captures, key=lambda entry: entry.save_id)
+        lengths = dict(zip(reader.entries["offset"].tolist(), reader.entries["stored_length"].tolist(), strict=True))
+        data = bytes(reader._memory[CAPTURES_OFFSET : CAPTURES_OFFSET + 64 * ENTRY_BYTES])
+    number = next(at for at in range(64) if bytes(newest.save_id) in data[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
+    return newest.offset, lengths[newest.offset], number
+
+
+def _partition_of_newest(ring: Path) -> tuple[int, int]:
+    """Return offset and length of a frame that nothing but the newest capture needs: the last but its manifest."""
+    with RingReader(ring) as reader:
+        manifests = {entry.offset for entry in reader.captures}
+        frames = zip(reader.entries["offset"].tolist(), reader.entries["stored_length"].tolist(), strict=True)
+        return max(frame for frame in frames if frame[0] not in manifests)
+
+
+@pytest.mark.parametrize("where", ["header", "payload", "last byte"])
+def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
+    """With a warning that names the step; the older ones are taken up."""
+    (ring,) = rings(folder)
+    offset, length = _partition_of_newest(ring)
+    start = payload_offset(length)
+    _flip(ring, offset + {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where], bit=6)
+    with pytest.warns(SkippedCheckpointWarning, match=r"step 4 of run 'default', which lay in memory: partition"):
+        assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
+    assert rings(folder) == []
+    assert _steps(folder) == list(range(CAPTURED - 1))
+
+
+@pytest.mark.parametrize("where", [3, 40, 4200, -1], ids=["magic", "digest", "payload", "end"])
+def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
+    """With a warning; the older captures are taken up, and no restore fails on it again."""
+    (ring,) = rings(folder)
+    offset, length, _ = _newest_manifest(ring)
+    payload = offset + payload_offset(length)
+    _flip(ring, payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7)
+    with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default', which lay in memory"):
+        assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
+    assert rings(folder) == []
+    assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
+
+
+@pytest.mark.parametrize("offset", [0, 20, 63])
+def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
+    """As if the process had been killed while it wrote it."""
+    (ring,) = rings(folder)
+    _flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
+    assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
+    assert rings(folder) == []
+
+
+@pytest.mark.parametrize("copy", [0, RECORD_BYTES // 2])
+def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None:
+    """It is there twice."""
+    (ring,) = rings(folder)
+    _flip(ring, copy + 30)
+    assert_restored(folder, CAPTURED - 1)
+    assert rings(folder) == []
+
+
+def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> None:
+    """Checkpoints may lie in it; the store is restored without them."""
+    (ring,) = rings(folder)
+    _flip(ring, 30)
+    _flip(ring, RECORD_BYTES // 2 + 30)
+    with pytest.warns(SkippedCheckpointWarning, match=rf"which lay in memory: .*{ring.name}.*stays there"):
+        assert_restored(folder, DURABLE - 1, DURABLE - 1)
+    assert rings(folder) == [ring]
+
+
+def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> None:
+    """At places that nobody chose: some step comes back with the bytes it had, and no restore fails."""
+    dice = random.Random(3)
+    (original,) = rings(dead)
+    with RingReader(original) as reader:
+        end = int((reader.entries["offset"] + reader.entries["stored_length"]).max()) + 4096
+    for number in range(25):
+        folder = Path(shutil.copytree(dead, tmp_path / str(number)))
+        offset = dice.randrange(RECORD_BYTES + 4096 if number % 3 == 0 else end)
+        _flip(rings(folder)[0], offset, dice.randrange(8))
+        with pytest.WarningsRecorder(_ispytest=True) as caught:
+            assert_restored(folder, CAPTURED - 2)
+        assert {warning.category for warning in caught} <= {SkippedCheckpointWarning}, offset
+        assert rings(folder) == []
+
+
+def _is_half_made(ring: Path, how: str) -> None:
+    size = ring.stat().st_size
+    if how == "empty":
+        os.truncate(ring, 0)
+    else:
+        data = ring.read_bytes()[: 1000 if how == "part of a header" else 0]
+        ring.write_bytes(data + bytes(size - len(data)))
+
+
+@pytest.mark.parametrize("how", ["empty", "zeros", "part of a header"])
+def test_a_half_made_ring_is_removed(folder: Path, how: str) -> None:
+    """Its process was killed while it made it; it has nothing in it but takes memory."""
+    (ring,) = rings(folder)
+    _is_half_made(ring, how)
+    assert_restored(folder, DURABLE - 1, DURABLE - 1)
+    assert rings(folder) == []
+
+
+def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
+    """A process that has made the file and reserves its memory holds the lock already."""
+    child = zygote.start(make_slowly, path=str(tmp_path))
+    wait_until(lambda: bool(Journal(tmp_path / "journal").lines("making")), "the ring")
+    (ring,) = rings(tmp_path)
+    with Store.open(tmp_path / "store") as store:
+        assert store.adopt(ring.parent) == []
+    assert rings(tmp_path) == [ring]
+    Journal(tmp_path / "journal").note("go on")
+    _kill_when_ready(child, tmp_path)
+    assert_restored(tmp_path, 0)
+
+
+def make_slowly(path: str) -> None:
+    """Train a step, but wait in the midst of making the ring. Runs in a child."""
+    journal = Journal(Path(path) / "journal")
+    reserve: Callable[[int, int, int], None] = os.posix_fallocate
+
+    def slowly(descriptor: int, offset: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".ring"):
+            journal.note("making")
+            wait_until(lambda: bool(journal.lines("go on")), "the other process")
+        reserve(descriptor, offset, length)
+
+    os.posix_fallocate = slowly
+    train(path, steps=1)
+
+
+# ------------------------------------------------------------------------------------------------------ can it be seen
+
+
+def test_a_training_without_a_ring_would_lose_steps(folder: Path) -> None:
+    """So the tests above see the ring at work."""
+    (ring,) = rings(folder)
+    ring.unlink()
+    with pytest.raises(AssertionError, match="step 1 was restored"):
+        assert_restored(folder, CAPTURED - 1)
+
+
+def test_the_events_are_those_of_the_library() -> None:
+    """A name that no event has would never kill."""
+    assert set(COMMIT_ORDER) <= set(events.COMMIT_ORDER)

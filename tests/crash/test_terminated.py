@@ -1,0 +1,75 @@
+"""The end of a process that has not closed: at its exit, and by SIGTERM, the last step is durable."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from tests.checkpointer.loops import rings
+from tests.crash.trainer import train_until_terminated
+from tests.crash.zygote import REPOSITORY, Zygote
+
+EXITING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import linear_loop
+from tests.crash.trainer import config_for
+from asymcheck import Checkpointer
+
+def train(folder):
+    disk = Disk()
+    store = open_on(disk, folder / "store")
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+    for step in range(4):
+        loop.iterate(step)
+        disk.delay_s = 0.01
+        checkpointer.step(step)
+    return store, checkpointer
+
+kept = train(Path(sys.argv[2]))
+if sys.argv[3] == "dropped":
+    del kept
+if sys.argv[3] == "failed":
+    raise SystemExit(7)
+"""
+
+
+def _steps(folder: Path) -> list[int]:
+    with Store.open(folder / "store") as store:
+        assert store.verify() == []
+        return [checkpoint.step for checkpoint in store.checkpoints()]
+
+
+@pytest.mark.parametrize("how", ["kept", "dropped", "failed"])
+def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> None:
+    """Whether somebody still holds the checkpointer or not."""
+    command = [sys.executable, "-c", EXITING, str(REPOSITORY), str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7 if how == "failed" else 0, "")
+    assert _steps(tmp_path) == [0, 1, 2, 3]
+    assert rings(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "fence"])
+def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
+    """Between two calls, inside one, and while an optimizer step waits for copies; the status is that of the signal."""
+    child = zygote.start(train_until_terminated, path=str(tmp_path), where=where)
+    assert child.wait() == -signal.SIGTERM, child.errors.read_text()
+    assert child.errors.read_text() == ""
+    assert _steps(tmp_path) == [0, 1]
+    assert rings(tmp_path) == []
+
+
+def test_a_handler_of_the_program_stays(zygote: Zygote, tmp_path: Path) -> None:
+    """It decides how the process ends; what was complete in memory by then can be taken up."""
+    child = zygote.start(train_until_terminated, path=str(tmp_path), where="handled")
+    assert child.wait() == 1
+    assert "SystemExit: 3" in child.errors.read_text()

@@ -1,0 +1,192 @@
+"""A training that saves in the background, run in a child that is going to be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from asymcheck import Checkpointer, Store, events
+from asymcheck.config import CaptureConfig
+from asymcheck.events import Event
+from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.plan import Partition
+from asymcheck.pipeline import capture
+from asymcheck.pipeline.flush import copy_partition
+from asymcheck.types import Checkpoint
+from asymcheck.verify import Severity
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import Loop, copy_late, folder_for_rings, linear_loop, snapshot
+from tests.crash import faults
+from tests.crash.states import Journal, fingerprint
+
+FOR_EVER = 1 << 30
+
+
+def config_for(folder: Path) -> CaptureConfig:
+    """Return how the trainings of a folder capture: rings lie in it, and have room for many states."""
+    return CaptureConfig(2 << 20, str(folder_for_rings(folder)), "full")
+
+
+def _note_complete(journal: Journal, event: Event, run: str) -> None:
+    if event.name == "capture.complete":
+        journal.note("complete", run=run, step=int(event.detail.split()[1]))
+
+
+def train(
+    path: str, *, steps: int = FOR_EVER, durable: int = 0, delay_s: float = 0.0, kill: str = "", number: int = 0
+) -> None:
+    """Go on from what there is, and save every step; note what each step is, and when it is complete in memory.
+
+    Args:
+        path: holds the store, the journal and the rings.
+        steps: when to stop and wait to be killed.
+        durable: how many steps reach the disk; after them its packs take nothing more. 0 for all.
+        delay_s: what each write takes.
+        kill: at which event to be killed.
+        number: at the how manieth.
+    """
+    folder = Path(path)
+    journal, disk, seen = Journal(folder / "journal"), Disk(), [0]
+    disk.delay_s = delay_s
+
+    def observer(event: Event) -> None:
+        _note_complete(journal, event, "default")
+        if event.name == kill:
+            seen[0] += 1
+            if seen[0] == number:
+                faults.kill_this_process()
+
+    with events.observe(observer), open_on(disk, folder / "store") as store:
+        _, _, loop = linear_loop()
+        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+        restored = checkpointer.restore()
+        first = _note_restored(journal, loop, restored)
+        for step in range(first, first + steps):
+            loop.iterate(step)
+            # Before it is begun: it may be complete before the next line of this function runs.
+            journal.note("step", run="default", step=step, fingerprint=fingerprint(snapshot(loop.state)))
+            checkpointer.step(step)
+            if step - first + 1 == durable:
+                checkpointer.wait()
+                disk.opened.clear()
+            if durable:
+                checkpointer.wait("dram")
+        checkpointer.wait("dram")
+        journal.note("ready")
+        time.sleep(3600)
+
+
+def _note_restored(journal: Journal, loop: Loop, restored: Checkpoint | None) -> int:
+    if restored is None:
+        journal.note("restored", step=-1)
+        return 0
+    journal.note("restored", step=restored.step, fingerprint=fingerprint(snapshot(loop.state)))
+    return restored.step + 1
+
+
+def train_two_runs(path: str, steps: int) -> None:
+    """Save two runs of one store at once, of which the packs take nothing, and wait to be killed."""
+    folder = Path(path)
+    journal, disk = Journal(folder / "journal"), Disk()
+    with open_on(disk, folder / "store") as store:
+        disk.opened.clear()
+        _, _, loop = linear_loop()
+        both = {run: Checkpointer(store, loop.state, run=run, capture=config_for(folder)) for run in ("one", "two")}
+        for step in range(steps):
+            loop.iterate(step)
+            for run, checkpointer in both.items():
+                journal.note("step", run=run, step=step, fingerprint=fingerprint(snapshot(loop.state)))
+                checkpointer.step(step)
+                checkpointer.wait("dram")
+                journal.note("complete", run=run, step=step)
+        journal.note("ready")
+        time.sleep(3600)
+
+
+def train_until_terminated(path: str, where: str) -> None:
+    """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or in a ``fence``."""
+    folder, armed = Path(path), threading.Event()
+    disk = Disk()
+    store = open_on(disk, folder / "store")
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+    if where == "handled":
+        signal.signal(signal.SIGTERM, _leave)
+    loop.iterate(0)
+    checkpointer.step(0)
+    disk.delay_s = 0.01
+    if where == "fence":
+        checkpointer.wait()
+        _terminate_in_the_fence(armed)
+    loop.iterate(1)
+    if where == "inside":
+        loop.state["terminating"] = _Terminating()
+    checkpointer.step(1)
+    if where == "fence":
+        armed.set()
+        loop.iterate(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3600)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """Do what a program of its own may do at SIGTERM: end as at the end of the program."""
+    raise SystemExit(3)
+
+
+class _Terminating:
+    """A part of a state that gets the signal while it is captured."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Be captured."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"value": 1}
+
+    def load_state_dict(self, _state: dict[str, object]) -> None:
+        """Take nothing."""
+
+
+def _terminate_in_the_fence(armed: threading.Event) -> None:
+    """Leave the copies to the fence, and send the signal while the training thread makes one there."""
+    copy_late(pytest.MonkeyPatch())
+
+    def copy(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
+        if armed.is_set() and threading.current_thread() is threading.main_thread():
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        copy_partition(partition, leaves, payload)
+
+    vars(capture)["copy_partition"] = copy
+
+
+def assert_restored(folder: Path, at_least: int, at_most: int = FOR_EVER, run: str = "default") -> int:
+    """Restore as a new process does; fail unless the step is one that may be restored, with the bytes it had.
+
+    Returns the step.
+    """
+    journal = Journal(folder / "journal")
+    prints = {(line["run"], line["step"]): line["fingerprint"] for line in journal.lines("step")}
+    with Store.open(folder / "store") as store:
+        _, _, loop = linear_loop()
+        # An optimizer has no state to be filled before its first step.
+        loop.iterate(0)
+        restored = Checkpointer(store, loop.state, run=run, capture=config_for(folder)).restore()
+        step = -1 if restored is None else restored.step
+        assert at_least <= step <= at_most, f"step {step} was restored, not one of {at_least} to {at_most}"
+        if restored is not None:
+            assert fingerprint(snapshot(loop.state)) == prints[run, step], f"step {step} was restored with other bytes"
+        assert [str(found) for found in store.verify() if found.severity is not Severity.HINT] == []
+    return step
+
+
+def newest_complete(folder: Path, run: str = "default") -> int:
+    """Return the newest step that was reported complete in memory; -1 for none."""
+    lines = Journal(folder / "journal").lines("complete")
+    return max((int(str(line["step"])) for line in lines if line["run"] == run), default=-1)

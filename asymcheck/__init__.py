@@ -2,9 +2,18 @@
 
 from asymcheck import errors, events
 from asymcheck.checkpointer import Checkpointer
-from asymcheck.config import StoreConfig, __version__
-from asymcheck.errors import AbandonedCheckpointsWarning, SkippedCheckpointWarning, StepOrderWarning
+from asymcheck.config import CaptureConfig, StoreConfig, __version__
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    CaptureWarning,
+    LostCheckpointWarning,
+    SkippedCheckpointWarning,
+    StaleStateWarning,
+    StepOrderWarning,
+)
 from asymcheck.partition.rng import RngState
+from asymcheck.pipeline.adopt import Adopted
+from asymcheck.pipeline.background import Statistics
 from asymcheck.pipeline.collect import Collected
 from asymcheck.recovery.accounting import Accounting, CheckpointBytes, RoleBytes
 from asymcheck.recovery.difference import Difference, TensorChange, ValueChange
@@ -20,6 +29,9 @@ from asymcheck.verify import Finding, Severity
 __all__ = [
     "AbandonedCheckpointsWarning",
     "Accounting",
+    "Adopted",
+    "CaptureConfig",
+    "CaptureWarning",
     "Checkpoint",
     "CheckpointBytes",
     "Checkpointer",
@@ -28,6 +40,7 @@ __all__ = [
     "Finding",
     "History",
     "HistoryEntry",
+    "LostCheckpointWarning",
     "Opening",
     "Rebuilt",
     "Repair",
@@ -37,7 +50,9 @@ __all__ = [
     "RoleBytes",
     "Severity",
     "SkippedCheckpointWarning",
+    "StaleStateWarning",
     "Stateful",
+    "Statistics",
     "StepOrderWarning",
     "Store",
     "StoreConfig",

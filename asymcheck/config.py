@@ -68,11 +68,11 @@ class CaptureConfig:
     """
     ring_folder: str = "/dev/shm"
     """Where the ring lies: a file system in memory."""
-    schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
-    """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""
     proof: Literal["full", "sampled", "off"] = "sampled"
     """How much is digested in ``step()`` and compared with what was captured.
 
     A few KiB of 16 partitions cost some 0.2 ms and find most mistakes within a few steps; ``full`` finds each at once
     and costs as much as a copy.
     """
+    schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
+    """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""

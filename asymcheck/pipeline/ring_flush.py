@@ -120,14 +120,24 @@ class RingFlusher:
 
     def _enter(self, moving: Moving) -> None:
         # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
-        slot = None if moving.capture.generation is None else self._take(len(moving.manifest))
-        if slot is not None:
-            self._ring.payload(slot)[:] = moving.manifest
-            self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
-            moving.manifest_slot = slot
-            moving.entry = self._ring.enter(slot, moving.capture.save_id)
+        if moving.capture.generation is not None and not self._survives(moving):
+            return
         with self._lock:
             self._kept.append(moving)
+
+    def _survives(self, moving: Moving) -> bool:
+        """Put the manifest into the ring, and enter the capture there, if there is room for both."""
+        slot = self._take(len(moving.manifest))
+        if slot is None:
+            return False
+        self._ring.payload(slot)[:] = moving.manifest
+        self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
+        moving.entry = self._ring.enter(slot, moving.capture.save_id)
+        if moving.entry is None:
+            self._ring.give_back(slot)
+            return False
+        moving.manifest_slot = slot
+        return True
 
     def _take(self, length: int) -> RingSlot | None:
         if frame_length(length) > self._ring.header.data_bytes:

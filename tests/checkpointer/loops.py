@@ -14,8 +14,8 @@ import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.config import CaptureConfig
-from asymcheck.partition.schedule import Plan, make_plan
-from asymcheck.pipeline import background
+from asymcheck.partition.schedule import Layout, Plan
+from asymcheck.pipeline.timing import Timing
 from asymcheck.types import Stateful
 from tests.store.equality import assert_same
 
@@ -48,12 +48,13 @@ def rings(path: Path) -> list[Path]:
 
 def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave all deferred copies to the fence, so that whatever changes before it is captured with its change."""
+    plan_of = Timing.plan
 
-    def late(*arguments: object) -> Plan:
-        plan = make_plan(*arguments)  # type: ignore[arg-type]  # passed on as they came
+    def late(self: Timing, layout: Layout) -> Plan:
+        plan = plan_of(self, layout)
         return dataclasses.replace(plan, release=tuple(NEVER if window >= 0 else window for window in plan.release))
 
-    monkeypatch.setattr(background, "make_plan", late)
+    monkeypatch.setattr(Timing, "plan", late)
 
 
 def snapshot(value: object) -> object:

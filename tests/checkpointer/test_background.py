@@ -23,6 +23,7 @@ from asymcheck.errors import (
     LostCheckpointError,
     LostCheckpointWarning,
     OutOfSpaceError,
+    StaleStateWarning,
     UnsupportedValueError,
 )
 from asymcheck.pipeline import capture
@@ -514,3 +515,20 @@ def test_memory_and_threads_stay_as_they_are(store: Store, config: CaptureConfig
     assert late - early < 400_000, f"{late - early} bytes more after 200 checkpoints"
     assert counts[0] == counts[1]
     assert threading.active_count() == threads
+
+
+# --------------------------------------------------------------------------------------------------- what is noticed
+
+
+def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureConfig) -> None:
+    """Every tensor is that of the step before: perhaps another state is trained than the one that is saved."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.step(1)
+        with pytest.warns(StaleStateWarning, match="step 1 .* bit for bit"):
+            checkpointer.wait()
+        loop.iterate(1)
+        checkpointer.step(2)
+        checkpointer.wait()

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import AsymcheckError, HeadRecordError
-from asymcheck.store import StepOrderWarning, Store
+from asymcheck.errors import AsymcheckError, HeadRecordError, StepOrderWarning
+from asymcheck.store import Store
 from asymcheck.verify import Finding, Severity
 
 CONFIG = StoreConfig(

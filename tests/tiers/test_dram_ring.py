@@ -270,17 +270,23 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
 def test_who_only_looks_while_it_is_made_does_not_take_its_lock_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that searches for rings left behind may have the lock at the wrong moment; it is waited for."""
-    other, reserve = [], os.posix_fallocate
+    """One that searches for rings left behind may have the lock at the wrong moment, and remove the file for that."""
+    path = tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)
+    wait, looks = ring_module.wait_lock, 0
 
-    def looked_at(descriptor: int, offset: int, size: int) -> None:
-        reserve(descriptor, offset, size)
-        other.append(os.open(tmp_path / ring_name(HEADER.store_id, HEADER.ring_id), os.O_RDWR))
-        assert try_lock(other[-1], exclusive=True)
-        threading.Timer(0.1, os.close, other).start()
+    def looked_at(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            other = os.open(path, os.O_RDWR)
+            assert try_lock(other, exclusive=True)
+            path.unlink()
+            threading.Timer(0.1, os.close, [other]).start()
+        return wait(descriptor, timeout_s, exclusive=exclusive)
 
-    monkeypatch.setattr(os, "posix_fallocate", looked_at)
+    monkeypatch.setattr(ring_module, "wait_lock", looked_at)
     ring = make_ring(tmp_path)
+    assert looks == 2
     with RingReader(ring.path) as reader:
         assert reader.is_owned
     ring.close()

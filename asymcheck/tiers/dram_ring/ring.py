@@ -29,7 +29,7 @@ from asymcheck.format.ring import (
 )
 from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.dram_ring.room import Room
-from asymcheck.tiers.files import DESCRIPTORS, translated, wait_lock
+from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
 from asymcheck.types import PackId, SaveId
 
 MADV_POPULATE_WRITE = 23
@@ -66,7 +66,6 @@ class Ring:
         size = DATA_OFFSET + header.data_bytes
         self._descriptor = DESCRIPTORS.add(self._create(size))
         try:
-            self._lock()
             with translated("map", self.path):
                 self._map = map_file(self._descriptor, size)
             self._map[:CAPTURES_OFFSET] = encode_ring_header(header)
@@ -82,8 +81,7 @@ class Ring:
         emit("ring.created", self.path.name, size)
 
     def _create(self, size: int) -> int:
-        with translated("create", self.path):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = self._open_locked()
         try:
             # Now, not page by page: a page for which there is no memory would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, size)
@@ -100,10 +98,21 @@ class Ring:
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
         return descriptor
 
-    def _lock(self) -> None:
-        # One that looks for rings left behind may hold it for a moment: it finds no header, and lets go.
-        if not wait_lock(self._descriptor, _LOCK_S, exclusive=True):
-            raise LockTimeoutError(f"lock {self.path}: another process has held it for {_LOCK_S:g} seconds")
+    def _open_locked(self) -> int:
+        """Create the file and lock it before anything else: one without a lock is taken for the rest of a dead process.
+
+        Between the two, another process may be looking at it for that, and remove it.
+        """
+        while True:
+            with translated("create", self.path):
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if not wait_lock(descriptor, _LOCK_S, exclusive=True):
+                self.path.unlink(missing_ok=True)
+                os.close(descriptor)
+                raise LockTimeoutError(f"lock {self.path}: another process has held it for {_LOCK_S:g} seconds")
+            if is_same_file(descriptor, self.path):
+                return descriptor
+            os.close(descriptor)
 
     def populate(self) -> None:
         """Map all pages now, so that no capture waits for it; costs nothing but time where the kernel cannot."""

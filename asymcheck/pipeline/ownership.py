@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -37,61 +36,47 @@ def deferred_rows(leaves: Sequence[Leaf], optimizers: Iterable[Optimizer]) -> li
     That holds for parameters and state of these optimizers, unless something else in the state lies in the same memory:
     a buffer that shares one allocation with parameters, a view or a numpy array of one.
     """
-    owned = {_key(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)} - {None}
-    spans = _Spans(leaf.source for leaf in leaves if isinstance(leaf.source, torch.Tensor))
-    mixed = {spans.start_of(leaf.source) for leaf in leaves if _key(leaf.source) not in owned}
-    return [
-        isinstance(leaf.source, torch.Tensor)
-        # On a device, a copy at once is ordered after what was queued before; a later one would need a stream and
-        # events of its own.
-        and leaf.source.device.type == "cpu"
-        and _key(leaf.source) in owned
-        and spans.start_of(leaf.source) not in mixed
-        for leaf in leaves
-    ]
+    owned = {identity_key(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)} - {None}
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    others: list[Source] = []
+    for row, leaf in enumerate(leaves):
+        if leaf.key not in owned:
+            others.append(leaf.source)
+        elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
+            # On a device, a copy at once is ordered after what was queued before; a later one would need a stream and
+            # events of its own.
+            storage = leaf.source.untyped_storage()
+            starts[row] = storage.data_ptr()
+            ends[starts[row]] = starts[row] + storage.nbytes()
+    mixed = _shared(others, ends)
+    return [starts.get(row, 0) not in mixed for row in range(len(leaves))]
+
+
+def _shared(sources: Iterable[Source], ends: Mapping[int, int]) -> set[int]:
+    """Return 0, and the beginnings of the memories, given with their ends, in which one of ``sources`` lies, too."""
+    beginnings = sorted(ends)
+    shared = {0}
+    for source in sources:
+        address = _address(source)
+        index = bisect.bisect(beginnings, address) - 1
+        if index >= 0 and address < ends[beginnings[index]]:
+            shared.add(beginnings[index])
+    return shared
+
+
+def _address(source: Source) -> int:
+    if isinstance(source, torch.Tensor):
+        return source.untyped_storage().data_ptr()
+    return int(source.__array_interface__["data"][0]) if isinstance(source, np.ndarray) else 0
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield parameter
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    yield value
-
-
-def _key(source: Source) -> tuple[object, ...] | None:
-    try:
-        return identity_key(source)
-    except (RuntimeError, NotImplementedError):
-        # A subclass without memory of its own.
-        return None
-
-
-class _Spans:
-    """Where the memory of some tensors lies."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        ends: dict[int, int] = {}
-        for tensor in tensors:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                storage = tensor.untyped_storage()
-                ends[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
-        self._starts = sorted(ends)
-        self._ends = ends
-
-    def start_of(self, source: Source) -> int | None:
-        """Return where the memory begins that a tensor or an array is a part of; None when it is in none of these."""
-        address = 0
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            if isinstance(source, torch.Tensor):
-                address = source.untyped_storage().data_ptr()
-            elif isinstance(source, np.ndarray):
-                address = int(source.__array_interface__["data"][0])
-        index = bisect.bisect(self._starts, address) - 1
-        if not address or index < 0 or address >= max(self._ends[self._starts[index]], self._starts[index] + 1):
-            return None
-        return self._starts[index]
+            values = (parameter, *optimizer.state.get(parameter, {}).values())
+            # Others, such as sharded ones, have no memory of their own that could be compared.
+            yield from (value for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))
 
 
 class Fences:

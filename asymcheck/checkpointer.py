@@ -281,6 +281,7 @@ class _Ending:
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
         self._background: Callable[[], Background | None] = lambda: None
+        self._pid = os.getpid()
         self._depth = 0
         self._terminating = False
         self._armed = False
@@ -316,6 +317,9 @@ class _Ending:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _close(self) -> None:
+        if os.getpid() != self._pid:
+            # A forked child, for instance of a data loader, has none of the threads; what is under way is its parent's.
+            return
         checkpointer, background = self._checkpointer(), self._background()
         if checkpointer is not None:
             checkpointer.close()
@@ -325,7 +329,7 @@ class _Ending:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._terminating = True
-        if not self._depth:
+        if not self._depth or os.getpid() != self._pid:
             self._terminate()
 
     def _terminate(self) -> None:

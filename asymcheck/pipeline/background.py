@@ -72,6 +72,7 @@ class Background:
         self._tier, self._catalog, self._placing = tier, catalog, placing
         self._run = run
         self._config = config
+        self._pid = os.getpid()
         self._captures: list[Capture] = []
         self._ring: Ring | None = None
         self._flusher: RingFlusher | None = None
@@ -169,7 +170,7 @@ class Background:
 
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
-        if self._capturer is not None and self._timing is not None:
+        if self._capturer is not None and self._timing is not None and not self._is_forked():
             with self.held:
                 began = time.perf_counter()
                 self._capturer.fence()
@@ -177,6 +178,10 @@ class Background:
                 self._timing.fenced(began, waited)
                 self.statistics.fence_s += waited
                 self.statistics.hooks_s = self._timing.hooks_s
+
+    def _is_forked(self) -> bool:
+        """Tell whether this is a forked child, which has none of the threads; the ring is its parent's."""
+        return os.getpid() != self._pid
 
     def settled(self) -> list[Capture]:
         """Return the captures that have become durable, or were lost, since the last call."""
@@ -192,7 +197,7 @@ class Background:
 
     def wait(self, tier: TierName) -> None:
         """Wait until everything begun is complete in the ring, or durable in the store, or lost."""
-        if self._capturer is None:
+        if self._capturer is None or self._is_forked():
             return
         self._capturer.settle()
         for capture in self._captures:
@@ -218,6 +223,8 @@ class Background:
 
     def close(self) -> None:
         """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""
+        if self._is_forked():
+            return
         if self._fences is not None:
             self._fences.remove()
         if self._timing is not None:

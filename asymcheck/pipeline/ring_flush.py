@@ -14,6 +14,7 @@ from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode_manifest
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.manners import stand_back
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import manifest_header, manifest_rows
 from asymcheck.tiers.dram_ring import Ring, RingSlot
@@ -147,6 +148,7 @@ class RingFlusher:
         return slot
 
     def _run(self) -> None:
+        stand_back()
         while (item := self._queue.get()) is not None:
             moving, number = item
             if number is not None:
@@ -160,6 +162,7 @@ class RingFlusher:
             self._retire(moving)
 
     def _run_writes(self) -> None:
+        stand_back()
         while (item := self._writes.get()) is not None:
             done, moving, number = item
             try:

@@ -73,3 +73,53 @@ def test_a_handler_of_the_program_stays(zygote: Zygote, tmp_path: Path) -> None:
     child = zygote.start(train_until_terminated, path=str(tmp_path), where="handled")
     assert child.wait() == 1
     assert "SystemExit: 3" in child.errors.read_text()
+
+
+FORKING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import linear_loop, rings
+from tests.crash.trainer import config_for
+from asymcheck import Checkpointer
+
+folder = Path(sys.argv[2])
+disk = Disk()
+store = open_on(disk, folder / "store")
+_, _, loop = linear_loop()
+with Checkpointer(store, loop.state, capture=config_for(folder)) as checkpointer:
+    disk.delay_s = 0.05
+    for step in range(3):
+        loop.iterate(step)
+        checkpointer.step(step)
+        for way in ("killed", "ended", "trained", "closed"):
+            child = os.fork()
+            if child:
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                assert status == (-signal.SIGTERM if way == "killed" else 0), (way, status)
+                assert len(rings(folder)) == 1, way
+                continue
+            signal.alarm(20)
+            if way == "killed":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif way == "trained":
+                # A small one: torch's own threads do not survive a fork.
+                weight = torch.zeros(1, requires_grad=True)
+                weight.grad = torch.ones(1)
+                torch.optim.SGD([weight]).step()
+            elif way == "closed":
+                checkpointer.close()
+                store.close()
+            sys.exit(0)
+"""
+
+
+def test_a_forked_child_leaves_the_capture_to_its_parent(tmp_path: Path) -> None:
+    """A worker of a data loader is terminated, ends, computes or closes what it has a copy of: nobody waits for it."""
+    command = [sys.executable, "-c", FORKING, str(REPOSITORY), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert _steps(tmp_path) == [0, 1, 2]
+    assert rings(tmp_path) == []

@@ -117,7 +117,8 @@ class RingFlusher:
         moving.manifest = encode_manifest(header, rows)
         if not moving.streams:
             self._enter(moving)
-        emit("capture.complete", str(ref), capture.state_bytes)
+        # Only what has an entry survives this process.
+        emit("capture.copied" if moving.entry is None else "capture.complete", str(ref), capture.state_bytes)
 
     def _enter(self, moving: Moving) -> None:
         # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.

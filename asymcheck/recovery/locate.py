@@ -129,7 +129,7 @@ class Sources:
             return False
         # Backwards: a pack that was scanned may hold a partition twice, and then the first frame of it counts.
         self._places[numbers[new][::-1]] = (len(self._numbered) << _FRAME_BITS) + frames[new][::-1]
-        self._missing = int(np.count_nonzero(self._places == _NOWHERE))
+        self._missing -= len(np.unique(numbers[new]))
         self._numbered.append(pack)
         return True
 

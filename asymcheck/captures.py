@@ -66,6 +66,14 @@ class Captures(Reports):
             return head[0].parent if head is not None else None
         return newest
 
+    def line(self, run: str) -> Callable[[CheckpointRef], bool]:
+        """Return what tells whether a checkpoint of a run leads to the present.
+
+        Raises:
+            HeadRecordError: that cannot be known.
+        """
+        return read_line(self._tier, run).__contains__
+
     def background(self, run: str, config: CaptureConfig, generation: Callable[[], int]) -> Background:
         """Return what saves states of a run in the background; :class:`asymcheck.Checkpointer` keeps it for you.
 

@@ -127,7 +127,9 @@ class Checkpointer:
         return restored.checkpoint
 
     def rollback(self) -> Checkpoint:
-        """Bring the state back from the newest checkpoint that is complete in memory, without reading a disk.
+        """Bring the state back from the newest checkpoint on the line that is complete in memory.
+
+        No byte of it is read from a disk.
 
         Opens a new generation, as :meth:`restore` does.
 
@@ -136,7 +138,8 @@ class Checkpointer:
             StateMismatchError, DigestMismatchError
         """
         self.wait()
-        found = None if self._background is None else self._background.newest_in_ring()
+        on_line = self._store.line(self._run)
+        found = None if self._background is None else self._background.newest_in_ring(on_line)
         if found is None:
             raise CheckpointNotFoundError(f"no checkpoint of run {self._run!r} is in memory; restore() reads the store")
         checkpoint = self._store.load_captured(*found, into=self._state)

@@ -203,12 +203,14 @@ class Background:
         for capture in self._captures:
             (capture.complete if tier == "dram" else capture.durable).wait()
 
-    def newest_in_ring(self) -> tuple[CheckpointRef, bytes, Callable[[Digest], memoryview]] | None:
-        """Return the newest durable capture that is complete in the ring.
+    def newest_in_ring(
+        self, on_line: Callable[[CheckpointRef], bool]
+    ) -> tuple[CheckpointRef, bytes, Callable[[Digest], memoryview]] | None:
+        """Return the newest durable capture that is complete in the ring, and that ``on_line`` does not exclude.
 
         That is: the checkpoint, its manifest, and what gives the bytes of its partitions.
         """
-        moving = None if self._flusher is None else self._flusher.newest()
+        moving = None if self._flusher is None else self._flusher.newest(on_line)
         if moving is None or moving.ref is None or self._ring is None:
             return None
         slots = dict(zip(moving.capture.digests, moving.capture.slots, strict=True))
@@ -252,8 +254,8 @@ def _default_bytes(folder: Path, needed: int) -> int:
 
 def newest_plan(tier: NvmeTier, run: str) -> object:
     """Return the plan record of the newest checkpoint of a run; None when there is none that can be read."""
-    listings = sorted(tier.manifests.checkpoints(run), key=lambda listing: listing.ref)
-    for listing in reversed(listings[-1:]):
+    newest = max(tier.manifests.checkpoints(run), key=lambda listing: listing.ref, default=None)
+    if newest is not None and newest.manifests:
         with contextlib.suppress(AsymcheckError):
-            return tier.manifests.read(run, listing.ref, listing.manifests[0]).header.plan
+            return tier.manifests.read(run, newest.ref, newest.manifests[0]).header.plan
     return None

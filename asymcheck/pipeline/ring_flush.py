@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -161,6 +162,10 @@ class RingFlusher:
             except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
                 moving.capture.error = moving.capture.error or error
             self._retire(moving)
+            name = "capture.durable" if moving.capture.error is None else "capture.lost"
+            # An observer that raises has nothing to abort any more, and must not end this thread.
+            with contextlib.suppress(Exception):
+                emit(name, str(moving.ref), moving.capture.state_bytes)
 
     def _run_writes(self) -> None:
         stand_back()
@@ -240,7 +245,6 @@ class RingFlusher:
             self._free(one)
         capture.durable_s = time.perf_counter()
         capture.durable.set()
-        emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
 
     def make_room_for(self, capture: Capture) -> bool:
         """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did."""
@@ -265,10 +269,11 @@ class RingFlusher:
             if slot is not None:
                 self._ring.give_back(slot)
 
-    def newest(self) -> Moving | None:
-        """Return the newest capture that is complete in the ring, and committed."""
+    def newest(self, on_line: Callable[[CheckpointRef], bool]) -> Moving | None:
+        """Return the newest capture that is complete in the ring, committed, and on the line."""
         with self._lock:
-            return next((kept for kept in reversed(self._kept) if kept.ref is not None), None)
+            kept = reversed(self._kept)
+            return next((one for one in kept if one.ref is not None and on_line(one.ref)), None)
 
     def close(self) -> bool:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""

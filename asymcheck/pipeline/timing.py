@@ -14,7 +14,7 @@ from torch import nn
 
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.partition.plan import PLAN_KIND
-from asymcheck.partition.profile import Iteration, Phase, profile_of
+from asymcheck.partition.profile import Iteration, Phase, Profile, profile_of
 from asymcheck.partition.schedule import EAGER, Layout, Plan, make_plan, plan_from_record
 from asymcheck.pipeline.boundaries import Boundaries
 
@@ -68,22 +68,32 @@ class Timing:
 
     def plan(self, layout: Layout) -> Plan:
         """Return the plan for a state; the same object as long as the state keeps its layout."""
-        profile = None
-        if self._plan is None and self._previous is not None:
-            self._plan = plan_from_record(self._previous, layout, self._config)
-        elif self._plan is not None and self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
+        if self._plan is None:
+            self._plan = self._taken_up(layout) or self._made(layout, 0, None)
+        elif self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
             # The speed of the link is the same for all windows, so it does not matter for their shares.
             profile = profile_of(self._iterations, 1e9)
             self._iterations.clear()
-        if self._plan is None or profile is not None:
-            number = 0 if self._plan is None else self._plan.number + 1
-            kind = self._kind if self._kind == EAGER or profile is not None else PLAN_KIND
-            self._plan = make_plan(layout, self._config, kind, number, profile)
-        elif layout != self._layout:
+            if profile is not None:
+                self._plan = self._made(layout, self._plan.number + 1, profile)
+        if self._layout not in (None, layout):
             again = plan_from_record(self._plan.record(), layout, self._config)
-            self._plan = again or make_plan(layout, self._config, PLAN_KIND, self._plan.number)
+            self._plan = again or self._made(layout, self._plan.number, None)
         self._layout = layout
         return self._plan
+
+    def _taken_up(self, layout: Layout) -> Plan | None:
+        """Return the plan of the checkpoint before, if it is of the schedule that is asked for, or none yet."""
+        plan = plan_from_record(self._previous, layout, self._config)
+        return plan if plan is not None and plan.kind in (self._kind, self._kind_before_profile) else None
+
+    def _made(self, layout: Layout, number: int, profile: Profile | None) -> Plan:
+        kind = self._kind if profile is not None else self._kind_before_profile
+        return make_plan(layout, self._config, kind, number, profile)
+
+    @property
+    def _kind_before_profile(self) -> str:
+        return EAGER if self._kind == EAGER else PLAN_KIND
 
     def began(self) -> None:
         """Say that a capture has begun: window 0 begins."""

@@ -16,6 +16,7 @@ from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.config import CaptureConfig
 from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline.timing import Timing
+from asymcheck.tiers.dram_ring import RingReader
 from asymcheck.types import Stateful
 from tests.store.equality import assert_same
 
@@ -46,6 +47,18 @@ def rings(path: Path) -> list[Path]:
     return sorted(folder_for_rings(path).iterdir())
 
 
+def sized(config: CaptureConfig, size: int) -> CaptureConfig:
+    """Return the same configuration with a ring of ``size`` bytes."""
+    return dataclasses.replace(config, ring_bytes=size)
+
+
+def entries(path: Path) -> list[int]:
+    """Return the states of the captures in the only ring of the test."""
+    (ring,) = rings(path)
+    with RingReader(ring) as reader:
+        return [entry.state for entry in reader.captures]
+
+
 def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave all deferred copies to the fence, so that whatever changes before it is captured with its change."""
     plan_of = Timing.plan
@@ -57,22 +70,22 @@ def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timing, "plan", late)
 
 
-def snapshot(value: object) -> object:
+def copy_of(value: object) -> object:
     """Return a state as a store gives it back, with bytes of its own."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) in (dict, OrderedDict):
-        pairs = [(key, snapshot(item)) for key, item in value.items()]  # type: ignore[attr-defined]  # a mapping
+        pairs = [(key, copy_of(item)) for key, item in value.items()]  # type: ignore[attr-defined]  # a mapping
         copied = dict(pairs) if type(value) is dict else OrderedDict(pairs)
         if hasattr(value, "_metadata"):
-            setattr(copied, "_metadata", snapshot(value._metadata))  # noqa: B010 - as state_dict() does
+            setattr(copied, "_metadata", copy_of(value._metadata))  # noqa: B010 - as state_dict() does
         return copied
     if type(value) in (list, tuple):
-        return type(value)(snapshot(item) for item in value)  # type: ignore[call-arg, attr-defined]  # a sequence
+        return type(value)(copy_of(item) for item in value)  # type: ignore[call-arg, attr-defined]  # a sequence
     if isinstance(value, Stateful):
-        return snapshot(value.state_dict())
+        return copy_of(value.state_dict())
     return copy.deepcopy(value)
 
 
@@ -95,7 +108,7 @@ def assert_every_step_is_right(store: Store, loop: Loop, steps: int, config: Cap
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
+            expected[step] = copy_of(loop.state)
             loop.between(checkpointer)
     assert_stored(store, expected)
     return expected

@@ -1,201 +1,35 @@
-"""The background: back-pressure, what fails in it, what it leaves behind, and how it ends."""
+"""The background: what fails in it, what waits for it, and what it notices."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import threading
-import tracemalloc
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from asymcheck import Checkpointer, Store
+from asymcheck import Checkpointer, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
-    CaptureWarning,
     CheckpointNotFoundError,
-    ClosedStoreError,
     LostCheckpointError,
-    LostCheckpointWarning,
     OutOfSpaceError,
     StaleStateWarning,
     UnsupportedValueError,
 )
 from asymcheck.pipeline import capture
 from asymcheck.pipeline.flush import copy_partition
-from asymcheck.tiers.dram_ring import RingReader
-from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
-    CONFIG,
-    Loop,
-    assert_every_step_is_right,
     assert_stored,
-    copy_late,
-    folder_for_rings,
+    copy_of,
+    entries,
     linear_loop,
     rings,
-    snapshot,
+    sized,
 )
 from tests.store.equality import assert_same
-
-FRAMES = 3 * 20480 + 3 * 4096
-"""Bytes of frames of the state of :func:`linear_loop`, about."""
-
-
-@pytest.fixture
-def disk() -> Disk:
-    """A disk."""
-    return Disk()
-
-
-@pytest.fixture
-def store(disk: Disk, store_path: Path) -> Iterator[Store]:
-    """A new store on it."""
-    with open_on(disk, store_path) as opened:
-        yield opened
-        disk.full = None
-        disk.opened.set()
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> CaptureConfig:
-    """Rings in a folder of the test's own."""
-    return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))
-
-
-def _sized(config: CaptureConfig, size: int) -> CaptureConfig:
-    return CaptureConfig(size, config.ring_folder, config.proof)
-
-
-def _entries(path: Path) -> list[int]:
-    """Return the states of the captures in the only ring."""
-    (ring,) = rings(path)
-    with RingReader(ring) as reader:
-        return [entry.state for entry in reader.captures]
-
-
-def _large_loop(*, eager: bool) -> Loop:
-    """Return a loop of many partitions, all copied in ``step()`` or all beside the training."""
-    torch.manual_seed(0)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1500 + 300 * number)) for number in range(20)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-    def iterate(step: int) -> None:
-        for value in model:
-            value.grad = value.detach() * 0.5 + step
-        optimizer.step()
-
-    state: dict[str, object] = {"model": model.state_dict()} if eager else {"model": model, "optimizer": optimizer}
-    return Loop(state, iterate)
-
-
-# ------------------------------------------------------------------------------------------------------ back-pressure
-
-
-@pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_a_ring_of_just_over_one_state_makes_training_wait(
-    store: Store, disk: Disk, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, late: bool, eager: bool
-) -> None:
-    """Every step is right, without a warning, though the disk is slower than training."""
-    if late:
-        copy_late(monkeypatch)
-    disk.delay_s = 0.001
-    loop = _large_loop(eager=eager)
-    needed = (1 if eager else 2) * sum(_frame(1500 + 300 * number) for number in range(20))
-    assert_every_step_is_right(store, loop, 6, _sized(config, needed + 100_000))
-
-
-def _frame(elements: int) -> int:
-    pieces = -(-4 * elements // CONFIG.partition_bytes)
-    return -(-4 * elements // 4096) * 4096 + pieces * 4096
-
-
-@pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
-@pytest.mark.parametrize("size", [1 << 15, 1 << 17])
-def test_a_ring_of_much_less_than_one_state_is_streamed_through(
-    store: Store, config: CaptureConfig, tmp_path: Path, size: int, eager: bool
-) -> None:
-    """One warning; every step is right; nothing in the ring says that a state is complete there."""
-    loop = _large_loop(eager=eager)
-    seen = []
-
-    def look(checkpointer: Checkpointer) -> None:
-        checkpointer.wait("dram")
-        seen.append(_entries(tmp_path))
-
-    loop.between = look
-    with pytest.warns(CaptureWarning, match="smaller than the state") as caught:
-        assert_every_step_is_right(store, loop, 4, _sized(config, size))
-    assert len(caught) == 1
-    assert caught[0].filename.endswith("loops.py")
-    assert seen == [[]] * 4
-    assert rings(tmp_path) == []
-
-
-def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config: CaptureConfig) -> None:
-    """States of other sizes have left gaps, each too small for what is to come, and together large enough."""
-    block = 2 * 4096 - 4096
-    state: dict[str, object] = {}
-    loop = Loop(state, lambda _step: None)
-
-    def change(step: int) -> None:
-        state.clear()
-        sizes = [6] if step % 2 == 0 else [3, 3, 4]
-        state.update({str(number): torch.full((size * block // 4,), step + 0.5) for number, size in enumerate(sizes)})
-
-    loop.iterate = change
-    assert_every_step_is_right(store, loop, 6, _sized(config, 2 * 10 * 4096 + 8192))
-
-
-def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """Nobody waits for room that cannot come; when the disk has room again, so has the ring."""
-    loop = _large_loop(eager=False)
-    checkpointer = Checkpointer(store, loop.state, capture=_sized(config, 1 << 16), on_error="warn")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        warnings.simplefilter("ignore", LostCheckpointWarning)
-        disk.full = "packs"
-        for step in range(3):
-            loop.iterate(step)
-            checkpointer.step(step)
-        checkpointer.wait()
-        assert checkpointer.statistics().lost == 3
-        disk.full = None
-        loop.iterate(3)
-        checkpointer.step(3)
-        expected = snapshot(loop.state)
-        checkpointer.close()
-    assert_stored(store, {3: expected})
-
-
-def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
-    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
-) -> None:
-    """There are 64 entries; the captures beyond are right, too, and their places are freed once."""
-    _, _, loop = linear_loop(24)
-    expected: dict[int, object] = {}
-    with Checkpointer(store, loop.state, capture=_sized(config, 8 << 20)) as checkpointer:
-        disk.opened.clear()
-        for step in range(90):
-            loop.iterate(step)
-            checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
-        checkpointer.wait("dram")
-        assert _entries(tmp_path) == [1] * 64
-        disk.opened.set()
-        for step in range(90, 100):
-            loop.iterate(step)
-            checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
-    assert_stored(store, expected)
-    assert store.verify() == []
-
 
 # ------------------------------------------------------------------------------------------------------- what fails
 
@@ -222,7 +56,7 @@ def test_no_room_for_the_ring_is_a_clear_error(
     assert checkpointer.last_step is None
     assert checkpointer.step(0)
     checkpointer.close()
-    assert_stored(store, {0: snapshot(loop.state)})
+    assert_stored(store, {0: copy_of(loop.state)})
 
 
 @pytest.mark.parametrize("report", ["step", "wait", "close"])
@@ -238,7 +72,7 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
         loop.iterate(step)
         disk.full = what if step == 1 else None
         checkpointer.step(step)
-        expected[step] = snapshot(loop.state)
+        expected[step] = copy_of(loop.state)
         if step == 1:
             _wait_in_silence(checkpointer)
             # Without room for anything: what is reported now is the loss, and not another failure.
@@ -299,7 +133,7 @@ def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, conf
                 assert checkpointer.last_step == 1
                 continue
             checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
+            expected[step] = copy_of(loop.state)
     assert_stored(store, expected)
 
 
@@ -317,11 +151,11 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
         copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
 
     monkeypatch.setattr(capture, "copy_partition", fail)
-    with Checkpointer(store, state, capture=_sized(config, 6 * 12288 + 16384)) as checkpointer:
+    with Checkpointer(store, state, capture=sized(config, 6 * 12288 + 16384)) as checkpointer:
         with pytest.raises(MemoryError):
             checkpointer.step(0)
         checkpointer.step(1)
-    assert_stored(store, {1: snapshot(state)})
+    assert_stored(store, {1: copy_of(state)})
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting
@@ -337,11 +171,11 @@ def test_waiting_for_memory_does_not_wait_for_the_disk(
         disk.opened.clear()
         checkpointer.step(0)
         checkpointer.wait("dram")
-        assert _entries(tmp_path) == [1]
+        assert entries(tmp_path) == [1]
         assert store.checkpoints() == []
         disk.opened.set()
         checkpointer.wait("nvme")
-        assert _entries(tmp_path) == [2]
+        assert entries(tmp_path) == [2]
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
         assert checkpointer.statistics().durable == 1
 
@@ -357,7 +191,7 @@ def test_rollback_takes_the_newest_state_from_memory(
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
+            expected[step] = copy_of(loop.state)
         checkpointer.wait()
         loop.iterate(99)
         model.weight.data.fill_(float("nan"))
@@ -365,10 +199,10 @@ def test_rollback_takes_the_newest_state_from_memory(
         back = checkpointer.rollback()
         assert [path for path in disk.read if path.parent.name == "packs"] == []
         assert back.step == checkpointer.last_step == steps - 1
-        assert_same(snapshot(loop.state), expected[steps - 1])
+        assert_same(copy_of(loop.state), expected[steps - 1])
         loop.iterate(steps)
         checkpointer.step(steps)
-        expected[steps] = snapshot(loop.state)
+        expected[steps] = copy_of(loop.state)
     assert_stored(store, expected)
     assert [(c.generation, c.on_line) for c in store.checkpoints()] == [*([(1, True)] * steps), (2, True)]
 
@@ -400,123 +234,6 @@ def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig
         assert found.ring_bytes > 0
 
 
-# ------------------------------------------------------------------------------------------------------------- ending
-
-
-def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Path, config: CaptureConfig) -> None:
-    """What was begun is durable; closing the checkpointer is no error then, and another step is one."""
-    _, _, loop = linear_loop()
-    with open_on(disk, store_path) as store:
-        checkpointer = Checkpointer(store, loop.state, capture=config)
-        disk.delay_s = 0.002
-        for step in range(3):
-            loop.iterate(step)
-            checkpointer.step(step)
-    for _ in range(2):
-        with pytest.raises(ClosedStoreError):
-            checkpointer.step(3)
-    checkpointer.close()
-    assert list(Path(config.ring_folder).iterdir()) == []
-    with Store.open(store_path) as store:
-        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
-
-
-def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
-    disk: Disk, store_path: Path, config: CaptureConfig
-) -> None:
-    """And optimizers are fenced no more."""
-    from torch.optim import optimizer as torch_optimizer
-
-    hooks = torch_optimizer._global_optimizer_pre_hooks
-    before = len(hooks)
-    _, _, loop = linear_loop()
-    with open_on(disk, store_path) as store:
-        checkpointer = Checkpointer(store, loop.state, capture=config)
-        loop.iterate(0)
-        checkpointer.step(0)
-        expected = snapshot(loop.state)
-        del checkpointer
-        gc.collect()
-        loop.iterate(1)
-    assert len(hooks) == before
-    assert list(Path(config.ring_folder).iterdir()) == []
-    with Store.open(store_path) as store:
-        assert_stored(store, {0: expected})
-
-
-def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """Leaving the block by an exception drains all the same."""
-    _, _, loop = linear_loop()
-    loop.iterate(0)
-
-    def train() -> None:
-        with Checkpointer(store, loop.state, capture=config) as checkpointer:
-            checkpointer.step(0)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    assert_stored(store, {0: snapshot(loop.state)})
-    assert rings(tmp_path) == []
-
-
-def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """One model, saved by two checkpointers of one process under two names: both have every step."""
-    _, _, loop = linear_loop()
-    expected: dict[int, object] = {}
-    with (
-        Checkpointer(store, loop.state, run="one", capture=config) as one,
-        Checkpointer(store, loop.state, run="two", every=2, capture=config) as two,
-    ):
-        for step in range(6):
-            loop.iterate(step)
-            one.step(step)
-            two.step(step)
-            expected[step] = snapshot(loop.state)
-            assert len(rings(tmp_path)) == 2
-    assert_stored(store, expected, "one")
-    assert_stored(store, {step: state for step, state in expected.items() if step % 2 == 0}, "two")
-    assert rings(tmp_path) == []
-
-
-def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) -> tuple[int, int]:
-    """Save 300 steps of a small state; return what ``look`` says after 100 and after all."""
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    early = 0
-    with Checkpointer(store, {"model": model, "optimizer": optimizer}, capture=config) as checkpointer:
-        for step in range(300):
-            optimizer.zero_grad()
-            model(torch.ones(1, 8)).sum().backward()
-            optimizer.step()
-            checkpointer.step(step)
-            if step == 100:
-                checkpointer.wait()
-                early = look()
-        checkpointer.wait()
-        return early, look()
-
-
-def test_memory_and_threads_stay_as_they_are(store: Store, config: CaptureConfig) -> None:
-    """Three hundred checkpoints: nothing grows with their number, and nothing is left at the end."""
-    threads = threading.active_count()
-    counts: list[int] = []
-
-    def look() -> int:
-        gc.collect()
-        counts.append(threading.active_count())
-        return tracemalloc.get_traced_memory()[0]
-
-    tracemalloc.start()
-    try:
-        early, late = _many_small(store, config, look)
-    finally:
-        tracemalloc.stop()
-    assert late - early < 400_000, f"{late - early} bytes more after 200 checkpoints"
-    assert counts[0] == counts[1]
-    assert threading.active_count() == threads
-
-
 # --------------------------------------------------------------------------------------------------- what is noticed
 
 
@@ -532,3 +249,32 @@ def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureCo
         loop.iterate(1)
         checkpointer.step(2)
         checkpointer.wait()
+
+
+def test_a_rollback_does_not_leave_the_line(store: Store, config: CaptureConfig) -> None:
+    """What is in memory was abandoned by a restore of an older step: it is not gone back to."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(4):
+            loop.iterate(step)
+            checkpointer.step(step)
+        checkpointer.restore(1)
+        with pytest.raises(CheckpointNotFoundError, match="in memory"):
+            checkpointer.rollback()
+        assert checkpointer.last_step == 1
+
+
+def test_an_observer_that_raises_does_not_end_the_background(store: Store, config: CaptureConfig) -> None:
+    """Later steps are saved, and nobody waits for ever."""
+    _, _, loop = linear_loop()
+
+    def refuse(event: events.Event) -> None:
+        if event.name == "capture.durable":
+            raise KeyError(event.detail)
+
+    with events.observe(refuse), Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+            checkpointer.wait()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]

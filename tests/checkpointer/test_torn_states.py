@@ -17,10 +17,10 @@ from tests.checkpointer.loops import (
     Loop,
     assert_stored,
     copy_late,
+    copy_of,
     folder_for_rings,
     linear_loop,
     rings,
-    snapshot,
 )
 
 Mutation = Callable[[torch.nn.Linear, torch.optim.AdamW], object]
@@ -98,7 +98,7 @@ def _train(
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
+            expected[step] = copy_of(loop.state)
             if step == TORN_STEP:
                 mutation(model, optimizer)
             try:
@@ -229,7 +229,7 @@ def _train_with(
             loop.iterate(step)
             before()
             checkpointer.step(step)
-            expected[step] = snapshot(loop.state)
+            expected[step] = copy_of(loop.state)
             after(checkpointer)
         try:
             checkpointer.wait()

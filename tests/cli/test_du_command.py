@@ -24,16 +24,6 @@ def test_checkpoints_roles_and_totals(call: Call, store: Path) -> None:
     assert not {"unreadable", "unfinished"} & {row[0] for row in rows}
 
 
-def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path) -> None:
-    """Else nothing would tell the two rows apart; a step in two generations is told apart by them."""
-    assert " save " not in call("du", store).out
-    with asymcheck.Store.open(store) as opened:
-        saves = [opened.save({"x": 1}, step=40).save_id for _ in range(2)]
-    outcome = call("du", store)
-    assert " save " in outcome.out
-    assert all(save_id[:12] in outcome.out for save_id in saves)
-
-
 def test_one_run(call: Call, store: Path) -> None:
     """Its checkpoints only; a run that is not there is status 3."""
     document = call("du", store, "--run", "other", "--json").json

@@ -43,12 +43,13 @@ def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -
     ]
 
 
-def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path) -> None:
-    """Else nothing would tell the two rows apart."""
-    assert " save " not in call("inspect", store).out
+@pytest.mark.parametrize("command", ["inspect", "du"])
+def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path, command: str) -> None:
+    """Else nothing would tell the two rows apart; a step in two generations is told apart by them."""
+    assert " save " not in call(command, store).out
     with asymcheck.Store.open(store) as opened:
         saves = [opened.save({"x": 1}, step=40).save_id for _ in range(2)]
-    outcome = call("inspect", store)
+    outcome = call(command, store)
     assert " save " in outcome.out
     assert all(save_id[:12] in outcome.out for save_id in saves)
 

@@ -16,8 +16,9 @@ from asymcheck.errors import SkippedCheckpointWarning
 from asymcheck.events import COMMIT_ORDER
 from asymcheck.format.frame import payload_offset
 from asymcheck.format.record import RECORD_BYTES
-from asymcheck.format.ring import CAPTURES_OFFSET, ENTRY_BYTES
+from asymcheck.format.ring import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
 from asymcheck.tiers.dram_ring import RingReader
+from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.states import Journal, fingerprint
 from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
@@ -229,6 +230,18 @@ def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
     (ring,) = rings(folder)
     _flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
     assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
+    assert rings(folder) == []
+
+
+def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
+    """Its save id is not that of the manifest that it names; the older ones are taken up."""
+    (ring,) = rings(folder)
+    offset, _, number = _newest_manifest(ring)
+    with ring.open("r+b") as file:
+        file.seek(CAPTURES_OFFSET + number * ENTRY_BYTES)
+        file.write(encode_entry(CaptureEntry(offset, SaveId(b"another" * 2 + b"!!"), COMPLETE)))
+    with pytest.warns(SkippedCheckpointWarning, match="of another capture than its entry"):
+        assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
 
 

@@ -22,7 +22,7 @@ from asymcheck.pipeline.flush import copy_partition
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Severity
 from tests.checkpointer.disks import Disk, open_on
-from tests.checkpointer.loops import Loop, copy_late, folder_for_rings, linear_loop, snapshot
+from tests.checkpointer.loops import Loop, copy_late, copy_of, folder_for_rings, linear_loop
 from tests.crash import faults
 from tests.crash.states import Journal, fingerprint
 
@@ -71,7 +71,7 @@ def train(
         for step in range(first, first + steps):
             loop.iterate(step)
             # Before it is begun: it may be complete before the next line of this function runs.
-            journal.note("step", run="default", step=step, fingerprint=fingerprint(snapshot(loop.state)))
+            journal.note("step", run="default", step=step, fingerprint=fingerprint(copy_of(loop.state)))
             checkpointer.step(step)
             if step - first + 1 == durable:
                 checkpointer.wait()
@@ -87,7 +87,7 @@ def _note_restored(journal: Journal, loop: Loop, restored: Checkpoint | None) ->
     if restored is None:
         journal.note("restored", step=-1)
         return 0
-    journal.note("restored", step=restored.step, fingerprint=fingerprint(snapshot(loop.state)))
+    journal.note("restored", step=restored.step, fingerprint=fingerprint(copy_of(loop.state)))
     return restored.step + 1
 
 
@@ -102,7 +102,7 @@ def train_two_runs(path: str, steps: int) -> None:
         for step in range(steps):
             loop.iterate(step)
             for run, checkpointer in both.items():
-                journal.note("step", run=run, step=step, fingerprint=fingerprint(snapshot(loop.state)))
+                journal.note("step", run=run, step=step, fingerprint=fingerprint(copy_of(loop.state)))
                 checkpointer.step(step)
                 checkpointer.wait("dram")
                 journal.note("complete", run=run, step=step)
@@ -181,7 +181,7 @@ def assert_restored(folder: Path, at_least: int, at_most: int = FOR_EVER, run: s
         step = -1 if restored is None else restored.step
         assert at_least <= step <= at_most, f"step {step} was restored, not one of {at_least} to {at_most}"
         if restored is not None:
-            assert fingerprint(snapshot(loop.state)) == prints[run, step], f"step {step} was restored with other bytes"
+            assert fingerprint(copy_of(loop.state)) == prints[run, step], f"step {step} was restored with other bytes"
         assert [str(found) for found in store.verify() if found.severity is not Severity.HINT] == []
     return step
 

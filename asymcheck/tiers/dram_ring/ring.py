@@ -32,7 +32,6 @@ from asymcheck.tiers.dram_ring.room import Room
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
 from asymcheck.types import PackId, SaveId
 
-MADV_POPULATE_WRITE = 23
 _LOCK_S = 10.0
 
 
@@ -113,11 +112,6 @@ class Ring:
             if is_same_file(descriptor, self.path):
                 return descriptor
             os.close(descriptor)
-
-    def populate(self) -> None:
-        """Map all pages now, so that no capture waits for it; costs nothing but time where the kernel cannot."""
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(MADV_POPULATE_WRITE)
 
     @property
     def free_bytes(self) -> int:

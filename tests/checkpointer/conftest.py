@@ -1,0 +1,36 @@
+"""A store on a disk that can be slow, shut or full, and rings in a folder of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.config import CaptureConfig
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import (
+    folder_for_rings,
+)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """A disk."""
+    return Disk()
+
+
+@pytest.fixture
+def store(disk: Disk, store_path: Path) -> Iterator[Store]:
+    """A new store on it."""
+    with open_on(disk, store_path) as opened:
+        yield opened
+        disk.full = None
+        disk.opened.set()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CaptureConfig:
+    """Rings in a folder of the test's own."""
+    return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))

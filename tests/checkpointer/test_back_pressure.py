@@ -1,0 +1,144 @@
+"""Rings that are too small, and a disk that is too slow: training waits, and loses nothing."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import (
+    CaptureWarning,
+    LostCheckpointWarning,
+)
+from tests.checkpointer.disks import Disk
+from tests.checkpointer.loops import (
+    CONFIG,
+    Loop,
+    assert_every_step_is_right,
+    assert_stored,
+    copy_late,
+    copy_of,
+    entries,
+    linear_loop,
+    rings,
+    sized,
+)
+
+
+def _large_loop(*, eager: bool) -> Loop:
+    """Return a loop of many partitions, all copied in ``step()`` or all beside the training."""
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1500 + 300 * number)) for number in range(20)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def iterate(step: int) -> None:
+        for value in model:
+            value.grad = value.detach() * 0.5 + step
+        optimizer.step()
+
+    state: dict[str, object] = {"model": model.state_dict()} if eager else {"model": model, "optimizer": optimizer}
+    return Loop(state, iterate)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_ring_of_just_over_one_state_makes_training_wait(
+    store: Store, disk: Disk, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, late: bool, eager: bool
+) -> None:
+    """Every step is right, without a warning, though the disk is slower than training."""
+    if late:
+        copy_late(monkeypatch)
+    disk.delay_s = 0.001
+    loop = _large_loop(eager=eager)
+    needed = (1 if eager else 2) * sum(_frame(1500 + 300 * number) for number in range(20))
+    assert_every_step_is_right(store, loop, 6, sized(config, needed + 100_000))
+
+
+def _frame(elements: int) -> int:
+    pieces = -(-4 * elements // CONFIG.partition_bytes)
+    return -(-4 * elements // 4096) * 4096 + pieces * 4096
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
+@pytest.mark.parametrize("size", [1 << 15, 1 << 17])
+def test_a_ring_of_much_less_than_one_state_is_streamed_through(
+    store: Store, config: CaptureConfig, tmp_path: Path, size: int, eager: bool
+) -> None:
+    """One warning; every step is right; nothing in the ring says that a state is complete there."""
+    loop = _large_loop(eager=eager)
+    seen = []
+
+    def look(checkpointer: Checkpointer) -> None:
+        checkpointer.wait("dram")
+        seen.append(entries(tmp_path))
+
+    loop.between = look
+    with pytest.warns(CaptureWarning, match="smaller than the state") as caught:
+        assert_every_step_is_right(store, loop, 4, sized(config, size))
+    assert len(caught) == 1
+    assert caught[0].filename.endswith("loops.py")
+    assert seen == [[]] * 4
+    assert rings(tmp_path) == []
+
+
+def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config: CaptureConfig) -> None:
+    """States of other sizes have left gaps, each too small for what is to come, and together large enough."""
+    block = 2 * 4096 - 4096
+    state: dict[str, object] = {}
+    loop = Loop(state, lambda _step: None)
+
+    def change(step: int) -> None:
+        state.clear()
+        sizes = [6] if step % 2 == 0 else [3, 3, 4]
+        state.update({str(number): torch.full((size * block // 4,), step + 0.5) for number, size in enumerate(sizes)})
+
+    loop.iterate = change
+    assert_every_step_is_right(store, loop, 6, sized(config, 2 * 10 * 4096 + 8192))
+
+
+def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """Nobody waits for room that cannot come; when the disk has room again, so has the ring."""
+    loop = _large_loop(eager=False)
+    checkpointer = Checkpointer(store, loop.state, capture=sized(config, 1 << 16), on_error="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)
+        warnings.simplefilter("ignore", LostCheckpointWarning)
+        disk.full = "packs"
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+        checkpointer.wait()
+        assert checkpointer.statistics().lost == 3
+        disk.full = None
+        loop.iterate(3)
+        checkpointer.step(3)
+        expected = copy_of(loop.state)
+        checkpointer.close()
+    assert_stored(store, {3: expected})
+
+
+def test_more_captures_wait_for_the_disk_than_a_ring_hasentries(
+    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """There are 64 entries; the captures beyond are right, too, and their places are freed once."""
+    _, _, loop = linear_loop(24)
+    expected: dict[int, object] = {}
+    with Checkpointer(store, loop.state, capture=sized(config, 8 << 20)) as checkpointer:
+        disk.opened.clear()
+        for step in range(90):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+        checkpointer.wait("dram")
+        assert entries(tmp_path) == [1] * 64
+        disk.opened.set()
+        for step in range(90, 100):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+    assert_stored(store, expected)
+    assert store.verify() == []

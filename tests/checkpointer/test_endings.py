@@ -1,0 +1,139 @@
+"""How the background ends, what it leaves behind, and what it takes while it lasts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import (
+    ClosedStoreError,
+)
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import (
+    assert_stored,
+    copy_of,
+    linear_loop,
+    rings,
+)
+
+
+def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Path, config: CaptureConfig) -> None:
+    """What was begun is durable; closing the checkpointer is no error then, and another step is one."""
+    _, _, loop = linear_loop()
+    with open_on(disk, store_path) as store:
+        checkpointer = Checkpointer(store, loop.state, capture=config)
+        disk.delay_s = 0.002
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+    for _ in range(2):
+        with pytest.raises(ClosedStoreError):
+            checkpointer.step(3)
+    checkpointer.close()
+    assert list(Path(config.ring_folder).iterdir()) == []
+    with Store.open(store_path) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
+
+
+def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
+    disk: Disk, store_path: Path, config: CaptureConfig
+) -> None:
+    """And optimizers are fenced no more."""
+    from torch.optim import optimizer as torch_optimizer
+
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    _, _, loop = linear_loop()
+    with open_on(disk, store_path) as store:
+        checkpointer = Checkpointer(store, loop.state, capture=config)
+        loop.iterate(0)
+        checkpointer.step(0)
+        expected = copy_of(loop.state)
+        del checkpointer
+        gc.collect()
+        loop.iterate(1)
+    assert len(hooks) == before
+    assert list(Path(config.ring_folder).iterdir()) == []
+    with Store.open(store_path) as store:
+        assert_stored(store, {0: expected})
+
+
+def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """Leaving the block by an exception drains all the same."""
+    _, _, loop = linear_loop()
+    loop.iterate(0)
+
+    def train() -> None:
+        with Checkpointer(store, loop.state, capture=config) as checkpointer:
+            checkpointer.step(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert_stored(store, {0: copy_of(loop.state)})
+    assert rings(tmp_path) == []
+
+
+def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """One model, saved by two checkpointers of one process under two names: both have every step."""
+    _, _, loop = linear_loop()
+    expected: dict[int, object] = {}
+    with (
+        Checkpointer(store, loop.state, run="one", capture=config) as one,
+        Checkpointer(store, loop.state, run="two", every=2, capture=config) as two,
+    ):
+        for step in range(6):
+            loop.iterate(step)
+            one.step(step)
+            two.step(step)
+            expected[step] = copy_of(loop.state)
+            assert len(rings(tmp_path)) == 2
+    assert_stored(store, expected, "one")
+    assert_stored(store, {step: state for step, state in expected.items() if step % 2 == 0}, "two")
+    assert rings(tmp_path) == []
+
+
+def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) -> tuple[int, int]:
+    """Save 300 steps of a small state; return what ``look`` says after 100 and after all."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    early = 0
+    with Checkpointer(store, {"model": model, "optimizer": optimizer}, capture=config) as checkpointer:
+        for step in range(300):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step)
+            if step == 100:
+                checkpointer.wait()
+                early = look()
+        checkpointer.wait()
+        return early, look()
+
+
+def test_memory_and_threads_stay_as_they_are(store: Store, config: CaptureConfig) -> None:
+    """Three hundred checkpoints: nothing grows with their number, and nothing is left at the end."""
+    threads = threading.active_count()
+    counts: list[int] = []
+
+    def look() -> int:
+        gc.collect()
+        counts.append(threading.active_count())
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        early, late = _many_small(store, config, look)
+    finally:
+        tracemalloc.stop()
+    assert late - early < 400_000, f"{late - early} bytes more after 200 checkpoints"
+    assert counts[0] == counts[1]
+    assert threading.active_count() == threads

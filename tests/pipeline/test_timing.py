@@ -1,0 +1,180 @@
+"""When which plan is made, taken up and released: measured first, then kept, and adapted in time alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.partition.schedule import Layout, Plan
+from asymcheck.pipeline import timing as module
+from asymcheck.pipeline.background import newest_plan
+from asymcheck.pipeline.timing import Timing
+from asymcheck.tiers.nvme import NvmeTier
+from tests.checkpointer.loops import CONFIG, folder_for_rings
+
+LAYOUT = Layout((64 << 10,) * 6, ("model",) * 6, (True,) * 6)
+SMALL = dataclasses.replace(CONFIG, deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
+PHASES = ("forward", "forward", "backward", "backward")
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that timing looks at."""
+    return Clock(monkeypatch)
+
+
+def _timing(schedule: str = "asymmetric", previous: object = None) -> tuple[Timing, list[int]]:
+    windows: list[int] = []
+    config = CaptureConfig(schedule=schedule)  # type: ignore[arg-type]  # one of the three
+    return Timing(config, SMALL, previous, windows.append), windows
+
+
+def _iterate(timing: Timing, clock: Clock, waited_s: float = 0.0, layout: Layout = LAYOUT) -> Plan:
+    """One iteration: forward windows of 1 s, backward windows of 3 s."""
+    plan = timing.plan(layout)
+    timing.began()
+    for phase in PHASES:
+        timing._mark(phase)  # type: ignore[arg-type]  # one of the two
+        clock.now += 1 if phase == "forward" else 3
+    timing.fenced(clock.now, waited_s)
+    clock.now += 1
+    return plan
+
+
+def _profiled(schedule: str, clock: Clock) -> tuple[Timing, list[int], Plan]:
+    timing, windows = _timing(schedule)
+    kinds = [_iterate(timing, clock).kind for _ in range(5)]
+    assert set(kinds) == {"canonical"}
+    return timing, windows, _iterate(timing, clock)
+
+
+@pytest.mark.parametrize("schedule", ["asymmetric", "symmetric"])
+def test_a_plan_follows_five_measured_iterations_and_stays(clock: Clock, schedule: str) -> None:
+    """It is the same object from then on, so that unchanged bytes keep their digests."""
+    timing, _, plan = _profiled(schedule, clock)
+    assert (plan.kind, plan.number) == (schedule, 1)
+    assert [phase for phase, _ in plan.windows] == list(PHASES)
+    assert all(_iterate(timing, clock) is plan for _ in range(8))
+
+
+def test_less_is_copied_in_short_windows_than_in_long_ones(clock: Clock) -> None:
+    """Windows of forward are a third of those of backward here, and so are their bytes, as nearly as tensors allow."""
+    _, _, plan = _profiled("asymmetric", clock)
+    taken = [0] * len(PHASES)
+    for partition, window in zip(plan.cut.partitions, plan.release, strict=True):
+        taken[window] += partition.length
+    assert sum(taken) == sum(LAYOUT.sizes)
+    assert 2 * max(taken[:2]) < min(taken[2:])
+
+
+def test_an_eager_schedule_needs_no_profile(clock: Clock) -> None:
+    """Everything is captured at once, from the first step on."""
+    timing, _ = _timing("eager")
+    plans = [_iterate(timing, clock) for _ in range(8)]
+    assert {plan.kind for plan in plans} == {"eager"}
+    assert set(plans[-1].release) == {-1}
+
+
+def test_windows_begin_at_the_boundaries_behind_the_first(clock: Clock) -> None:
+    """The first boundary belongs to window 0, which began when the capture did."""
+    timing, windows = _timing()
+    _iterate(timing, clock)
+    assert windows == [1, 2, 3]
+    timing._mark("forward")
+    assert windows == [1, 2, 3], "between the fence and the next capture there is no window"
+
+
+def test_a_fence_that_waits_releases_earlier_and_calm_ones_later(clock: Clock) -> None:
+    """One window for each wait, at most as many as there are; back again after many fences without one."""
+    timing, windows = _timing()
+    for lead in (0, 1, 2, 3, 4, 4):
+        windows.clear()
+        _iterate(timing, clock, waited_s=1.0)
+        assert windows == [*([lead] if lead else []), *(number + lead for number in (1, 2, 3))]
+    for _ in range(16):
+        _iterate(timing, clock)
+    windows.clear()
+    _iterate(timing, clock)
+    assert windows == [3, 4, 5, 6]
+
+
+def test_a_resumed_run_goes_on_with_its_plan(clock: Clock) -> None:
+    """With its number and its cut, without a profile."""
+    _, _, plan = _profiled("asymmetric", clock)
+    timing, _ = _timing("asymmetric", plan.record())
+    assert _iterate(timing, clock) == plan
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("symmetric", "canonical"), ("eager", "eager")])
+def test_a_plan_of_another_schedule_is_not_taken_up(clock: Clock, schedule: str, first: str) -> None:
+    """What the user asks for now counts."""
+    _, _, plan = _profiled("asymmetric", clock)
+    timing, _ = _timing(schedule, plan.record())
+    assert _iterate(timing, clock).kind == first
+
+
+@pytest.mark.parametrize("previous", [None, {}, {"number": 0, "kind": "of a later version"}, [1], {"kind": 3}])
+def test_a_record_that_says_nothing_is_no_plan(clock: Clock, previous: object) -> None:
+    """The first plan is the canonical one."""
+    timing, _ = _timing("asymmetric", previous)
+    assert _iterate(timing, clock).kind == "canonical"
+
+
+def test_a_state_of_another_layout_is_cut_by_the_same_shares(clock: Clock) -> None:
+    """A plan is not thrown away because a tensor was added."""
+    timing, _, plan = _profiled("asymmetric", clock)
+    larger = Layout((*LAYOUT.sizes, 64 << 10), (*LAYOUT.groups, "model"), (*LAYOUT.deferred, True))
+    again = _iterate(timing, clock, layout=larger)
+    assert again.record() == plan.record()
+    assert sum(partition.length for partition in again.cut.partitions) == sum(larger.sizes)
+
+
+def test_a_real_training_gets_a_plan_and_keeps_it_over_a_restart(tmp_path: Path) -> None:
+    """By boundaries of real modules; the manifests name the plan, and a frozen part keeps its partitions throughout."""
+    config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
+
+    def train(steps: range) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model[1:].parameters())
+        with (
+            Store.open(tmp_path / "store", config=SMALL) as store,
+            Checkpointer(store, {"model": model, "optimizer": optimizer}, capture=config) as checkpointer,
+        ):
+            # Its moments are there only after a step.
+            model(torch.randn(2, 64)).square().mean().backward()
+            optimizer.step()
+            checkpointer.restore()
+            for step in steps:
+                optimizer.zero_grad()
+                model(torch.randn(2, 64)).square().mean().backward()
+                optimizer.step()
+                checkpointer.step(step)
+
+    train(range(8))
+    tier = NvmeTier(tmp_path / "store", SMALL, read_only=True)
+    planned = newest_plan(tier, "default")
+    train(range(8, 10))
+    plans, frozen = [], set()
+    for listing in tier.manifests.checkpoints("default"):
+        manifest = tier.manifests.read("default", listing.ref, listing.manifests[0])
+        plans.append(manifest.header.plan)
+        frozen.add(tuple(extent.digest for extent in manifest.row(manifest.names().index("model.0.weight")).extents))
+    assert [plan["kind"] for plan in plans] == ["canonical"] * 5 + ["asymmetric"] * 5
+    assert plans[5:] == [planned] * 5
+    assert {phase for phase, _ in plans[-1]["windows"]} == {"forward", "backward"}  # type: ignore[attr-defined]  # JSON
+    assert len(frozen) == 1
+    tier.close()

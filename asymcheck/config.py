@@ -71,8 +71,8 @@ class CaptureConfig:
     proof: Literal["full", "sampled", "off"] = "sampled"
     """How much is digested in ``step()`` and compared with what was captured.
 
-    A few KiB of 16 partitions cost some 0.2 ms and find most mistakes within a few steps; ``full`` finds each at once
-    and costs as much as a copy.
+    4 KiB of each of 16 partitions cost some 0.2 ms: they find what changes everything at once, and what changes one
+    tensor in every step sooner or later. ``full`` finds each change at once and costs as much as a copy.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
     """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""

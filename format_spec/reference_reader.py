@@ -2,6 +2,8 @@
 
 import argparse
 import fcntl
+import functools
+import itertools
 import json
 import math
 import os
@@ -13,11 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
+import zstandard
 
 BLOCK, ALIGNED_MIN, PARTITION_MAX, STORED_MAX, INDEX_MAX, MANIFEST_MAX = 4096, 65536, 2**30, 1082130432, 2**28, 2**30
 INLINE_MAX, RECORD_MAX, DEPTH_MAX, METRICS_MAX, DIMENSIONS_MAX = 4096, 4000, 64, 256, 64
+PLANES_MAX, CHUNK_MAX, DELTAS_MAX = 65536, 2**23, 8
+CODECS = {0: (0, 1, 2), 1: (3,), 2: (4,)}  # of each frame kind
 SIZES = {1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"}
 SIZES |= {2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 16: "complex128"}
 SIZES |= {8: "uint64 int64 float64 complex64"}
@@ -101,16 +108,147 @@ def unpack(data: bytes, layout: str, what: str) -> dict[str, Any]:
     return h
 
 
-def decode_frame(data: bytes, what: str, expected: dict[str, Any] | None = None) -> tuple[dict[str, Any], bytes]:
+def decode_zstd(data: bytes, length: int, what: str) -> bytes:
+    """The content of one Zstandard frame (§12.1), which has this length."""
+    need(data[:4] == b"\x28\xb5\x2f\xfd", f"{what}: not a Zstandard frame")
+    try:
+        about = zstandard.get_frame_parameters(data)
+        good = about.content_size == length and about.dict_id == 0
+        need(good, f"{what}: content size {about.content_size}, dictionary {about.dict_id}")
+        plain = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise SpecError(f"{what}: {error}") from error
+    need(len(plain) == length, f"{what}: {len(plain)} bytes decompressed")
+    return plain
+
+
+def read_tables(data: bytes, length: int, what: str) -> Iterator[tuple[int, int, int, list[tuple[int, int, int]]]]:
+    """Check the tables of a container (§12.2): each chunk's elements, width, float mark, and planes."""
+    need(len(data) >= 16, f"{what}: {len(data)} bytes", "truncated")
+    size, segments, count, reserved = struct.unpack_from("<4I", data)
+    need(max(segments, count) <= PLANES_MAX and size <= CHUNK_MAX, f"{what}: {size, segments, count}", "limit-exceeded")
+    need(size >= BLOCK and size % BLOCK == 0 and reserved == 0, f"{what}: chunk_bytes {size}, reserved {reserved}")
+    table, at = 16 + 8 * segments, 16 + 8 * segments + 4 * count
+    need(len(data) >= at, f"{what}: {len(data)} bytes, its tables have {at}", "truncated")
+    rows = list(struct.iter_unpack("<IBBH", data[16:table]))
+    need(rows and sum(row[0] for row in rows) == length, f"{what}: segments of {sum(row[0] for row in rows)} bytes")
+    for n, width, mark, zero in rows:
+        need(width in (1, 2, 4, 8) and mark <= (width > 1) and zero == 0, f"{what}: segment {n, width, mark, zero}")
+        need(n >= 1 and n % width == 0, f"{what}: a segment of {n} bytes, width {width}")
+    need(all(a[1:3] != b[1:3] for a, b in itertools.pairwise(rows)), f"{what}: neighbours of one kind")
+    planes = sum(-(-n // size) * width for n, width, _, _ in rows)
+    need(planes == count, f"{what}: {count} planes, the segments have {planes}")
+    chunks = [(min(size, n - x) // w, w, mark) for n, w, mark, _ in rows for x in range(0, n, size)]
+    words, found = iter(struct.unpack_from(f"<{count}I", data, table)), []
+    for n, width, mark in chunks:
+        places = []
+        for word in (next(words) for _ in range(width)):
+            encoding, value = word >> 24, word & 0xFFFFFF
+            bounds = {0: (n, n), 1: (1, n - 1), 2: (0, 255)}.get(encoding, (1, 0))
+            need(bounds[0] <= value <= bounds[1], f"{what}: encoding {encoding}, value {value} of a plane of {n}")
+            places.append((encoding, value, at))
+            at += 0 if encoding == 2 else value
+        found.append((n, width, mark, places))
+    need(at <= len(data), f"{what}: {len(data)} bytes, its planes end at {at}", "truncated")
+    need(at == len(data), f"{what}: {len(data) - at} bytes behind the planes")
+    return iter(found)
+
+
+def order(x: npt.NDArray[np.uint64], mask: np.uint64) -> npt.NDArray[np.uint64]:
+    """The order of floats given by their bits (§12.3); its own inverse."""
+    return np.where(x > mask >> np.uint64(1), x ^ (mask >> np.uint64(1)), x)
+
+
+def decode_planes(data: bytes, length: int, base: bytes | None, what: str) -> bytes:
+    """The plain bytes of a payload of codec byte-planes (§12.2), or with a base of ordered-integer-delta (§12.3)."""
+    need(base is None or len(base) == length, f"{what}: a base of another length")
+    plain, one = bytearray(), np.uint64(1)
+    for n, width, mark, places in read_tables(data, length, what):
+        z, mask = np.zeros(n, dtype=np.uint64), np.uint64(2 ** (8 * width) - 1)
+        for number, (encoding, value, at) in enumerate(places):
+            part = data[at : at + value]
+            plane = bytes([value]) * n if encoding == 2 else decode_zstd(part, n, what) if encoding == 1 else part
+            z |= np.frombuffer(plane, dtype=np.uint8).astype(np.uint64) << np.uint64(8 * number)
+        if base is not None:
+            older = np.frombuffer(base[len(plain) : len(plain) + n * width], dtype=f"<u{width}").astype(np.uint64)
+            z = (order(older, mask) if mark else older) + np.where(z & one, ~(z >> one), z >> one) & mask
+            z = order(z, mask) if mark else z
+        elif mark:
+            z = (z >> one | z << np.uint64(8 * width - 1)) & mask
+        plain += z.astype(f"<u{width}").tobytes()
+    return bytes(plain)
+
+
+def decode_derived(data: bytes, length: int, base: bytes, what: str) -> bytes:
+    """The plain bytes of a payload of codec derived-round-to-nearest (§12.4)."""
+    need(len(data) >= 16, f"{what}: {len(data)} bytes", "truncated")
+    dtype, reserved, offset = struct.unpack("<B7sQ", data[:16])
+    need(len(data) == 16 and dtype in (1, 2) and not any(reserved), f"{what}: dtype {dtype}, {len(data)} bytes")
+    need(length % 2 == 0 and offset + 2 * length <= len(base), f"{what}: {length} bytes at {offset} of {len(base)}")
+    x = np.frombuffer(base[offset : offset + 2 * length], dtype="<u4").astype(np.uint64)
+    nan = x & 0x7FFFFFFF > 0x7F800000
+    if dtype == 1:
+        rounded, other = x + 0x7FFF + (x >> 16 & 1) >> 16, np.uint64(0x7FC0)
+    else:
+        with np.errstate(all="ignore"):
+            rounded = x.astype("<u4").view("<f4").astype("<f2").view("<u2").astype(np.uint64)
+        other = 0x7E00 | x >> 16 & 0x8000
+    return bytes(np.where(nan, other, rounded).astype("<u2").tobytes())
+
+
+Bases = Callable[[str], "list[Callable[[list[dict[str, Any]]], bytes]]"]
+
+
+def read_base(h: dict[str, Any], above: list[dict[str, Any]], bases: Bases, what: str) -> bytes:
+    """The plain bytes of a frame's base (§12.5), from the first copy that is intact."""
+    chain, name, kind = [*above, h], h["base_digest"], "damaged-base"
+    need(h["kind"] == 1 or not above, f"{what}: a derived frame is a base", kind)
+    need(sum(frame["kind"] == 1 for frame in chain) <= DELTAS_MAX, f"{what}: more than {DELTAS_MAX} deltas", kind)
+    need(name not in [frame["digest"] for frame in chain], f"{what}: the chain leads back to {name}", kind)
+    problem = SpecError(f"{what}: its base {name} is in no complete pack", kind)
+    for copy in bases(name):
+        try:
+            return copy(chain)
+        except SpecError as error:
+            problem = SpecError(f"{what}: its base {name}: {error}", kind)
+    raise problem
+
+
+def decode_payload(h: dict[str, Any], data: bytes, above: list[dict[str, Any]], bases: Bases, what: str) -> bytes:
+    """The plain bytes of a payload by its frame's codec (§12)."""
+    base = read_base(h, above, bases, what) if h["kind"] else None
+    if h["codec"] == 1:
+        return decode_zstd(data, h["plain_length"], what)
+    if h["codec"] == 4 and base is not None:
+        return decode_derived(data, h["plain_length"], base, what)
+    return decode_planes(data, h["plain_length"], base, what) if h["codec"] else data
+
+
+def check_encoding(h: dict[str, Any], what: str) -> None:
+    """Kind, codec, digest number, lengths and base of a frame or an index entry (§7.1)."""
+    kind, codec, plain, stored = h["kind"], h["codec"], h["plain_length"], h["stored_length"]
+    need(kind in CODECS, f"{what}: frame kind {kind}", "unsupported-codec")
+    need(h["digest_algorithm"] == 1, f"{what}: digest algorithm {h['digest_algorithm']}", "unsupported-codec")
+    need(codec <= 4, f"{what}: codec {codec}", "unsupported-codec")
+    need(codec in CODECS[kind], f"{what}: kind {kind} with codec {codec}")
+    need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
+    need(plain >= 1 and stored >= 1 and (codec or plain == stored), f"{what}: lengths {plain}, {stored}")
+    need((kind == 0) == (not h["base_digest"].strip("0")), f"{what}: kind {kind} with base {h['base_digest']}")
+    need(kind == 0 or h["base_digest"] != h["digest"], f"{what}: its own base")
+
+
+def decode_frame(
+    data: bytes,
+    what: str,
+    expected: dict[str, Any] | None = None,
+    bases: Bases = lambda _name: [],
+    above: list[dict[str, Any]] | None = None,
+) -> tuple[dict[str, Any], bytes]:
     """Decode one frame (§7.1), with the checks in the order given there: its header fields and its plain bytes."""
     h, view = unpack(data, FRAME, what), memoryview(data)
-    plain, stored, start = h["plain_length"], h["stored_length"], h["payload_offset"]
-    need(h["kind"] == 0, f"{what}: frame kind {h['kind']}", "unsupported-codec")
-    need(h["digest_algorithm"] == 1, f"{what}: digest algorithm {h['digest_algorithm']}", "unsupported-codec")
-    need(h["codec"] == 0, f"{what}: codec {h['codec']}", "unsupported-codec")
-    need(not (h["base_digest"] + h["codec_parameters"]).strip("0"), f"{what}: base or codec parameters not zero")
-    need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
-    need(1 <= plain == stored, f"{what}: lengths {plain}, {stored}")
+    stored, start = h["stored_length"], h["payload_offset"]
+    check_encoding(h, what)
+    need(not h["codec_parameters"].strip("0"), f"{what}: codec parameters are not zero")
     need(start == (BLOCK if stored >= ALIGNED_MIN else 128), f"{what}: payload_offset {start}")
     need(digest(view[88:120])[16:] == h["placement_sum"], f"{what}: placement_sum", "bad-checksum")
     for key in h.keys() & (expected or {}):
@@ -120,8 +258,10 @@ def decode_frame(data: bytes, what: str, expected: dict[str, Any] | None = None)
     payload = view[start : start + stored]
     need(digest(payload)[16:] == h["stored_sum"], f"{what}: stored_sum", "bad-checksum")
     need(not any(view[128:start]) and not any(view[start + stored :]), f"{what}: padding is not zero")
-    need(digest(payload) == h["digest"], f"{what}: the plain bytes have another digest", "digest-mismatch")
-    return h, bytes(payload)
+    plain = decode_payload(h, bytes(payload), above or [], bases, what)
+    good = len(plain) == h["plain_length"] and digest(plain) == h["digest"]
+    need(good, f"{what}: the plain bytes have another digest", "digest-mismatch")
+    return h, plain
 
 
 def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
@@ -147,12 +287,9 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
         entry = unpack(data[64 * sequence + 64 : 64 * sequence + 128], ENTRY, what)
         del entry["reserved_a"]
         entries.append(entry | {"place_id": pack_id, "sequence": sequence})
-        plain, stored = entry["plain_length"], entry["stored_length"]
-        need(plain <= PARTITION_MAX and stored <= STORED_MAX, f"{what}: lengths {plain}, {stored}", "limit-exceeded")
-        numbers = (entry["kind"], entry["codec"], entry["digest_algorithm"])
-        need(numbers == (0, 0, 1), f"{what}: kind, codec and digest {numbers}", "unsupported-codec")
-        need(plain >= 1 and entry["offset"] == offset, f"{what}: entry {sequence} is not of a frame at {offset}")
-        offset += frame_length(stored)
+        check_encoding(entry, f"{what}: entry {sequence}")
+        need(entry["offset"] == offset, f"{what}: entry {sequence} is not of a frame at {offset}")
+        offset += frame_length(entry["stored_length"])
     need(offset == end, f"{what}: the last frame ends at {offset}, not at index_offset")
     return entries
 
@@ -324,6 +461,7 @@ def decode_ring(data: bytes, name: str) -> dict[str, Any]:
         try:
             place = {"place_id": named[2], "sequence": offset // BLOCK}
             h, _ = decode_frame(data[offset : min(offset + length, end)], name, place)
+            need(h["codec"] == 0, f"{name}: codec {h['codec']} in a ring")
             frames.append({"offset": offset} | {key: h[key] for key in ("digest", "plain_length", "stored_length")})
         except SpecError:
             continue
@@ -416,7 +554,23 @@ class Store:
                 lengths = {entry["plain_length"] for _, entry in self.locations.get(extent["digest"].hex(), [])}
                 lost = f"partition {extent['digest'].hex()} is in no complete pack; refused packs: {self.damaged}"
                 need(extent["partition_length"] in lengths, lost, "inconsistent")
+                need(self.is_there(extent["digest"].hex()), f"{lost}, or its base is not", "inconsistent")
         return result
+
+    def is_there(self, name: str, depth: int = 0) -> bool:
+        """Whether a partition is in a pack, full, or with the bases that it needs (§10.2)."""
+        entries = [entry for _, entry in self.locations.get(name, [])] if depth <= DELTAS_MAX + 1 else []
+        return any(entry["kind"] == 0 or self.is_there(entry["base_digest"], depth + 1) for entry in entries)
+
+    def read_frame(self, pack: Path, entry: dict[str, Any], above: list[dict[str, Any]]) -> bytes:
+        """The plain bytes of one frame."""
+        with open_file(pack) as (read, _):
+            data = read(entry["offset"], frame_length(entry["stored_length"]))
+        return decode_frame(data, f"{pack.name}, frame {entry['sequence']}", entry, self.bases, above)[1]
+
+    def bases(self, name: str) -> list[Callable[[list[dict[str, Any]]], bytes]]:
+        """Functions that read the copies of a partition."""
+        return [functools.partial(self.read_frame, *place) for place in self.locations.get(name, [])]
 
     def read_partition(self, extent: dict[str, Any], hints: list[str]) -> bytes:
         """The plain bytes of a partition, from the first copy that is intact, the hinted packs first (§10.3)."""
@@ -425,9 +579,7 @@ class Store:
         for pack, entry in sorted(places, key=lambda place: place[0].stem not in hints):
             try:
                 need(entry["plain_length"] == extent["partition_length"], f"{pack.name}: another plain_length")
-                with open_file(pack) as (read, _):
-                    data = read(entry["offset"], frame_length(entry["stored_length"]))
-                return decode_frame(data, f"{pack.name}, frame {entry['sequence']}", entry)[1]
+                return self.read_frame(pack, entry, [])
             except SpecError as error:
                 problem = error
         raise problem
@@ -469,9 +621,16 @@ def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
         return decode_frame(data, name)[0]
     if kind == "pack":
         entries = decode_pack(lambda at, length: data[at : at + length], len(data), name)
-        for e in entries:
-            decode_frame(data[e["offset"] : e["offset"] + frame_length(e["stored_length"])], name, e)
-        return unpack(data, PACK, name) | {"entries": entries}
+
+        def read(e: dict[str, Any], above: list[dict[str, Any]]) -> bytes:
+            part = data[e["offset"] : e["offset"] + frame_length(e["stored_length"])]
+            return decode_frame(part, name, e, bases, above)[1]
+
+        def bases(wanted: str) -> list[Callable[[list[dict[str, Any]]], bytes]]:
+            return [functools.partial(read, e) for e in entries if e["digest"] == wanted]
+
+        plains = [read(e, []).hex() for e in entries]
+        return unpack(data, PACK, name) | {"entries": entries, "plains": plains}
     if kind == "manifest":
         header, rows = decode_manifest(data, name)
         return dict(json.loads(json.dumps({"header": header, "rows": rows}, default=bytes.hex)))

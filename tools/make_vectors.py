@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.vectors_base import Vector, write_vectors
+from tools.vectors_codecs import codec_vectors
+from tools.vectors_codecs_invalid import codec_damage_vectors
 from tools.vectors_damage import damage_vectors
 from tools.vectors_manifest import manifest_vectors
 from tools.vectors_manifest_invalid import manifest_damage_vectors
@@ -36,6 +38,8 @@ def all_vectors() -> Iterator[Vector]:
     yield from catalog_vectors()
     yield from layout_vectors()
     yield from ring_vectors()
+    yield from codec_vectors()
+    yield from codec_damage_vectors()
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ CREATED_NS = 1_790_000_000_000_000_000
 WRITER = "asymcheck 0.1.0"
 """The writer in every vector: vectors do not change when the package's version does."""
 
-STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring")
+STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring", "codec")
 """Folders of well-formed vectors; ``invalid`` is beside them."""
 
 INVALID = "invalid"

@@ -84,12 +84,31 @@ def _frame_headers() -> Iterator[Vector]:
         ("payload-offset-128", _ALIGNED, 72, u32(128), "bad-structure", "128 with 65536 stored bytes"),
         ("payload-offset-0", _FRAME, 72, u32(0), "bad-structure", "a payload on top of the header"),
         ("base-digest", _FRAME, 56, b"\1", "bad-structure", "a full frame has no base"),
+        ("kind-delta-codec-0", _FRAME, 10, u8(1), "bad-structure", "a delta of codec identity"),
+        ("kind-derived-codec-0", _FRAME, 10, u8(2), "bad-structure", "derived, of codec identity"),
+        ("kind-derived-codec-3", _FRAME, 10, b"\2\3", "bad-structure", "derived, of codec ordered-integer-delta"),
+        ("kind-delta-codec-4", _FRAME, 10, b"\1\4", "bad-structure", "a delta of codec derived-round-to-nearest"),
+        ("kind-delta-codec-2", _FRAME, 10, b"\1\2", "bad-structure", "a delta of codec byte-planes"),
+        ("codec-3-full", _FRAME, 11, u8(3), "bad-structure", "codec ordered-integer-delta in a full frame"),
+        ("codec-4-full", _FRAME, 11, u8(4), "bad-structure", "codec derived-round-to-nearest in a full frame"),
+        ("delta-no-base", _FRAME, 10, b"\1\3", "bad-structure", "a delta without a base"),
+        ("derived-no-base", _FRAME, 10, b"\2\4", "bad-structure", "a derived frame without a base"),
         ("codec-parameters-first", _FRAME, 76, b"\1", "bad-structure", "identity has no parameters"),
         ("codec-parameters-last", _FRAME, 87, b"\1", "bad-structure", "identity has no parameters"),
         ("other-pack", _FRAME, 96, pack_id("other"), "bad-structure", "the frame was written into another pack"),
         ("other-sequence", _FRAME, 112, u64(1), "bad-structure", "the frame was written at another place"),
     ):
         yield _frame(name, reseal_frame(patched(frame, (offset, change))), kind, why)
+    for number, codec in ((0, 1), (0, 2), (1, 3), (2, 4)):
+        based = patched(_FRAME, (10, bytes([number, codec])), (56, fixed_bytes("base", 16) if number else bytes(16)))
+        own = reseal_frame(patched(based, (56, _FRAME[16:32])))
+        yield _frame(f"codec-{codec}-own-base", own, "bad-structure", "a base that is the frame itself")
+        parameters = reseal_frame(patched(based, (76, b"\1")))
+        yield _frame(f"codec-{codec}-parameters", parameters, "bad-structure", "no codec has parameters")
+        summed = reseal_frame(patched(based, (48, bytes(8))))
+        yield _frame(f"codec-{codec}-stored-sum", summed, "bad-checksum", "the payload of an encoded frame is summed")
+    based = patched(_FRAME, (11, u8(2)), (56, fixed_bytes("base", 16)))
+    yield _frame("codec-2-base", reseal_frame(based), "bad-structure", "a full frame has no base, however encoded")
     # Within all limits: whoever allocates what the header says takes 1 GiB for 128 bytes.
     huge = patched(_FRAME, (32, u64(1 << 30)), (40, u64(1 << 30)), (72, u32(4096)))
     yield _frame("claims-a-gibibyte", reseal_frame(huge), "truncated", "the bytes end long before the payload")
@@ -127,8 +146,8 @@ def _frame_contents() -> Iterator[Vector]:
 
 def _unknown_numbers() -> Iterator[Vector]:
     for field, offset, registry, numbers in (
-        ("kind", 10, "frame_kinds", (1, 2, 3, 4, 250)),
-        ("codec", 11, "codecs", (1, 2, 3, 4, 250)),
+        ("kind", 10, "frame_kinds", (3, 4, 250)),
+        ("codec", 11, "codecs", (5, 250)),
         ("digest-algorithm", 12, "digests", (0, 2, 3, 250)),
     ):
         for number in numbers:
@@ -243,6 +262,11 @@ def _pack_entries() -> Iterator[Vector]:
         ("entry-offset-2-64", second + 32, u64((1 << 64) - 4096), "bad-structure", "an offset near 2^64"),
         ("entry-lengths-differ", second + 48, u64(1), "bad-structure", "identity with two different lengths"),
         ("entry-base", second + 16, b"\1", "bad-structure", "a full frame has no base"),
+        ("entry-kind-delta", second + 56, u8(1), "bad-structure", "a delta of codec identity"),
+        ("entry-codec-delta", second + 57, u8(3), "bad-structure", "codec ordered-integer-delta in a full frame"),
+        ("entry-delta-no-base", second + 56, b"\1\3", "bad-structure", "a delta without a base"),
+        ("entry-derived-no-base", second + 56, b"\2\4", "bad-structure", "a derived frame without a base"),
+        ("entry-zstd", second + 57, u8(1), "bad-structure", "the entry says zstd, the frame identity"),
         ("entry-reserved-first", second + 59, b"\1", "bad-structure", "the first byte of reserved_a is not zero"),
         ("entry-reserved-last", second + 63, b"\1", "bad-structure", "the last byte of reserved_a is not zero"),
         ("entry-stored-0", second + 40, u64(0), "bad-structure", "a payload has at least one byte"),

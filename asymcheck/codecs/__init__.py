@@ -1,1 +1,1 @@
-"""Codecs by number: payload to plain bytes (SPEC.md §12)."""
+"""Codecs by number: plain bytes to payload and back (SPEC.md §12). Pure functions on buffers."""

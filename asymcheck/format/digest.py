@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 from asymcheck.types import Digest
@@ -25,3 +27,11 @@ def is_zero(data: Buffer) -> bool:
 def sum8(data: Buffer) -> bytes:
     """Return the last 8 bytes of the digest of ``data``."""
     return bytes(xxhash.xxh3_128_digest(data)[8:])
+
+
+def sum8_of(parts: Iterable[Buffer]) -> bytes:
+    """Return the sum8 of bytes that lie in several parts."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return bytes(state.digest()[8:])

@@ -125,9 +125,10 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
     check_lengths(plain, stored, codec, where)
     if offset != payload_offset(stored):
         raise StructureError(f"{where}: payload offset {offset} does not belong to {stored} stored bytes")
-    if params != _NO_PARAMETERS or base != ZERO_DIGEST:
-        raise StructureError(f"{where}: a full frame of codec identity has no base and no parameters")
-    if stored_sum != name[8:]:
+    if params != _NO_PARAMETERS:
+        raise StructureError(f"{where}: codec parameters are not zero")
+    check_base(kind, name, base, where)
+    if codec == registry.CODEC_IDENTITY and stored_sum != name[8:]:
         raise StructureError(f"{where}: payload checksum and digest of an unencoded frame differ")
     place_id, sequence, place_sum = PLACEMENT.unpack_from(raw, DESCRIPTOR.size)
     if place_sum != sum8(raw[_SUMMED_BYTES : HEADER_BYTES - 8]):
@@ -137,10 +138,11 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
 
 
 def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
-    """Refuse frame kinds, codecs and digest algorithms that this program does not know.
+    """Refuse frame kinds, codecs and digest algorithms that this program does not know, or that do not go together.
 
     Raises:
         UnsupportedCodecError: naming the number, and the name where it is reserved.
+        StructureError: a frame of this kind never has this codec.
     """
     for what, number, known, names in (
         ("frame kind", kind, registry.SUPPORTED_KINDS, registry.FRAME_KINDS),
@@ -152,6 +154,20 @@ def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
             raise UnsupportedCodecError(
                 f"{where}: {what} {number} ({name}) is not supported: install a newer asymcheck"
             )
+    if codec not in registry.CODECS_OF_KIND[kind]:
+        raise StructureError(f"{where}: a {registry.FRAME_KINDS[kind]} frame with codec {registry.CODECS[codec]}")
+
+
+def check_base(kind: int, name: bytes, base: bytes, where: str) -> None:
+    """Refuse a full frame with a base, and another without one or that is its own.
+
+    Raises:
+        StructureError
+    """
+    if (base == ZERO_DIGEST) != (kind == registry.KIND_FULL):
+        raise StructureError(f"{where}: a {registry.FRAME_KINDS[kind]} frame whose base is {base.hex()}")
+    if kind != registry.KIND_FULL and base == name:
+        raise StructureError(f"{where}: the frame is its own base")
 
 
 def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:

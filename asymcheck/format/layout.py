@@ -16,10 +16,12 @@ PACKS = "packs"
 POOL = "pool"
 CATALOG = "catalog"
 TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG})
+REMOTE_TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS})
 TEMPORARY = ".tmp"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _PACK = re.compile(r"([0-9a-f]{32})\.pack\Z")
+_DOOMED = re.compile(r"([0-9a-f]{32})\.doomed\Z")
 _PACK_TEMPORARY = re.compile(r"([0-9a-f]{32})\.tmp\Z")
 _RECORD_TEMPORARY = re.compile(r"[0-9a-f]{16}\.tmp\Z")
 _CATALOG_SET_ASIDE = re.compile(r"catalog\.damaged-[0-9]+\.tmp\Z", re.ASCII)
@@ -77,6 +79,17 @@ def pack_temporary_name(pack_id: PackId) -> str:
 def parse_pack_name(name: str) -> PackId | None:
     """Return the id in the name of a complete pack, or None for another name."""
     match = _PACK.match(name)
+    return PackId(bytes.fromhex(match[1])) if match else None
+
+
+def doomed_name(pack_id: PackId) -> str:
+    """Return the file name of a pack that collection is about to remove from a remote layout."""
+    return f"{pack_id.hex()}.doomed"
+
+
+def parse_doomed_name(name: str) -> PackId | None:
+    """Return the id in the name of a pack that is about to be removed, or None for another name."""
+    match = _DOOMED.match(name)
     return PackId(bytes.fromhex(match[1])) if match else None
 
 

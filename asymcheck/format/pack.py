@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
-from asymcheck.format.digest import Buffer, is_zero, sum8
+from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.frame import FrameDescriptor, check_encoding
 from asymcheck.format.versions import check_binary_version
 from asymcheck.types import PackId
@@ -213,10 +213,15 @@ def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
         raise StructureError(f"{where}: a length in the pack index is zero")
     for kind, codec, algorithm in set(entries[["kind", "codec", "digest_algorithm"]].tolist()):
         check_encoding(kind, codec, algorithm, where)
-    if not np.array_equal(stored, plain):
+    if ((entries["codec"] == registry.CODEC_IDENTITY) & (stored != plain)).any():
         raise StructureError(f"{where}: stored and plain lengths of unencoded frames differ")
-    if not (is_zero(entries["reserved_a"].tobytes()) and is_zero(entries["base_digest"].tobytes())):
+    if not is_zero(entries["reserved_a"].tobytes()):
         raise StructureError(f"{where}: reserved bytes of a pack index entry are not zero")
+    based = entries["base_digest"] != np.void(ZERO_DIGEST)
+    if not np.array_equal(based, entries["kind"] != registry.KIND_FULL):
+        raise StructureError(f"{where}: a full frame has no base, and every other has one")
+    if (based & (entries["base_digest"] == entries["digest"])).any():
+        raise StructureError(f"{where}: a frame in the pack index is its own base")
     ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(stored), dtype=np.uint64)
     starts = np.concatenate([np.array([registry.BLOCK_BYTES], dtype=np.uint64), ends[:-1]])
     if not np.array_equal(entries["offset"], starts) or int(ends[-1]) != header.index_offset:

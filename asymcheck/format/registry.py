@@ -18,13 +18,25 @@ DIGEST_BYTES: Final = 16
 ID_BYTES: Final = 16
 
 KIND_FULL: Final = 0
+KIND_DELTA: Final = 1
+KIND_DERIVED: Final = 2
 FRAME_KINDS: Final = {0: "full", 1: "delta", 2: "derived", 3: "lossy", 4: "gradient"}
 
 CODEC_IDENTITY: Final = 0
+CODEC_ZSTD: Final = 1
+CODEC_BYTE_PLANES: Final = 2
+CODEC_DELTA: Final = 3
+CODEC_DERIVED: Final = 4
 CODECS: Final = {0: "identity", 1: "zstd", 2: "byte-planes", 3: "ordered-integer-delta", 4: "derived-round-to-nearest"}
 
-SUPPORTED_KINDS: Final = frozenset({KIND_FULL})
-SUPPORTED_CODECS: Final = frozenset({CODEC_IDENTITY})
+CODECS_OF_KIND: Final = {
+    KIND_FULL: frozenset({CODEC_IDENTITY, CODEC_ZSTD, CODEC_BYTE_PLANES}),
+    KIND_DELTA: frozenset({CODEC_DELTA}),
+    KIND_DERIVED: frozenset({CODEC_DERIVED}),
+}
+"""Which codecs a frame of each supported kind may have."""
+SUPPORTED_KINDS: Final = frozenset(CODECS_OF_KIND)
+SUPPORTED_CODECS: Final = frozenset().union(*CODECS_OF_KIND.values())
 SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 
 READER_FEATURES: Final[frozenset[str]] = frozenset()
@@ -75,3 +87,5 @@ GENERATION_MAX: Final = 10**8 - 1
 WORLD_SIZE_MAX: Final = 99999
 RUN_NAME_BYTES_MAX: Final = 64
 METRICS_MAX: Final = 256
+CODEC_PLANES_MAX: Final = 65536
+DELTA_DEPTH_MAX: Final = 8

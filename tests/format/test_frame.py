@@ -99,8 +99,17 @@ def test_a_short_header_is_refused(length: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"kind": 1}, UnsupportedCodecError),
-        ({"codec": 1}, UnsupportedCodecError),
+        ({"kind": 3}, UnsupportedCodecError),
+        ({"codec": 5}, UnsupportedCodecError),
+        ({"kind": 1}, StructureError),
+        ({"codec": 3}, StructureError),
+        ({"codec": 4}, StructureError),
+        ({"kind": 1, "codec": 3}, StructureError),
+        ({"kind": 2, "codec": 4}, StructureError),
+        ({"kind": 1, "codec": 3, "base_digest": digest(b"payload")}, StructureError),
+        ({"kind": 2, "codec": 3, "base_digest": digest(b"base")}, StructureError),
+        ({"codec": 2, "base_digest": digest(b"base")}, StructureError),
+        ({"codec": 1, "codec_parameters": bytes(11) + b"\1"}, StructureError),
         ({"digest_algorithm": 2}, UnsupportedCodecError),
         ({"plain_length": 0}, StructureError),
         ({"stored_length": 0}, StructureError),
@@ -175,8 +184,8 @@ def test_a_frame_of_another_length_is_refused() -> None:
 def test_reserved_numbers_are_refused_by_name() -> None:
     """Who meets a number that is reserved learns its name; for one that nobody reserved there is none."""
     for kind, codec, algorithm, words in (
-        (1, 0, 1, r"frame kind 1 \(delta\)"),
-        (0, 1, 1, r"codec 1 \(zstd\)"),
+        (3, 0, 1, r"frame kind 3 \(lossy\)"),
+        (0, 5, 1, r"codec 5 \(unknown\)"),
         (0, 0, 2, r"digest algorithm 2 \(blake3-128\)"),
         (99, 0, 1, r"frame kind 99 \(unknown\)"),
     ):
@@ -187,3 +196,23 @@ def test_reserved_numbers_are_refused_by_name() -> None:
 def test_lengths_at_the_limit_pass() -> None:
     """The largest partition is allowed."""
     check_lengths(registry.PARTITION_BYTES_MAX, registry.PARTITION_BYTES_MAX, registry.CODEC_IDENTITY, "test")
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "base"),
+    [(0, 1, b""), (0, 2, b""), (1, 3, b"base"), (2, 4, b"base")],
+)
+def test_encoded_frames_are_read(kind: int, codec: int, base: bytes) -> None:
+    """Every kind and codec that go together pass, with lengths that differ and a sum that is not of the digest."""
+    base_digest = digest(base) if base else bytes(16)
+    described = FrameDescriptor(digest(b"plain"), 5, 7, sum8(b"payload"), kind, codec, base_digest=base_digest)
+    assert decode_header(encode_header(described, PACK, 0), "test").descriptor == described
+
+
+def test_the_payload_of_an_encoded_frame_is_summed() -> None:
+    """Of an encoded frame the payload has a sum of its own, so that damage is told from a wrong decoding."""
+    described = FrameDescriptor(digest(b"plain"), 5, 7, sum8(b"payload"), 0, 1)
+    data = (encode_header(described, PACK, 0) + b"payload").ljust(4096, b"\0")
+    assert check_frame(memoryview(data), PACK, 0, "test") == (described, memoryview(b"payload"))
+    with pytest.raises(ChecksumError, match="payload"):
+        check_frame(memoryview(data.replace(b"payload", b"paxload")), PACK, 0, "test")

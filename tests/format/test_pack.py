@@ -140,8 +140,10 @@ def test_every_reserved_byte_of_an_entry_is_refused(offset: int) -> None:
         (1, "plain_length", 401, StructureError),
         (1, "stored_length", (1 << 64) - 1, LimitError),
         (1, "plain_length", (1 << 64) - 1, LimitError),
-        (0, "kind", 1, UnsupportedCodecError),
-        (1, "codec", 1, UnsupportedCodecError),
+        (0, "kind", 3, UnsupportedCodecError),
+        (1, "codec", 5, UnsupportedCodecError),
+        (0, "kind", 1, StructureError),
+        (1, "codec", 3, StructureError),
         (1, "digest_algorithm", 0, UnsupportedCodecError),
         (1, "base_digest", np.void(b"\1" + bytes(15)), StructureError),
     ],
@@ -233,3 +235,34 @@ def test_an_entry_that_is_not_of_the_frame_is_refused(field: str, value: object)
     entry[field] = value
     with pytest.raises(StructureError):
         check_entry(entry, frame, "test")
+
+
+_BASED = {"base_digest": np.void(b"\7" * 16)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sound"),
+    [
+        ({"codec": 1, "stored_length": 200}, True),
+        ({"codec": 2, "plain_length": 900}, True),
+        ({"kind": 1, "codec": 3, **_BASED}, True),
+        ({"kind": 2, "codec": 4, "plain_length": 7, **_BASED}, True),
+        ({"kind": 1, "codec": 3}, False),
+        ({"kind": 2, "codec": 4}, False),
+        ({"codec": 2, **_BASED}, False),
+        ({"kind": 1, "codec": 3, "digest": np.void(b"\7" * 16), **_BASED}, False),
+        ({"kind": 1, "codec": 2, **_BASED}, False),
+    ],
+    ids=str,
+)
+def test_kinds_codecs_and_bases_go_together(changes: dict[str, object], sound: bool) -> None:
+    """An entry has a base exactly when its kind needs one, never itself, and lengths may differ when it is encoded."""
+    entries, header = entries_of([300, 400])
+    for field, value in changes.items():
+        entries[0][field] = value
+    index = encode_index(PACK, entries)
+    if sound:
+        assert len(decode_index(index, header, "test")) == 2
+    else:
+        with pytest.raises(StructureError):
+            decode_index(index, header, "test")

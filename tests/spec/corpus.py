@@ -7,6 +7,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader
 from asymcheck.config import StoreConfig
 from asymcheck.errors import FormatError
 from asymcheck.format import layout
@@ -24,6 +26,7 @@ from asymcheck.format.record import Descriptor, decode_descriptor, encode_descri
 from asymcheck.format.ring import CaptureEntry, RingHeader
 from asymcheck.format.strict_json import parse_json
 from asymcheck.recovery.fetch import read_checked
+from asymcheck.recovery.fetch import read_frame as read_frame_of
 from asymcheck.recovery.locate import Copy
 from asymcheck.recovery.shape import RowRef, read_shape
 from asymcheck.tiers.dram_ring import RingReader
@@ -32,7 +35,7 @@ from asymcheck.types import CheckpointRef, Digest, PackId
 
 FORMAT_SPEC = Path(__file__).resolve().parents[2] / "format_spec"
 VECTORS = FORMAT_SPEC / "vectors" / "v1"
-STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring")
+STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring", "codec")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,29 @@ def read_frame(data: bytes, facts: dict[str, Any], _scratch: Path) -> bytes:
     """The plain bytes of a frame that should lie at the place that the facts say."""
     pack = cast(PackFile, _OnePack(PackId(bytes.fromhex(facts["place_id"])), data, facts["sequence"]))
     name = Digest(data[16:32])
-    return bytes(read_checked(Copy(pack, facts["sequence"]), name, Slot(0)))
+    return bytes(read_checked(Copy(pack, facts["sequence"]), name, Slot(0), base_reader(lambda _name: [])))
+
+
+def bases_in(pack: PackFile) -> BaseReader:
+    """A reader of bases that lie in the same pack."""
+
+    def copies_of(name: Digest) -> list[FrameReader]:
+        return [
+            partial(read_frame_of, Copy(pack, sequence), Slot(int(pack.entries["stored_length"][sequence])))
+            for sequence, found in enumerate(pack.digests())
+            if found == name
+        ]
+
+    return base_reader(copies_of)
+
+
+def read_plains(pack: PackFile) -> list[bytes]:
+    """The plain bytes of every frame, from an open pack."""
+    slot = Slot(int(pack.entries["stored_length"].max()))
+    read_base = bases_in(pack)
+    return [
+        bytes(read_checked(Copy(pack, sequence), name, slot, read_base)) for sequence, name in enumerate(pack.digests())
+    ]
 
 
 def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
@@ -112,11 +137,21 @@ def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
         if pack.damage is not None:
             # The library finds the frames behind a damaged index all the same; the vector is about the index.
             raise pack.damage
-        for sequence, name in enumerate(pack.digests()):
-            read_checked(Copy(pack, sequence), name, Slot(int(pack.entries["stored_length"].max())))
+        read_plains(pack)
     finally:
         pack.close()
     return pack
+
+
+def read_codec(data: bytes, facts: dict[str, Any], scratch: Path) -> list[bytes]:
+    """The plain bytes of all partitions of a pack."""
+    path = scratch / facts["path"]
+    path.parent.mkdir()
+    path.write_bytes(data)
+    pack_id = layout.parse_pack_name(path.name)
+    assert pack_id is not None
+    with contextlib.closing(_tier(scratch).open_pack(pack_id)) as pack:
+        return read_plains(pack)
 
 
 def read_manifest(data: bytes, facts: dict[str, Any], scratch: Path) -> Manifest:

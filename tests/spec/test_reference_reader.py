@@ -22,7 +22,7 @@ from tests.spec.frozen import Frozen, found_tensors, torn_stores, whole_stores
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 READER = FORMAT_SPEC / "reference_reader.py"
-KINDS = ("frame", "pack", "manifest", "descriptor", "head", "ring")
+KINDS = ("frame", "pack", "manifest", "descriptor", "head", "ring", "codec")
 
 # Isolated (-I), and with the library out of reach even where it is installed: a reader that needs it fails here.
 ALONE = """
@@ -44,7 +44,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/*.bin")):
     kind = facts.get("structure") or facts.get("record") or path.parent.name
     if kind in {KINDS!r}:
         try:
-            result = {{"value": reader["check_file"](kind, path.read_bytes(), facts["path"])}}
+            result = {{"value": reader["check_file"](kind.replace("codec", "pack"), path.read_bytes(), facts["path"])}}
         except reader["SpecError"] as error:
             result = {{"kind": error.kind}}
         except Exception as error:
@@ -215,7 +215,7 @@ def checked() -> dict[str, dict[str, Any]]:
     return found
 
 
-VALID = [vector for folder in ("frame", "pack", "manifest", "record", "ring") for vector in vectors(folder)]
+VALID = [vector for folder in ("frame", "pack", "manifest", "record", "ring", "codec") for vector in vectors(folder)]
 _NULLS = ("name", "aliases", "shape", "global_shape", "offset", "extents", "extent", "in-aliases", "in-shape")
 _NULLS += ("in-global_shape", "in-offset", "extent-digest", "extent-offset", "extent-length", "extent-partition_length")
 INVALID = [vector for vector in vectors("invalid") if vector.facts["structure"] in KINDS]
@@ -233,6 +233,8 @@ def test_it_accepts_well_formed_vectors(vector: Vector) -> None:
         )
         for entry, expected in zip(value["entries"], facts["value"]["entries"], strict=True):
             assert {**expected, **entry} == expected
+    elif vector.folder == "codec":
+        assert value["plains"] == [entry["plain"] for entry in facts["value"]["entries"]]
     elif vector.folder == "frame":
         expected = {key: item for key, item in facts["value"].items() if key not in ("magic", "payload_pattern")}
         assert expected.items() <= value.items()

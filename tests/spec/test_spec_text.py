@@ -7,10 +7,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from asymcheck import errors
+from asymcheck.codecs import container, derived, rounding
 from asymcheck.format import catalog, frame, layout, pack, ring, tree
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest import SCHEMA
@@ -29,6 +31,7 @@ TABLES = {
     *("catalog_databases", "catalog_partition", "catalog_pack", "invariants", "error_kinds"),
     *("registry_magics", "registry_digests", "registry_frame_kinds", "registry_codecs", "registry_pack_states"),
     *("registry_dtypes", "registry_roles", "registry_limits", "ring_layout", "ring_record", "ring_capture"),
+    *("planes_header", "planes_segment", "planes_encodings", "derived_payload"),
 }
 
 LETTERS = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
@@ -41,7 +44,11 @@ STRUCTS = {
     "catalog_partition": catalog.PARTITION.format,
     "catalog_pack": catalog.PACK.format,
     "ring_capture": ring._ENTRY.format,
+    "planes_header": container.HEADER.format,
+    "derived_payload": derived.SOURCE.format,
 }
+
+DTYPES = {"pack_index_entry": pack.ENTRY_DTYPE, "planes_segment": container.SEGMENT_DTYPE}
 
 
 def test_every_table_is_known() -> None:
@@ -55,7 +62,7 @@ def fields(name: str) -> list[tuple[int, int, str, str]]:
     return [(int(row["offset"]), int(row["size"]), row["type"], row["field"]) for row in table(name)]
 
 
-@pytest.mark.parametrize("name", [*STRUCTS, "pack_index_entry"])
+@pytest.mark.parametrize("name", [*STRUCTS, *DTYPES])
 def test_offsets_and_sizes_add_up(name: str) -> None:
     """Each field begins where the one before it ends, and integers have the size of their type."""
     end = 0
@@ -79,17 +86,17 @@ def test_the_tables_are_the_structs(name: str, form: str) -> None:
         assert letter == LETTERS.get(kind, "s") or field.startswith("reserved"), field
 
 
-def test_the_table_of_the_entry_is_the_dtype() -> None:
-    """The numpy dtype of index entries has the names, offsets and types of the table."""
-    dtype = pack.ENTRY_DTYPE
+@pytest.mark.parametrize(("table_name", "dtype"), DTYPES.items(), ids=DTYPES)
+def test_tables_of_rows_are_the_dtypes(table_name: str, dtype: np.dtype[np.void]) -> None:
+    """The numpy dtypes of tables in files have the names, offsets and types of the tables here."""
     assert dtype.fields is not None
     found = [(dtype.fields[name][1], dtype.fields[name][0].itemsize, name) for name in dtype.names or ()]
-    assert found == [(offset, size, field) for offset, size, _, field in fields("pack_index_entry")]
+    assert found == [(offset, size, field) for offset, size, _, field in fields(table_name)]
     kinds = {
         name: "bytes" if dtype.fields[name][0].kind == "V" else f"u{8 * dtype.fields[name][0].itemsize}"
         for name in dtype.names or ()
     }
-    assert kinds == {field: kind for _, _, kind, field in fields("pack_index_entry")}
+    assert kinds == {field: kind for _, _, kind, field in fields(table_name)}
 
 
 def parse(name: str, data: bytes) -> dict[str, object]:
@@ -123,6 +130,14 @@ def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
         for number, entry in enumerate(value["entries"]):
             yield "pack_index_entry", data[start + 64 + 64 * number :], entry
             yield "frame_header", data[entry["offset"] :], entry
+    for vector in vectors("codec"):
+        for entry in vector.facts["value"]["entries"]:
+            yield "frame_header", vector.data[entry["offset"] :], entry
+            payload = vector.data[entry["offset"] + entry["payload_offset"] :]
+            if "tables" in entry:
+                yield "planes_header", payload, entry["tables"]
+            if "source" in entry:
+                yield "derived_payload", payload, entry["source"]
     for vector in vectors("catalog"):
         name = {"partitions": "catalog_partition", "packs": "catalog_pack"}.get(vector.facts["database"])
         if name and vector.facts["value"]:
@@ -142,7 +157,7 @@ def test_the_tables_read_the_vectors() -> None:
         others = {field for field in found.keys() - named if not field.startswith("reserved")}
         assert others <= {"descriptor_sum", "placement_sum", "header_sum", "entries_sum", "entry_sum"}, name
         for field, item in parse(name, data).items():
-            assert not field.startswith("reserved") or item == bytes(len(item)), field  # type: ignore[arg-type]  # bytes
+            assert not field.startswith("reserved") or not item or not any(item), field  # type: ignore[call-overload]  # bytes, or a zero
         seen.add(name)
     assert seen == {*STRUCTS, "pack_index_entry"}
 
@@ -362,3 +377,14 @@ def test_the_text_refers_to_sections_that_exist() -> None:
     named = re.findall(r"SPEC\.md §(\d+(?:\.\d+)?)", "\n".join(path.read_text("utf-8") for path in sources))
     assert len(named) > 20
     assert {*own, *named} <= sections()
+
+
+def test_the_encodings_of_planes_are_the_code() -> None:
+    """The numbers by which a plane says how it is stored, and those of derived dtypes, are those of the text."""
+    rows = [(int(row["encoding"]), row["name"]) for row in table("planes_encodings")]
+    assert rows == [(container.RAW, "raw"), (container.ZSTD, "zstd"), (container.CONSTANT, "constant")]
+    (dtype,) = (row["meaning"] for row in table("derived_payload") if row["field"] == "dtype")
+    assert dtype == ", ".join(f"{number} {name}" for number, name in rounding.DTYPES.items())
+    (chunks,) = (row["meaning"] for row in table("planes_header") if row["field"] == "chunk_bytes")
+    bounds = (container.CHUNK_BYTES_MIN, container.CHUNK_BYTES_MAX)
+    assert chunks == "a multiple of {0}, from {0} to {1}".format(*bounds)

@@ -32,7 +32,7 @@ from asymcheck.format.record import decode_descriptor as read_descriptor
 from asymcheck.partition.state import flatten
 from asymcheck.tiers.nvme import Slot
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
-from tests.spec.corpus import READERS, Vector, describe, read_manifest, read_pack, read_tree, vectors
+from tests.spec.corpus import READERS, Vector, describe, read_codec, read_manifest, read_pack, read_tree, vectors
 
 each = pytest.mark.parametrize
 
@@ -149,6 +149,19 @@ def test_a_pack_is_written(vector: Vector) -> None:
     data += encode_index(place, entries)
     assert bytes(data) == vector.data[: len(data)]
     assert len(vector.data) - len(data) == value["tail_bytes"]
+
+
+@each("vector", vectors("codec"), ids=str)
+def test_an_encoded_partition_is_read(vector: Vector, tmp_path: Path) -> None:
+    """Every frame of the pack gives the plain bytes that the JSON says, its base being one of the others."""
+    entries = vector.facts["value"]["entries"]
+    found = read_codec(vector.data, vector.facts, tmp_path)
+    assert [plain.hex() for plain in found] == [entry["plain"] for entry in entries]
+    for entry, plain in zip(entries, found, strict=True):
+        header = decode_header(vector.data[entry["offset"] :], "vector").descriptor
+        fields = {key: item.hex() if isinstance(item, bytes) else item for key, item in vars(header).items()}
+        assert fields == {key: entry[key] for key in fields}
+        assert digest(plain).hex() == entry["digest"]
 
 
 def _manifest_value(manifest: Manifest) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Byte planes: the first bytes of all elements, then their second bytes, and so on (SPEC.md §12.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger[Any]]
+
+# Comparisons of 8-byte integers take eight times as long as those of 4-byte ones.
+_COMPARED_BYTES_MAX = 4
+
+
+def as_words(chunk: Bytes, width: int) -> Words:
+    """Return bytes as unsigned little-endian integers of ``width`` bytes, without a copy."""
+    words: Words = chunk.view(np.dtype(f"<u{width}"))
+    return words
+
+
+def rotated(words: Words) -> Words:
+    """Rotate each element left by one bit: the sign goes last, so that the exponent fills the first byte."""
+    one, rest = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
+    result: Words = np.left_shift(words, one)
+    result |= np.right_shift(words, rest)
+    return result
+
+
+def rotated_back(words: Words) -> Words:
+    """Undo :func:`rotated`."""
+    one, rest = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
+    result: Words = np.right_shift(words, one)
+    result |= np.left_shift(words, rest)
+    return result
+
+
+def split(words: Words) -> Bytes:
+    """Return the planes as rows, the least significant bytes first."""
+    planes = np.empty((words.itemsize, len(words)), dtype=np.uint8)
+    _split_into(words, planes)
+    return planes
+
+
+def _split_into(words: Words, planes: Bytes) -> None:
+    """Halve the elements until they are bytes.
+
+    Whole elements shifted and narrowed run in vector registers, and each halving leaves half as many bytes to go
+    over; a strided copy of bytes takes three times as long.
+    """
+    if words.itemsize == 1:
+        np.copyto(planes[0], words)
+        return
+    half = words.itemsize // 2
+    upper = np.right_shift(words, words.dtype.type(8 * half))
+    if half == 1:
+        np.copyto(planes[0], words, casting="unsafe")
+        np.copyto(planes[1], upper, casting="unsafe")
+        return
+    narrow = np.dtype(f"<u{half}")
+    _split_into(words.astype(narrow), planes[:half])
+    _split_into(upper.astype(narrow), planes[half:])
+
+
+def split_rotated(words: Words) -> Bytes:
+    """Return the planes of :func:`rotated` elements."""
+    if words.itemsize > _COMPARED_BYTES_MAX:
+        return split(rotated(words))
+    # Doubled, they lack the sign only, and to compare is cheaper than to shift it down.
+    planes = split(np.add(words, words))
+    planes[0] |= np.less(words.view(np.dtype(f"<i{words.itemsize}")), 0).view(np.uint8)
+    return planes
+
+
+def join(planes: list[Bytes | int], count: int) -> Words:
+    """Return ``count`` elements made of planes; a plane is a row of bytes, or one byte that it repeats.
+
+    The result may be one of the planes.
+    """
+    dtype = np.dtype(f"<u{len(planes)}")
+    constant = [plane for plane in planes if isinstance(plane, int)]
+    if len(constant) == len(planes):
+        return np.full(count, dtype.type(sum(plane << 8 * number for number, plane in enumerate(constant))))
+    if not isinstance(planes[0], int) and len(planes) == 1:
+        return planes[0]
+    half = len(planes) // 2
+    words: Words = join(planes[half:], count).astype(dtype)
+    np.left_shift(words, dtype.type(8 * half), out=words)
+    words |= join(planes[:half], count)
+    return words

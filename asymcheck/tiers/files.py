@@ -13,7 +13,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
@@ -34,7 +34,7 @@ class Files:
         with translated("open", path):
             return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def open_read(self, path: Path) -> int:
+    def open_read(self, path: PurePath) -> int:
         """Open ``path`` for reading; return a descriptor.
 
         Raises:
@@ -53,7 +53,7 @@ class Files:
                     raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset + done}")
                 done += written
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: PurePath) -> int:
         """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
         with translated("read", path):
             done = 0
@@ -160,7 +160,7 @@ class Files:
         # Collection saw the file before it was locked, each time.
         raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
 
-    def read_small(self, path: Path, limit: int) -> bytes | None:
+    def read_small(self, path: PurePath, limit: int) -> bytes | None:
         """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
         try:
             descriptor = self.open_read(path)
@@ -181,7 +181,7 @@ class Files:
             status = os.statvfs(path)
             return status.f_bavail * status.f_frsize
 
-    def list(self, path: Path) -> list[str]:
+    def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
         with translated("list", path):
             try:
@@ -198,7 +198,7 @@ _REFUSALS = {
 
 
 @contextlib.contextmanager
-def translated(action: str, path: Path) -> Iterator[None]:
+def translated(action: str, path: PurePath) -> Iterator[None]:
     """Turn an operating system error into one of the package's, naming what was done to which file.
 
     FileNotFoundError passes: whether a missing file is an error depends on the caller.

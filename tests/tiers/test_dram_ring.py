@@ -80,6 +80,33 @@ def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
     ring.close()
 
 
+def test_a_shared_place_is_free_when_all_have_given_it_back(tmp_path: Path) -> None:
+    """In any order, and each once; what is free cannot be shared any more."""
+    ring = make_ring(tmp_path)
+    first = put(ring, b"a" * 5000)
+    taken = HEADER.data_bytes - ring.free_bytes
+    second = ring.share(first)
+    assert second is not None
+    third = ring.share(second)
+    assert third is not None
+    assert {first.offset, second.offset, third.offset} == {first.offset}
+    for place in (second, second, first, first):
+        ring.give_back(place)
+        assert HEADER.data_bytes - ring.free_bytes == taken
+    assert ring.share(first) is None
+    fourth = ring.share(third)
+    assert fourth is not None
+    ring.give_back(third)
+    assert bytes(ring.payload(fourth)) == b"a" * 5000
+    assert HEADER.data_bytes - ring.free_bytes == taken
+    ring.give_back(fourth)
+    assert ring.free_bytes == HEADER.data_bytes
+    # One who has it alone again frees it at once.
+    ring.give_back(put(ring, b"b" * 5000))
+    assert ring.free_bytes == HEADER.data_bytes
+    ring.close()
+
+
 @pytest.mark.parametrize("length", [1, 3968, 3969, 50_000, 65_536, 70_000])
 def test_a_place_is_no_frame_before_it_is_complete(tmp_path: Path, length: int) -> None:
     """Neither what lay there before, nor what is half there; then it is a whole frame, whatever lay there before."""

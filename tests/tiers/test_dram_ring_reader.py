@@ -173,7 +173,7 @@ def test_a_file_that_lies_is_refused(path: Path, damage: Callable[[Path], object
 def test_a_file_that_cannot_be_mapped_is_an_error_of_ours(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may be mostly a hole, and larger than there are addresses."""
 
-    def refuse(_descriptor: int, _size: int) -> None:
+    def refuse(_descriptor: int, _size: int, *, writable: bool) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(reader, "map_file", refuse)
@@ -233,7 +233,7 @@ def test_what_is_no_file_of_its_own_is_refused(path: Path, tmp_path: Path) -> No
         RingReader(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(StorageError, match="open"):
+    with pytest.raises(StorageError, match="read"):
         RingReader(path)
     path.rmdir()
     os.mkfifo(path)

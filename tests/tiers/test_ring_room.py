@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asymcheck.tiers.dram_ring.room import Room
+from asymcheck.tiers.room import Room
 
 START, BLOCKS = 12, 40
 

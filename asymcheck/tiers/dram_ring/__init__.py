@@ -1,7 +1,20 @@
 """The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
 
-from asymcheck.tiers.dram_ring.left import left_rings, remove_unmade
+from asymcheck.tiers.dram_ring.left import left_rings, open_left, remove_unmade, remove_unread, unread_is
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.dram_ring.ring import Ring, RingSlot
+from asymcheck.tiers.dram_ring.survey import RingCapture, RingFile, look_at
 
-__all__ = ["Ring", "RingReader", "RingSlot", "left_rings", "remove_unmade"]
+__all__ = [
+    "Ring",
+    "RingCapture",
+    "RingFile",
+    "RingReader",
+    "RingSlot",
+    "left_rings",
+    "look_at",
+    "open_left",
+    "remove_unmade",
+    "remove_unread",
+    "unread_is",
+]

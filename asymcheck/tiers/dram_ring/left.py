@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring import CAPTURES_OFFSET
+from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
+from asymcheck.tiers.owners import is_dead
+
+_POLL_S = 0.01
+_TAKEN_UP_S = 10.0
+_LOOKED_AT_S = 0.1
 
 
-def left_rings(folder: Path, store_id: bytes) -> list[Path]:
-    """Return the rings of a store in ``folder`` that belong to this user, in use or not; none without such a folder.
+def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
+    """Return the rings in ``folder`` that belong to this user, in use or not; none without such a folder.
+
+    Those of one store, or of all when ``store_id`` is None.
 
     Everybody may write into ``/dev/shm``: what another user put there is neither ours to open nor to be trusted.
     """
@@ -22,8 +34,29 @@ def left_rings(folder: Path, store_id: bytes) -> list[Path]:
             names = sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        named = [folder / name for name in names if (parse_ring_name(name) or (b"", b""))[0] == store_id]
-        return [path for path in named if _is_own_file(path)]
+    parsed = [(folder / name, parse_ring_name(name)) for name in names]
+    named = [path for path, ids in parsed if ids is not None and store_id in (None, ids[0])]
+    return [path for path in named if _is_own_file(path)]
+
+
+def open_left(path: Path) -> RingReader | None:
+    """Open a ring that no living process writes into, and hold it; None when it is in use.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        StorageError, FormatError: it cannot be read, or is no ring.
+    """
+    began = time.monotonic()
+    while True:
+        reader = RingReader(path)
+        if not reader.is_owned:
+            return reader
+        # Somebody may only be looking at it, or taking it up: to go on without what it holds would lose steps.
+        patience_s = _TAKEN_UP_S if is_dead(reader.header.owner) else _LOOKED_AT_S
+        reader.close()
+        if time.monotonic() - began > patience_s:
+            return None
+        time.sleep(_POLL_S)
 
 
 def _is_own_file(path: Path) -> bool:
@@ -36,18 +69,47 @@ def _is_own_file(path: Path) -> bool:
 
 def remove_unmade(path: Path) -> bool:
     """Remove what a process left that was killed while it made a ring; return False when captures may lie in it."""
-    with translated("open", path):
-        try:
-            descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except FileNotFoundError:
-            return True
     try:
-        # Who makes a ring locks it first, so that one whose lock is had is made no further.
-        if try_lock(descriptor, exclusive=True):
-            if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)):
-                return False
-            if is_same_file(descriptor, path):
+        with _held(path) as descriptor:
+            # Who makes a ring locks it first, so that one whose lock is had is made no further.
+            if descriptor is not None:
+                if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)):
+                    return False
                 path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    return True
+
+
+def unread_is(path: Path) -> Literal["used", "unmade", "damaged", "gone"]:
+    """Tell what a file is that has the name of a ring, but no header that can be read."""
+    try:
+        with _held(path) as descriptor:
+            if descriptor is None:
+                return "used"
+            return "damaged" if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)) else "unmade"
+    except FileNotFoundError:
+        return "gone"
+
+
+def remove_unread(path: Path) -> bool:
+    """Remove a ring whose header cannot be read, whatever lies in it; return whether nobody had it in use."""
+    try:
+        with _held(path) as descriptor:
+            if descriptor is not None:
+                path.unlink(missing_ok=True)
+            return descriptor is not None
+    except FileNotFoundError:
+        return True
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[int | None]:
+    """Open and lock a file that may be no ring; yields None when somebody else has it, or it has lost its name."""
+    with translated("open", path):
+        descriptor = DESCRIPTORS.add(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+    try:
+        has_it = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
+        yield descriptor if has_it else None
     finally:
         DESCRIPTORS.close(descriptor)
-    return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from asymcheck.format import registry
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import HEADER_BYTES, check_frame, decode_header, frame_length
 from asymcheck.format.layout import parse_ring_name, ring_name
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.pack import ENTRY_DTYPE, Entries
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring import (
@@ -27,15 +31,18 @@ from asymcheck.format.ring import (
     decode_ring_header,
 )
 from asymcheck.tiers.dram_ring.mapped import map_file
-from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock, unlock
 from asymcheck.types import Digest, PackId
 
 
 class RingReader:
     """The frames and captures of a ring, found when it is opened. Close it, or use it in a ``with`` block."""
 
-    def __init__(self, path: Path) -> None:
-        """Open a ring; :attr:`is_owned` says whether a process still uses it.
+    def __init__(self, path: Path, *, hold: bool = True) -> None:
+        """Open a ring for reading; :attr:`is_owned` says whether a process still uses it.
+
+        With ``hold`` nobody else takes it up or removes it until :meth:`close`. Without, nobody is kept from that; who
+        reads on sees the ring as it was, for nobody writes into one whose process is dead.
 
         Raises:
             FileNotFoundError: it is gone.
@@ -43,20 +50,24 @@ class RingReader:
         """
         self.path = path
         with translated("open", path):
-            self._descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+            # A pipe of that name must not hold who looks at it.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            self._descriptor = DESCRIPTORS.add(os.open(path, flags))
         try:
-            self.is_owned = not try_lock(self._descriptor, exclusive=True)
+            self.is_owned = not try_lock(self._descriptor, exclusive=hold)
+            if not hold:
+                unlock(self._descriptor)
             with translated("read", path):
                 # Whoever had the lock before may have moved everything on, and removed the file.
                 if not os.path.samestat(os.fstat(self._descriptor), path.lstat()):
                     raise StructureError(f"ring {path}: another file has taken its name")
                 self.header = self._read_header()
-                self._map = map_file(self._descriptor, DATA_OFFSET + self.header.data_bytes)
+                self._map = map_file(self._descriptor, DATA_OFFSET + self.header.data_bytes, writable=False)
             self._memory = memoryview(self._map)
             self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
             """The captures that are complete or durable."""
-            self.entries = self._find_frames()
-            """One row for each frame that was found by its header; ``offset`` is in the file."""
+            self._entries: Entries | None = None
+            self._places: dict[Digest, list[int]] | None = None
         except BaseException:
             DESCRIPTORS.close(self._descriptor)
             raise
@@ -75,13 +86,23 @@ class RingReader:
         start = CAPTURES_OFFSET + number * ENTRY_BYTES
         return decode_entry(self._memory[start : start + ENTRY_BYTES], self.header.data_bytes)
 
+    @property
+    def entries(self) -> Entries:
+        """One row for each frame that is found by its header, at the first call; ``offset`` is in the file."""
+        if self._entries is None:
+            self._entries = self._find_frames()
+        return self._entries
+
     def _find_frames(self) -> Entries:
         magic = np.frombuffer(registry.FRAME_MAGIC, dtype=np.uint64)[0]
-        words: npt.NDArray[np.uint64] = np.frombuffer(self._memory[DATA_OFFSET:], dtype=np.uint64)
-        blocks = np.flatnonzero(words[:: registry.BLOCK_BYTES // 8] == magic)
+        blocks: list[int] = []
+        for start, end in _written(self._descriptor, len(self._memory)):
+            words: npt.NDArray[np.uint64] = np.frombuffer(self._memory[start:end], dtype=np.uint64)
+            first = start // registry.BLOCK_BYTES
+            blocks += (np.flatnonzero(words[:: registry.BLOCK_BYTES // 8] == magic) + first).tolist()
         found = []
-        for block in blocks.tolist():
-            offset = DATA_OFFSET + block * registry.BLOCK_BYTES
+        for block in blocks:
+            offset = block * registry.BLOCK_BYTES
             with contextlib.suppress(FormatError):
                 header = decode_header(self._memory[offset : offset + HEADER_BYTES], "ring")
                 frame = header.descriptor
@@ -108,16 +129,42 @@ class RingReader:
         frame = self.frame(offset, header.descriptor.stored_length)
         sequence = offset // registry.BLOCK_BYTES
         descriptor, payload = check_frame(frame, PackId(self.header.ring_id), sequence, where)
+        if descriptor.codec != registry.CODEC_IDENTITY:
+            raise StructureError(f"{where}: an encoded frame in a ring")
         if digest_of(payload) != descriptor.digest:
             raise DigestMismatchError(f"digest mismatch in {where}")
         return payload
 
     def offsets(self) -> dict[Digest, list[int]]:
         """Return where frames of each digest lie; their payloads are not checked."""
-        places: dict[Digest, list[int]] = {}
-        for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
-            places.setdefault(Digest(name.tobytes()), []).append(offset)
-        return places
+        if self._places is None:
+            self._places = {}
+            for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
+                self._places.setdefault(Digest(name.tobytes()), []).append(offset)
+        return self._places
+
+    def intact(self, places: Sequence[int], name: Digest, length: int) -> tuple[int, memoryview] | None:
+        """Return offset and payload of the first intact frame at ``places`` of this partition; None without one."""
+        for offset in places:
+            with contextlib.suppress(FormatError):
+                payload = self.payload_at(offset)
+                if len(payload) == length and digest_of(payload) == name:
+                    return offset, payload
+        return None
+
+    def manifest(self, entry: CaptureEntry) -> tuple[Manifest, bytes]:
+        """Read the manifest of a capture, and return it with its bytes.
+
+        Raises:
+            FormatError: it is damaged, or not the one that the entry and the ring are of.
+        """
+        where = f"manifest in ring {self.path.name}"
+        data = bytes(self.payload_at(entry.offset))
+        manifest = decode_manifest(data, where)
+        header = manifest.header
+        if (header.ref.save_id, header.run, header.rank) != (entry.save_id, self.header.run, self.header.rank):
+            raise StructureError(f"{where}: it is of another capture than its entry")
+        return manifest, data
 
     def unlink(self) -> None:
         """Remove the file."""
@@ -126,7 +173,6 @@ class RingReader:
 
     def close(self) -> None:
         """Give the memory and the lock back."""
-        self.entries = self.entries[:0].copy()
         self._memory.release()
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -139,3 +185,24 @@ class RingReader:
     def __exit__(self, *_error: object) -> None:
         """Close it."""
         self.close()
+
+
+def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the stretches of the data in which something was written, in whole blocks.
+
+    To look at the others would take memory for them, of which there may be none (SIGBUS).
+    """
+    end = DATA_OFFSET
+    while end < size:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                yield end, size
+            # Nothing was written behind this, or the file system does not tell.
+            return
+        start -= start % registry.BLOCK_BYTES
+        end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        end = min(end + -end % registry.BLOCK_BYTES, size)
+        if start < end:
+            yield start, end

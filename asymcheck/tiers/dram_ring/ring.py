@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from asymcheck.errors import InvalidInputError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.errors import AsymcheckError, InvalidInputError, LockTimeoutError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
@@ -28,11 +28,14 @@ from asymcheck.format.ring import (
     encode_ring_header,
 )
 from asymcheck.tiers.dram_ring.mapped import map_file
-from asymcheck.tiers.dram_ring.room import Room
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
+from asymcheck.tiers.gpu_staging import Link
+from asymcheck.tiers.room import Room
 from asymcheck.types import PackId, SaveId
 
 _LOCK_S = 10.0
+_GROWS_BY = 64 << 20
+"""Memory that is reserved in one go. Measured: 1 to 8 GB/s, so that 6 GB at once would hold the first step for long."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +57,7 @@ class Ring:
     """A ring of this process. Its lock lasts until :meth:`close`. Thread-safe."""
 
     def __init__(self, folder: Path, header: RingHeader) -> None:
-        """Create the file with all its memory.
+        """Create the file. Its memory is reserved beside the training, by a thread: it is taken piece by piece anyway.
 
         Raises:
             OutOfSpaceError: the memory is not there; says what to do.
@@ -73,29 +76,72 @@ class Ring:
             DESCRIPTORS.close(self._descriptor)
             raise
         self._memory = memoryview(self._map)
-        self._room = Room(DATA_OFFSET, header.data_bytes)
+        reserved = min(size, _GROWS_BY)
+        self._room = Room(DATA_OFFSET, reserved - DATA_OFFSET)
         self._taken: set[RingSlot] = set()
+        # How many have a place, by its offset; the others have it alone.
+        self._shared: dict[int, int] = {}
         self._entries: dict[int, CaptureEntry] = {}
         self._changed = threading.Condition()
+        self._pinned_by: Link | None = None
+        self._refused: AsymcheckError | None = None
+        self._closing = False
+        self._growing: threading.Thread | None = None
+        if reserved < size:
+            self._growing = threading.Thread(target=self._grow, args=(reserved, size), name="asymcheck-ring")
+            self._growing.daemon = True
+            self._growing.start()
         emit("ring.created", self.path.name, size)
 
     def _create(self, size: int) -> int:
         descriptor = self._open_locked()
         try:
-            # Now, not page by page: a page for which there is no memory would kill the process (SIGBUS).
-            os.posix_fallocate(descriptor, 0, size)
-        except BaseException as error:
+            os.ftruncate(descriptor, size)
+            self._check_room(size)
+            self._reserve(descriptor, 0, min(size, _GROWS_BY))
+        except BaseException:
             self.path.unlink(missing_ok=True)
             os.close(descriptor)
-            if not isinstance(error, OSError):
-                raise
-            if error.errno == errno.ENOSPC:
-                raise OutOfSpaceError(
-                    f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
-                    f"ring_folder, or make it larger (mount -o remount,size=… {self.path.parent})"
-                ) from error
-            raise StorageError(f"reserve {self.path}: {error.strerror}") from error
+            raise
         return descriptor
+
+    def _check_room(self, size: int) -> None:
+        """Refuse at once what can be seen not to fit: later it would be in the middle of a capture."""
+        status = os.statvfs(self.path.parent)
+        if status.f_bavail * status.f_frsize < size:
+            raise self._no_room(size)
+
+    def _no_room(self, size: int) -> OutOfSpaceError:
+        return OutOfSpaceError(
+            f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
+            f"ring_folder, or make it larger (mount -o remount,size=… {self.path.parent})"
+        )
+
+    def _reserve(self, descriptor: int, start: int, end: int) -> None:
+        """Reserve memory before it is touched: a page for which there is none would kill the process (SIGBUS)."""
+        try:
+            os.posix_fallocate(descriptor, start, end - start)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise self._no_room(end) from error
+            raise StorageError(f"reserve {self.path}: {error.strerror}") from error
+
+    def _grow(self, start: int, size: int) -> None:
+        refused = None
+        for end in (*range(start + _GROWS_BY, size, _GROWS_BY), size):
+            try:
+                self._reserve(self._descriptor, start, end)
+            except AsymcheckError as error:
+                refused = error
+            with self._changed:
+                if self._closing or refused is not None:
+                    break
+                self._room.give_back(start, end - start)
+                self._changed.notify_all()
+            start = end
+        with self._changed:
+            self._growing, self._refused = None, refused
+            self._changed.notify_all()
 
     def _open_locked(self) -> int:
         """Create the file and lock it before anything else: one without a lock is taken for the rest of a dead process.
@@ -113,9 +159,17 @@ class Ring:
                 return descriptor
             os.close(descriptor)
 
+    def pin(self, link: Link) -> None:
+        """Pin the memory for copies that come by a link; once is enough for all devices of one kind."""
+        # To pin memory is to touch it.
+        with self._changed:
+            self._changed.wait_for(lambda: self._growing is None)
+        if self._pinned_by is None and self._refused is None and link.pin(self._memory):
+            self._pinned_by = link
+
     @property
     def free_bytes(self) -> int:
-        """Bytes of data that no frame takes."""
+        """Bytes of data that no frame takes, of those that are reserved by now."""
         with self._changed:
             return self._room.free_bytes
 
@@ -124,20 +178,35 @@ class Ring:
 
         Raises:
             InvalidInputError: it would not fit into an empty ring.
+            OutOfSpaceError: none is free, and not all of the memory was there.
         """
         if frame_length(length) > self.header.data_bytes:
             raise InvalidInputError(
                 f"a partition of {length} bytes does not fit into a ring of {self.header.data_bytes}: raise ring_bytes"
             )
         with self._changed:
-            offset = self._room.take(frame_length(length))
+            # While it grows nothing has to make room: that would be taken from older captures, or end in streaming.
+            while (offset := self._room.take(frame_length(length))) is None and self._growing is not None:
+                self._changed.wait()
             if offset is None:
+                if self._refused is not None:
+                    raise self._refused
                 return None
             slot = RingSlot(offset, length)
             self._taken.add(slot)
         # Before anything else of it is overwritten, so that what lay here is no frame any more.
         self._memory[offset : offset + registry.BLOCK_BYTES] = bytes(registry.BLOCK_BYTES)
         return slot
+
+    def share(self, place: RingSlot) -> RingSlot | None:
+        """Return a further hold on the frame of a place, which is free when all were given back; None if it is free."""
+        with self._changed:
+            if place not in self._taken:
+                return None
+            another = RingSlot(place.offset, place.length)
+            self._taken.add(another)
+            self._shared[place.offset] = self._shared.get(place.offset, 1) + 1
+            return another
 
     def payload(self, place: RingSlot) -> memoryview:
         """Return where the payload of a frame goes."""
@@ -161,6 +230,10 @@ class Ring:
         with self._changed:
             if place in self._taken:
                 self._taken.remove(place)
+                holders = self._shared.pop(place.offset, 1) - 1
+                if holders:
+                    self._shared[place.offset] = holders
+                    return
                 self._room.give_back(place.offset, place.frame_bytes)
                 self._changed.notify_all()
 
@@ -201,8 +274,14 @@ class Ring:
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the file and give its memory back; with ``keep`` leave it to the next start."""
+        with self._changed:
+            growing, self._closing = self._growing, True
+        if growing is not None:
+            growing.join()
         if not keep:
             self.path.unlink(missing_ok=True)
+        if self._pinned_by is not None:
+            self._pinned_by.unpin(self._memory)
         self._memory.release()
         # A view that somebody still has keeps the memory; the file is gone anyway.
         with contextlib.suppress(BufferError):

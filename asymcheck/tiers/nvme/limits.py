@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from asymcheck.config import MIB, StoreConfig
+from asymcheck.config import COMPRESSIONS, MIB, RemoteConfig, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
 from asymcheck.format.pack import ENTRY_DTYPE
@@ -23,6 +23,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "slots": (1, 1024),
     "pack_bytes": (1, _PACK_BYTES_MAX),
     "pool_bytes": (0, math.inf),
+    "repack_waste": (0, 1),
     "catalog_map_bytes": (MIB, 1 << 46),
     "catalog_readers": (1, 1 << 20),
     "lock_timeout_s": (0, math.inf),
@@ -31,13 +32,25 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+_CHECKED_ELSEWHERE = {"compression", "remote"}
+"""Above, and when a remote location is opened."""
+
+
 def check_config(config: StoreConfig) -> None:
     """Refuse a configuration that cannot work.
 
     Raises:
         InvalidInputError: names the field.
     """
+    if config.compression not in COMPRESSIONS:
+        raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
+    if not isinstance(config.remote, RemoteConfig):
+        raise InvalidInputError(
+            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); a location goes to Store.open(…, remote=…)"
+        )
     for field in dataclasses.fields(config):
+        if field.name in _CHECKED_ELSEWHERE:
+            continue
         value = getattr(config, field.name)
         least, most = _BOUNDS[field.name]
         kinds = (int, float) if isinstance(field.default, float) else (int,)

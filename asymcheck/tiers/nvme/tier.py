@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asymcheck.config import WRITER, StoreConfig
@@ -27,7 +27,7 @@ from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.pack_files import PackFile, open_pack
 from asymcheck.tiers.nvme.packs import PackWriter, Pool
-from asymcheck.tiers.nvme.slots import SlotPool
+from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
 
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
@@ -200,6 +200,10 @@ class NvmeTier:
         ids = map(layout.parse_pack_name, self.files.list(self.packs))
         return [pack_id for pack_id in ids if pack_id is not None]
 
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
+        """Return the packs to look into first: those that a manifest hints at."""
+        return pack_ids
+
     def pack_bytes(self, pack_id: PackId) -> int:
         """Return the bytes of a pack's file; 0 when it is gone."""
         with contextlib.suppress(FileNotFoundError):
@@ -223,6 +227,20 @@ class NvmeTier:
     def stale_temporaries(self) -> list[Path]:
         """Return files of unfinished packs and records whose writer is gone."""
         return [path for path in self._temporaries() if self._is_unlocked(path)]
+
+    def leftovers(self) -> list[str]:
+        """Return the stale temporaries by their place in the store."""
+        return [str(path.relative_to(self.root)) for path in self.stale_temporaries()]
+
+    def foreign(self) -> list[str]:
+        """Return what is not the store's, by its place in it."""
+        top = self.files.list(self.root)
+        found = [name for name in top if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
+        return found + [
+            f"{layout.PACKS}/{name}"
+            for name in self.files.list(self.packs)
+            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name)
+        ]
 
     def remove_stale_temporaries(self) -> int:
         """Remove files of unfinished packs and records whose writer is gone, and damaged catalogs; return how many."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from asymcheck.tiers.nvme.slots import Slot, SlotPool
+from asymcheck.tiers.slots import Slot, SlotPool
 
 _T = TypeVar("_T")
 _POLL_S = 0.005

@@ -39,6 +39,13 @@ class Slot:
         start = -np.frombuffer(self._map, dtype=np.uint8).ctypes.data % _HUGE_PAGE
         self.memory = memoryview(self._map)[start : start + length]
 
+    @classmethod
+    def inside(cls, memory: memoryview, payload_bytes: int) -> Slot:
+        """Return a slot in a part of another one's memory that holds a whole frame; it begins at a block there."""
+        slot = cls.__new__(cls)
+        slot.payload_bytes, slot.memory = payload_bytes, memory
+        return slot
+
     def payload(self, length: int) -> memoryview:
         """Return where the payload of ``length`` bytes goes."""
         start = payload_offset(length)
@@ -47,6 +54,12 @@ class Slot:
     def frame(self, length: int) -> memoryview:
         """Return the whole frame for a payload of ``length`` bytes."""
         return self.memory[: frame_length(length)]
+
+    def fill(self, payload: memoryview | bytes) -> None:
+        """Put a payload in its place, and zeros behind it."""
+        start, end = payload_offset(len(payload)), frame_length(len(payload))
+        self.memory[start : start + len(payload)] = payload
+        self.memory[start + len(payload) : end] = bytes(end - start - len(payload))
 
     def stamp(self, descriptor: FrameDescriptor, pack_id: PackId, sequence: int) -> memoryview:
         """Put the header before the payload, zero the padding, and return the whole frame."""

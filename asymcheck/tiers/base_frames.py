@@ -1,0 +1,79 @@
+"""Frames that others are encoded against, looked for in all packs, and read one pack at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from asymcheck.errors import UNKNOWING, AsymcheckError
+from asymcheck.format import registry
+from asymcheck.format.digest_set import DigestSet, as_column
+from asymcheck.format.frame import FrameDescriptor, check_frame
+from asymcheck.format.pack import Entries, check_entry
+from asymcheck.tiers.reading import OpenPack, ReadTier
+from asymcheck.tiers.slots import Slot
+from asymcheck.types import Digest, PackId
+
+
+def bases_in(entries: Entries) -> dict[Digest, Digest]:
+    """Return the frames of an index that need a base, with it."""
+    based = entries[entries["kind"] != registry.KIND_FULL]
+    return {
+        Digest(name.tobytes()): Digest(base.tobytes())
+        for name, base in zip(based["digest"], based["base_digest"], strict=True)
+    }
+
+
+class BaseFrames:
+    """The bases of a store, found when the first is asked for. Thread-safe."""
+
+    def __init__(self, tier: ReadTier) -> None:
+        """Look into the packs of ``tier``."""
+        self._tier = tier
+        self._places: dict[Digest, list[tuple[PackId, int]]] | None = None
+        self._lock = threading.Lock()
+
+    def copies_of(self, name: Digest) -> list[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
+        """Return for each frame of this base a function that reads and checks it: descriptor, payload, its name.
+
+        The functions raise FormatError, MissingPartitionError, or StorageError.
+        """
+        with self._lock:
+            if self._places is None:
+                self._places = self._find()
+            return [partial(self._read, *place) for place in self._places.get(name, [])]
+
+    def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
+        places: dict[Digest, list[tuple[PackId, int]]] = {}
+        for _, pack in self._packs():
+            places.update({base: [] for base in bases_in(pack.entries).values()})
+        if places:
+            wanted = DigestSet(as_column(sorted(places)))
+            for pack_id, pack in self._packs():
+                for frame in np.flatnonzero(wanted.numbers(pack.entries["digest"]) >= 0).tolist():
+                    places[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
+        return places
+
+    def _packs(self) -> Iterator[tuple[PackId, OpenPack]]:
+        for pack_id in self._tier.pack_ids():
+            try:
+                pack = self._tier.open_pack(pack_id)
+            except UNKNOWING:
+                raise
+            except AsymcheckError:
+                continue
+            with contextlib.closing(pack):
+                yield pack_id, pack
+
+    def _read(self, pack_id: PackId, sequence: int) -> tuple[FrameDescriptor, memoryview, str]:
+        where = f"frame {sequence} of pack {pack_id.hex()}"
+        with contextlib.closing(self._tier.open_pack(pack_id)) as pack:
+            entry = pack.entries[sequence]
+            frame = pack.read_frame(sequence, Slot(int(entry["stored_length"])))
+            descriptor, payload = check_frame(frame, pack_id, sequence, where)
+            check_entry(entry, descriptor, where)
+        return descriptor, payload, where

@@ -1,0 +1,178 @@
+"""Manifests and head records as files, as far as they are read: the same on every tier (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import PurePath
+from typing import Protocol
+
+from asymcheck.errors import ChecksumError, LimitError, MissingPartitionError, StructureError
+from asymcheck.format import layout, registry
+from asymcheck.format.digest import digest
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
+from asymcheck.types import CheckpointRef, SaveId
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFiles:
+    """The manifests of one checkpoint as a directory listing shows them."""
+
+    run: str
+    """The run."""
+    ref: CheckpointRef
+    """Generation, step and save id."""
+    manifests: tuple[ManifestName, ...]
+    """What lies there, by rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the checkpoint should have; 0 when there is no manifest or they disagree."""
+        sizes = {name.world_size for name in self.manifests}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is exactly one manifest for each rank."""
+        return self.world_size > 0 and [name.rank for name in self.manifests] == list(range(self.world_size))
+
+    def has(self, rank: int) -> bool:
+        """Tell whether there is a manifest of a rank."""
+        return any(name.rank == rank for name in self.manifests)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks without a manifest."""
+        return sorted(set(range(self.world_size)) - {name.rank for name in self.manifests})
+
+
+class SmallFiles(Protocol):
+    """What reading manifests asks of the place where they lie."""
+
+    def list(self, path: PurePath) -> list[str]:
+        """Return the names in a directory, sorted; none when there is no such directory."""
+
+    def read_small(self, path: PurePath, limit: int) -> bytes | None:
+        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+
+
+class ManifestReader:
+    """The folders ``manifests`` and ``heads`` of a store."""
+
+    def __init__(self, small: SmallFiles, root: PurePath) -> None:
+        """Read below ``root``, the store."""
+        self._small = small
+        self._below = root
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs that have a folder."""
+        names = {*self._small.list(self._below / layout.MANIFESTS), *self._small.list(self._below / layout.HEADS)}
+        return sorted(name for name in names if layout.is_run(name))
+
+    def checkpoints(self, run: str) -> list[CheckpointFiles]:
+        """Return all checkpoints of a run that have at least one manifest, oldest first."""
+        found = []
+        for directory in self._small.list(self._below / layout.MANIFESTS / run):
+            ref = layout.parse_checkpoint_name(directory)
+            if ref is not None:
+                listing = self.listing(run, ref)
+                if listing.manifests:
+                    found.append(listing)
+        return sorted(found, key=lambda listing: listing.ref)
+
+    def refs(self, run: str) -> list[CheckpointRef]:
+        """Return the checkpoints of a run that have a folder, oldest first, by one listing."""
+        found = map(layout.parse_checkpoint_name, self._small.list(self._below / layout.MANIFESTS / run))
+        return sorted(ref for ref in found if ref is not None)
+
+    def newest(self, run: str, generation: int, before: SaveId | None = None) -> CheckpointRef | None:
+        """Return the greatest (step, save id) of a generation that has a manifest; looks into one folder as a rule.
+
+        With ``before`` only those whose save was begun before that one.
+        """
+        # Their names sort as they do, so that a save does not take every name of a long run apart.
+        for name in reversed(self._small.list(self._below / layout.MANIFESTS / run)):
+            ref = layout.parse_checkpoint_name(name) if name.startswith(f"{generation:08d}-") else None
+            if ref is None or (before is not None and ref.save_id >= before):
+                continue
+            if self.listing(run, ref).manifests:
+                return ref
+        return None
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Return what lies in the folder of one checkpoint."""
+        return listed(run, ref, self._small.list(self._folder(run, ref)))
+
+    def _folder(self, run: str, ref: CheckpointRef) -> PurePath:
+        return self._below / layout.MANIFESTS / run / layout.checkpoint_name(ref)
+
+    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+        """Read one manifest and check it against its path.
+
+        Raises:
+            MissingPartitionError: the file is gone.
+            ChecksumError: the content is not what the name says.
+            FormatError: it breaks another rule of the format.
+        """
+        where = _where(run, ref, name)
+        manifest = decode_manifest(self.read_bytes(run, ref, name), where)
+        header = manifest.header
+        if (header.run, header.ref, header.rank, header.world_size) != (run, ref, name.rank, name.world_size):
+            raise StructureError(f"{where}: the header disagrees with the path")
+        return manifest
+
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest, which has the digest in its name.
+
+        Raises:
+            MissingPartitionError: the file is gone.
+            ChecksumError, LimitError: the content is not what the name says.
+        """
+        where = _where(run, ref, name)
+        data = self._small.read_small(self._folder(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
+        if data is None:
+            raise MissingPartitionError(f"{where} is gone")
+        if len(data) > registry.MANIFEST_BYTES_MAX:
+            raise LimitError(f"{where}: more than {registry.MANIFEST_BYTES_MAX} bytes")
+        if digest(data) != name.digest:
+            raise ChecksumError(f"{where}: the content does not have the digest in the name")
+        return data
+
+    def empty(self, run: str) -> list[CheckpointRef]:
+        """Return the checkpoints whose folder holds no manifest."""
+        refs = map(layout.parse_checkpoint_name, self._small.list(self._below / layout.MANIFESTS / run))
+        return [ref for ref in refs if ref is not None and not self.listing(run, ref).manifests]
+
+    def heads(self, run: str) -> list[int]:
+        """Return the generations that have a head record, in order."""
+        numbers = map(layout.parse_head_name, self._small.list(self._below / layout.HEADS / run))
+        return sorted(number for number in numbers if number is not None)
+
+    def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        """Return a head record and how many of its copies are damaged; None when there is none.
+
+        Raises:
+            FormatError: both copies are damaged, or it contradicts its path.
+        """
+        name = layout.head_name(generation)
+        data = self._small.read_small(self._below / layout.HEADS / run / name, RECORD_BYTES)
+        if data is None:
+            return None
+        where = f"head record {run}/{name}"
+        head, damaged = decode_head(data, where)
+        if (head.run, head.generation) != (run, generation):
+            raise StructureError(f"{where}: the record disagrees with its path")
+        return head, damaged
+
+
+def listed(run: str, ref: CheckpointRef, names: list[str]) -> CheckpointFiles:
+    """Return a checkpoint by the names in its folder."""
+    parsed = map(layout.parse_manifest_name, names)
+    present = sorted((name for name in parsed if name is not None), key=lambda name: (name.rank, name.digest))
+    return CheckpointFiles(run, ref, tuple(present))
+
+
+def _where(run: str, ref: CheckpointRef, name: ManifestName) -> str:
+    return f"manifest {run}/{layout.checkpoint_name(ref)}/{name}"

@@ -1,0 +1,121 @@
+"""The frames of a pack, wherever it lies: by its index, or by scanning when that is damaged (SPEC.md §7.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from asymcheck.errors import FormatError, StructureError, TruncatedError, UnsupportedFormatError
+from asymcheck.format import registry
+from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header, frame_length
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, decode_index, decode_pack_header, round_up
+from asymcheck.types import Digest, PackId
+
+
+class PackBytes(Protocol):
+    """The file of a pack."""
+
+    def size(self) -> int:
+        """Return its bytes."""
+
+    def pread(self, buffer: memoryview, offset: int) -> int:
+        """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackIndex:
+    """What a pack holds."""
+
+    header: PackHeader
+    """Its header, or what a scan makes of it."""
+    entries: Entries
+    """One for each frame that was found."""
+    damage: FormatError | None
+    """What is wrong with the header or the index, when the frames were found by scanning; else None."""
+
+
+def digests_of(entries: Entries) -> list[Digest]:
+    """Return the digests of all frames of an index, in order."""
+    raw = entries["digest"].tobytes()
+    return [Digest(raw[i : i + registry.DIGEST_BYTES]) for i in range(0, len(raw), registry.DIGEST_BYTES)]
+
+
+def find_frames(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
+    """Read and check header and index of a pack; when they are damaged, find the frames by scanning.
+
+    Raises:
+        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+    """
+    try:
+        header, entries = _read_index(pack, name, pack_id)
+    except UnsupportedFormatError:
+        raise
+    except FormatError as error:
+        entries = _scan(pack, name, pack_id, thorough=thorough)
+        if not len(entries):
+            if not thorough:
+                raise
+            return PackIndex(PackHeader(pack_id, 0, 0, 0, ""), entries, error)
+        end = int(entries["offset"][-1]) + frame_length(int(entries["stored_length"][-1]))
+        return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error)
+    return PackIndex(header, entries, None)
+
+
+def _read_index(pack: PackBytes, name: str, pack_id: PackId) -> tuple[PackHeader, Entries]:
+    where = f"pack {name}"
+    block = bytearray(registry.BLOCK_BYTES)
+    count = pack.pread(memoryview(block), 0)
+    header = decode_pack_header(memoryview(block)[:count], where)
+    if header.pack_id != pack_id:
+        raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
+    size = pack.size()
+    if size < header.pack_length:
+        # Before memory is taken for the index, or a place is read that no file reaches.
+        raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
+    index = bytearray(round_up(header.index_length))
+    count = pack.pread(memoryview(index), header.index_offset)
+    return header, decode_index(memoryview(index)[:count], header, where)
+
+
+def _scan(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
+    """Find the frames of a pack by their own headers, as SPEC.md §7.2 allows when header or index are damaged.
+
+    A thorough scan looks at every block behind a place where no frame is found, and leaves gaps in the sequence.
+
+    Raises:
+        UnsupportedFormatError: a frame needs a newer program, and the scan was to find all.
+        StructureError: all frames found belong to another pack, so the file has a wrong name.
+    """
+    found: list[tuple[object, ...]] = []
+    offset, others = registry.BLOCK_BYTES, 0
+    block = bytearray(HEADER_BYTES)
+    while pack.pread(memoryview(block), offset) == HEADER_BYTES:
+        header = _frame_header(memoryview(block), f"frame {len(found)} of pack {name}", thorough=thorough)
+        # A frame of an earlier life of the file has another pack's id.
+        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(found)):
+            frame = header.descriptor
+            sizes = (offset, frame.stored_length, frame.plain_length)
+            numbers = (frame.kind, frame.codec, frame.digest_algorithm)
+            found.append((frame.digest, frame.base_digest, *sizes, *numbers, bytes(5)))
+            offset += frame_length(frame.stored_length)
+        elif thorough:
+            others += header is not None
+            offset += registry.BLOCK_BYTES
+        else:
+            break
+    if others and not found:
+        raise StructureError(f"pack {name} is damaged, and has only frames of another pack in it")
+    return np.array(found, dtype=ENTRY_DTYPE)
+
+
+def _frame_header(data: memoryview, where: str, *, thorough: bool) -> FrameHeader | None:
+    try:
+        return decode_header(data, where)
+    except UnsupportedFormatError:
+        if thorough:
+            raise
+    except FormatError:
+        pass
+    return None

@@ -1,0 +1,138 @@
+"""What the way up asks of a tier that holds packs and manifests, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import Protocol
+
+from asymcheck.config import StoreConfig
+from asymcheck.errors import FormatError
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.format.record import Descriptor, HeadRecord
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.slots import Slot, SlotPool
+from asymcheck.types import CheckpointRef, Digest, PackId
+
+
+class OpenPack(Protocol):
+    """A complete pack open for reading."""
+
+    @property
+    def header(self) -> PackHeader:
+        """Its header, or what a scan makes of it."""
+
+    @property
+    def entries(self) -> Entries:
+        """One for each frame."""
+
+    @property
+    def damage(self) -> FormatError | None:
+        """What is wrong with the header or the index, when the frames were found by scanning; else None."""
+
+    @property
+    def path(self) -> PurePath:
+        """Where it lies."""
+
+    def digests(self) -> list[Digest]:
+        """Return the digests of all frames, in order."""
+
+    def expect(self, frames: Sequence[int]) -> None:
+        """Say which frames will be read, about in this order, so that neighbours can be fetched together."""
+
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:
+        """Read frame ``sequence`` as it lies there, unchecked, and return it, in ``slot`` as a rule. Thread-safe.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+        """
+
+    def close(self) -> None:
+        """Give up what is held for it."""
+
+
+class Manifests(Protocol):
+    """Manifests and head records, as far as they are read; see :class:`asymcheck.tiers.manifests.ManifestReader`."""
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+
+    def checkpoints(self, run: str) -> list[CheckpointFiles]:
+        """Return all checkpoints of a run that have at least one manifest, oldest first."""
+
+    def refs(self, run: str) -> list[CheckpointRef]:
+        """Return the checkpoints of a run that have a folder, oldest first."""
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Return what lies in the folder of one checkpoint."""
+
+    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+        """Read one manifest and check it against its path."""
+
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest, which has the digest in its name."""
+
+    def heads(self, run: str) -> list[int]:
+        """Return the generations that have a head record, in order."""
+
+    def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        """Return a head record and how many of its copies are damaged; None when there is none."""
+
+
+class ReadTier(Protocol):
+    """A place with packs and manifests, opened."""
+
+    @property
+    def root(self) -> PurePath | str:
+        """The place, as errors name it."""
+
+    @property
+    def config(self) -> StoreConfig:
+        """The knobs."""
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """What the store says of itself."""
+
+    @property
+    def damaged_descriptor_copies(self) -> int:
+        """How many copies of that are damaged."""
+
+    @property
+    def manifests(self) -> Manifests:
+        """Its manifests and head records."""
+
+    @property
+    def slots(self) -> SlotPool:
+        """Memory for frames."""
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all complete packs."""
+
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
+        """Return those packs to look into first, of which a manifest says that they held its partitions."""
+
+    def open_pack(self, pack_id: PackId) -> OpenPack:
+        """Open a complete pack for reading, and check its header and index.
+
+        Raises:
+            MissingPartitionError: there is no such pack.
+            FormatError: header or index are damaged and no frame was found, or they need a newer program.
+        """
+
+    def usage(self) -> tuple[int, int, int, int]:
+        """Return the number and bytes of packs in use, then of packs kept to be overwritten."""
+
+    def leftovers(self) -> list[str]:
+        """Return what killed writers left, by its place in the store."""
+
+    def foreign(self) -> list[str]:
+        """Return what is not the store's, by its place in it."""
+
+    def close(self) -> None:
+        """Give up what is held; closing twice is no error."""
+
+    def check_usable(self) -> None:
+        """Refuse use after close, or in a forked child."""

@@ -1,0 +1,108 @@
+"""Clients: which pyarrow file system serves a location."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Literal, Protocol, cast
+from urllib.parse import urlencode
+
+from pyarrow import fs
+
+from asymcheck.config import RemoteConfig
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError
+from asymcheck.tiers.remote import hdfs_native
+from asymcheck.tiers.remote.deadline import within
+from asymcheck.tiers.remote.location import RemoteLocation
+
+_INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH say where)"
+
+
+class Writable(Protocol):
+    """A file being written."""
+
+    def write(self, data: bytes | memoryview) -> object:
+        """Write all of it."""
+
+    def close(self) -> None:
+        """Make it complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """A pyarrow file system, and what it promises."""
+
+    filesystem: fs.FileSystem
+    """The file system."""
+    kind: Literal["local", "hdfs-native", "libhdfs", "other"]
+    """Which one it is."""
+
+    def create(self, path: str) -> Writable:
+        """Open a new file for writing.
+
+        Of hdfs-native its own: through pyarrow each piece would be copied once more.
+        """
+        if self.kind == "hdfs-native":
+            return cast("Writable", self.filesystem.handler.create(path))
+        return cast("Writable", self.filesystem.open_output_stream(path))
+
+    @property
+    def is_frank(self) -> bool:
+        """Whether "not found" means that; libhdfs says so, too, when the NameNode is down."""
+        return self.kind in ("local", "hdfs-native")
+
+
+def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
+    """Return the client for a location. Of hdfs-native and of local files this does not speak to anybody.
+
+    Raises:
+        InvalidInputError: no client for it is installed, or it refuses an option.
+        RemoteUnreachableError: libhdfs finds no NameNode.
+    """
+    options = {**config.options, **location.options}
+    if location.scheme == "file":
+        if options:
+            raise InvalidInputError(f"location {location}: a local file system has no option {next(iter(options))!r}")
+        return Client(fs.LocalFileSystem(), "local")
+    if location.scheme == "hdfs":
+        has_native = importlib.util.find_spec("hdfs_native") is not None
+        if config.client == "hdfs-native" and not has_native:
+            raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
+        if config.client != "libhdfs" and has_native:
+            return Client(_native(location, options), "hdfs-native")
+        return Client(_libhdfs(location, options, config.deadline_s), "libhdfs")
+    query = f"?{urlencode(options)}" if options else ""
+    try:
+        filesystem, _ = fs.FileSystem.from_uri(f"{location}{query}")
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInputError(f"location {location}: pyarrow has no file system for it: {error}") from error
+    return Client(filesystem, "other")
+
+
+def _native(location: RemoteLocation, options: Mapping[str, str]) -> fs.FileSystem:
+    try:
+        return hdfs_native.connect(location.authority, options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}") from error
+
+
+def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> fs.FileSystem:
+    host, _, port = location.authority.rpartition(":") if ":" in location.authority else (location.authority, "", "")
+    what = f"connect to {location}"
+    try:
+        return within(
+            deadline_s,
+            what,
+            lambda: fs.HadoopFileSystem(
+                host,
+                int(port or 8020),
+                replication=int(options.get("dfs.replication", 3)),
+                default_block_size=int(options["dfs.blocksize"]) if "dfs.blocksize" in options else None,
+                extra_conf=dict(options),
+            ),
+        )
+    except OSError as error:
+        if "libhdfs" in str(error) or "jvm" in str(error).lower():
+            raise InvalidInputError(f"location {location}: no client for hdfs: {error}; {_INSTALL}") from error
+        raise RemoteUnreachableError(f"{what}: {error}") from error

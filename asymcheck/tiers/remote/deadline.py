@@ -1,0 +1,61 @@
+"""Deadlines: an operation that does not end is left behind, because no client can be made to stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from asymcheck.errors import RemoteUnreachableError
+
+_T = TypeVar("_T")
+
+
+def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
+    """Call ``call`` on a thread of its own and return what it returns, or raise what it raises.
+
+    A thread that is left behind ends with the process. What it does late does no harm: it writes under temporary
+    names, and gives a file its name only when that is complete.
+
+    Raises:
+        RemoteUnreachableError: it took longer than ``seconds``.
+    """
+    outcome: list[_T] = []
+    failure: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
+            failure.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="asymcheck-remote", daemon=True).start()
+    if not ended.wait(seconds):
+        raise RemoteUnreachableError(f"{what}: no answer in {seconds:g} s")
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+class Rate:
+    """A limit on bytes a second, shared by threads."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        """Let through ``bytes_per_s``; None: all."""
+        self._bytes_per_s = bytes_per_s
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def wait(self, count: int) -> None:
+        """Return when ``count`` bytes may be sent."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + count / self._bytes_per_s
+            pause = self._free_at - now
+        time.sleep(pause)

@@ -1,0 +1,331 @@
+"""The only door to a remote location: a small contract over pyarrow's file systems, every operation with a deadline.
+
+Paths are those of the file system, absolute. Nothing here trusts a client further than this: a file that was written
+and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import PurePath, PurePosixPath
+from typing import TypeVar
+
+from pyarrow import fs
+
+from asymcheck.config import RemoteConfig
+from asymcheck.errors import (
+    AsymcheckError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RemoteUnreachableError,
+    StorageError,
+)
+from asymcheck.events import emit
+from asymcheck.format import layout
+from asymcheck.tiers.remote.clients import Writable, connect
+from asymcheck.tiers.remote.deadline import within
+from asymcheck.tiers.remote.location import RemoteLocation
+from asymcheck.tiers.remote.pace import Pace
+from asymcheck.tiers.remote.refusals import refusal
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One file or directory there."""
+
+    path: PurePosixPath
+    """Where it lies."""
+    is_file: bool
+    """Whether it is a file."""
+    size: int
+    """Bytes of a file; 0 for a directory."""
+    mtime_ns: int
+    """When it was last changed, nanoseconds since 1970-01-01 UTC by the clock there; 0 when nobody knows."""
+
+
+class RemoteFiles:
+    """File operations at a remote location; one instance serves all threads of one process."""
+
+    def __init__(self, location: RemoteLocation, config: RemoteConfig) -> None:
+        """Serve ``location``.
+
+        Raises:
+            InvalidInputError: there is no client for it.
+        """
+        self.location = location
+        self.config = config
+        self._client = connect(location, config)
+        self.pace = Pace()
+        """What the location takes."""
+
+    @property
+    def kind(self) -> str:
+        """Which client serves it."""
+        return self._client.kind
+
+    def url(self, path: PurePath) -> str:
+        """Return what errors call a file."""
+        return f"{self.location.scheme}://{self.location.authority}{path}"
+
+    def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T]) -> _T:
+        """Carry out one operation, in time, with the package's errors.
+
+        FileNotFoundError and FileExistsError pass: whether they are errors depends on the caller.
+        """
+        what = f"{action} {self.url(path)}"
+        try:
+            return within(self.config.deadline_s, what, lambda: call(self._client.filesystem))
+        except (FileNotFoundError, FileExistsError, AsymcheckError):
+            raise
+        except Exception as error:
+            raise refusal(what, error, is_local=self._client.kind == "local") from error
+        except BaseException as error:
+            # A client in Rust panics with this, and nobody could catch it by another name.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise StorageError(f"{what}: the client failed: {error}") from error
+
+    def stat(self, path: PurePath) -> Entry | None:
+        """Return what lies at ``path``; None when nothing does.
+
+        Raises:
+            RemoteUnreachableError: nobody knows.
+        """
+        info = self._do("look at", path, lambda filesystem: filesystem.get_file_info(str(path)))
+        if info.type == fs.FileType.NotFound:
+            self._trust_nothing(path)
+            return None
+        return _entry(info)
+
+    def _trust_nothing(self, path: PurePath) -> None:
+        """Make sure that nothing was found because nothing is there."""
+        if not self._client.is_frank:
+            top = "/" if self._client.kind == "libhdfs" else self.location.authority
+            found = self._do("look at", path, lambda filesystem: filesystem.get_file_info(top))
+            if found.type == fs.FileType.NotFound:
+                raise RemoteUnreachableError(f"look at {self.url(path)}: not even the root was found; is it reachable?")
+
+    def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
+        """Return what lies in a directory, by name; with ``recursive`` also what lies below. Nothing if it is missing.
+
+        Raises:
+            RemoteUnreachableError: nobody knows.
+        """
+        selector = fs.FileSelector(str(path), recursive=recursive, allow_not_found=True)
+        try:
+            found = self._do("list", path, lambda filesystem: filesystem.get_file_info(selector))
+        except (FileNotFoundError, NotADirectoryError):
+            found = []
+        if not found:
+            self._trust_nothing(path)
+        return sorted(map(_entry, found), key=lambda entry: entry.path)
+
+    def list(self, path: PurePath) -> list[str]:
+        """Return the names in a directory, sorted; none when there is no such directory."""
+        return [entry.path.name for entry in self.walk(path)]
+
+    def read_small(self, path: PurePath, limit: int) -> bytes | None:
+        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+        try:
+            data, _ = self.read_range(path, 0, limit + 1)
+        except FileNotFoundError:
+            self._trust_nothing(path)
+            return None
+        return bytes(data)
+
+    def read_range(self, path: PurePath, offset: int, length: int) -> tuple[memoryview, int]:
+        """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
+
+        Raises:
+            FileNotFoundError: there is no such file, or nobody answered that knows.
+        """
+
+        def read(filesystem: fs.FileSystem) -> tuple[memoryview, int]:
+            with filesystem.open_input_file(str(path)) as file:
+                size = file.size()
+                count = max(0, min(length, size - offset))
+                if not count:
+                    return memoryview(b""), size
+                file.seek(offset)
+                data = memoryview(file.read_buffer(count)).cast("B")
+                while len(data) < count:
+                    more = memoryview(file.read_buffer(count - len(data))).cast("B")
+                    if not more:
+                        break
+                    data = memoryview(bytes(data) + bytes(more))
+                return data, size
+
+        return self._do(f"read {length} bytes from {offset} of", path, read)
+
+    def make_directory(self, path: PurePath) -> None:
+        """Create a directory and what leads to it; one that is there is no error."""
+        self._do("create directory", path, lambda filesystem: filesystem.create_dir(str(path), recursive=True))
+        if self._client.kind == "local":
+            for above in (path, *path.parents):
+                with contextlib.suppress(OSError):  # one that cannot be opened is not ours
+                    _sync(above)
+
+    def delete(self, path: PurePath) -> None:
+        """Remove a file; one that is gone already is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self._do("remove", path, lambda filesystem: filesystem.delete_file(str(path)))
+
+    def delete_empty(self, path: PurePath) -> None:
+        """Remove a directory that is empty."""
+        if not self.walk(path):
+            with contextlib.suppress(FileNotFoundError):
+                self._do("remove directory", path, lambda filesystem: filesystem.delete_dir(str(path)))
+
+    def write(self, path: PurePath, pieces: Iterable[bytes | memoryview]) -> int:
+        """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
+
+        What a failure leaves is a file of any length: it must never be renamed.
+        """
+        file = self._do("create", path, lambda _: self._client.create(str(path)))
+        try:
+            count = 0
+            for piece in pieces:
+                began = time.perf_counter()
+                self._do("write to", path, partial(_write, file, piece))
+                self.pace.wrote(len(piece), time.perf_counter() - began)
+                count += len(piece)
+                emit("remote.piece_sent", path.name, len(piece))
+            began = time.perf_counter()
+            self._do("close", path, partial(_close, file))
+            self.pace.closed(time.perf_counter() - began)
+        except BaseException:
+            # Whoever collected it as garbage would close it, and wait with that for servers that may never answer.
+            threading.Thread(target=_abandon, args=(file,), name="asymcheck-abandon", daemon=True).start()
+            raise
+        if self._client.kind == "local":
+            self._do("sync", path, lambda _: _sync(path))
+        return count
+
+    def publish(self, source: PurePath, target: PurePath) -> bool:
+        """Give a complete file its name; return False when that is taken."""
+        try:
+            if self._client.kind == "local":
+                self._do("rename", target, lambda _: _link(source, target))
+            else:
+                if self._client.kind != "hdfs-native" and self.stat(target) is not None:
+                    return False
+                self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
+        except FileExistsError:
+            return False
+        return True
+
+    def rename(self, source: PurePath, target: PurePath) -> bool:
+        """Give a file another name that is free; return False when it is gone."""
+        try:
+            self._do("rename", source, lambda filesystem: filesystem.move(str(source), str(target)))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put_small(self, path: PurePosixPath, data: bytes) -> bool:
+        """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken.
+
+        Raises:
+            StorageError: it failed ``attempts`` times.
+        """
+
+        def attempt(temporary: PurePosixPath) -> bool:
+            self._write_small(temporary, path, data)
+            if self.publish(temporary, path):
+                return True
+            self.delete(temporary)
+            return False
+
+        return self.attempt(path, lambda: _temporary(path), attempt)
+
+    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
+        """Do all that :meth:`put_small` does before the rename; return the temporary name.
+
+        Raises:
+            StorageError: it failed ``attempts`` times.
+        """
+
+        def attempt(temporary: PurePosixPath) -> PurePosixPath:
+            self._write_small(temporary, path, data)
+            return temporary
+
+        return self.attempt(path, lambda: _temporary(path), attempt)
+
+    def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> None:
+        self.write(temporary, [data])
+        emit("remote.small_closed", path.name, len(data))
+        if self.read_small(temporary, len(data)) != data:
+            raise StorageError(f"{self.url(temporary)}: what was read back is not what was written")
+
+    def attempt(
+        self, path: PurePath, temporary_name: Callable[[], PurePosixPath], upload: Callable[[PurePosixPath], _T]
+    ) -> _T:
+        """Upload a file under a temporary name, and begin anew under another one when that fails.
+
+        Raises:
+            StorageError: it failed ``attempts`` times, or in a way that another attempt would not change.
+        """
+        for number in range(1, self.config.attempts + 1):
+            temporary = temporary_name()
+            try:
+                return upload(temporary)
+            except (StorageError, FileNotFoundError) as error:
+                with contextlib.suppress(AsymcheckError):
+                    self.delete(temporary)
+                final = isinstance(error, (ReadOnlyStoreError, OutOfSpaceError)) or number == self.config.attempts
+                if final:
+                    which = f"upload of {self.url(path)}, attempt {number} of {self.config.attempts}"
+                    kind = type(error) if isinstance(error, StorageError) else StorageError
+                    raise kind(f"{which}: {error}") from error
+                if isinstance(error, RemoteUnreachableError):
+                    time.sleep(self.config.retry_s * 2 ** (number - 1))
+            except BaseException:
+                with contextlib.suppress(AsymcheckError):
+                    self.delete(temporary)
+                raise
+        raise StorageError(f"upload of {self.url(path)}: no attempt is allowed; RemoteConfig.attempts is too small")
+
+
+def _temporary(path: PurePosixPath) -> PurePosixPath:
+    return path.with_name(f"{os.urandom(8).hex()}{layout.TEMPORARY}")
+
+
+def _entry(info: fs.FileInfo) -> Entry:
+    is_file = info.type == fs.FileType.File
+    return Entry(PurePosixPath("/", info.path), is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
+
+
+def _write(file: Writable, piece: bytes | memoryview, _: fs.FileSystem) -> None:
+    file.write(piece)
+
+
+def _close(file: Writable, _: fs.FileSystem) -> None:
+    file.close()
+
+
+def _abandon(file: Writable) -> None:
+    with contextlib.suppress(Exception):
+        file.close()
+
+
+def _sync(path: PurePath) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(source: PurePath, target: PurePath) -> None:
+    """Rename, unless the target exists, durably."""
+    os.link(source, target)
+    os.unlink(source)
+    _sync(target.parent)

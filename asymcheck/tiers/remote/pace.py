@@ -1,0 +1,72 @@
+"""Pace: what a remote location takes, measured by use: a stream, a file, and what a stream is given."""
+
+from __future__ import annotations
+
+import threading
+
+_HALF_BYTES = 1 << 28
+"""Older measurements count half after so many bytes."""
+_ENOUGH_BYTES = 16 << 20
+"""Fewer bytes say nothing."""
+_CLOSE_S = 0.4
+"""What it takes HDFS to complete a file, as long as that was not measured."""
+_CLOSE_WEIGHT = 0.2
+
+
+class _Speed:
+    """Bytes by seconds, the latest count most."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+
+    def note(self, count: int, seconds: float) -> None:
+        kept = 0.5 ** (count / _HALF_BYTES)
+        self._bytes = self._bytes * kept + count
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._bytes / self._seconds if self._bytes >= _ENOUGH_BYTES and self._seconds > 0 else None
+
+
+class Pace:
+    """Measurements of one location. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._lock = threading.Lock()
+        self._writing, self._making = _Speed(), _Speed()
+        self._close_s = _CLOSE_S
+
+    def wrote(self, count: int, seconds: float) -> None:
+        """Note what one stream has written, beside all others."""
+        with self._lock:
+            self._writing.note(count, seconds)
+
+    def made(self, count: int, seconds: float) -> None:
+        """Note how long it took to read, check and encode so many bytes for one stream."""
+        with self._lock:
+            self._making.note(count, seconds)
+
+    def closed(self, seconds: float) -> None:
+        """Note how long one file took until it was complete, after its last byte."""
+        with self._lock:
+            self._close_s += (seconds - self._close_s) * _CLOSE_WEIGHT
+
+    @property
+    def write_bytes_per_s(self) -> float | None:
+        """What one stream writes; None before enough was measured."""
+        with self._lock:
+            return self._writing.bytes_per_s
+
+    @property
+    def make_bytes_per_s(self) -> float | None:
+        """What one stream is given; None before enough was measured."""
+        with self._lock:
+            return self._making.bytes_per_s
+
+    @property
+    def close_s(self) -> float:
+        """What one more file costs."""
+        with self._lock:
+            return self._close_s

@@ -1,0 +1,195 @@
+"""Packs in a remote location: reading them by few large ranged reads, several at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from pathlib import PurePosixPath
+
+from asymcheck.errors import FormatError, MissingPartitionError, TruncatedError
+from asymcheck.format import layout
+from asymcheck.format.frame import frame_length
+from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.tiers.pack_index import PackIndex, digests_of, find_frames
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.slots import Slot
+from asymcheck.types import Digest, PackId
+
+
+class _OverThere:
+    """A file as :func:`find_frames` reads it."""
+
+    def __init__(self, files: RemoteFiles, path: PurePosixPath) -> None:
+        self._files = files
+        self._path = path
+        self._size: int | None = None
+
+    def size(self) -> int:
+        if self._size is None:
+            self.pread(memoryview(bytearray(1)), 0)
+        return self._size or 0
+
+    def pread(self, buffer: memoryview, offset: int) -> int:
+        if self._size is not None and offset >= self._size:
+            return 0
+        data, self._size = self._files.read_range(self._path, offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
+    """Read header and index of a pack.
+
+    Raises:
+        MissingPartitionError: there is no such pack.
+        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+        RemoteUnreachableError: nobody knows.
+    """
+    try:
+        return find_frames(_OverThere(files, path), path.name, pack_id)
+    except FileNotFoundError as error:
+        if files.stat(path) is None:
+            raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error
+        raise MissingPartitionError(f"pack {path.name} came and went in {files.location}") from error
+
+
+def _other_name(path: PurePosixPath) -> PurePosixPath:
+    pack_id = layout.parse_pack_name(path.name)
+    if pack_id is not None:
+        return path.with_name(layout.doomed_name(pack_id))
+    pack_id = layout.parse_doomed_name(path.name)
+    return path if pack_id is None else path.with_name(layout.pack_name(pack_id))
+
+
+@dataclasses.dataclass(eq=False)
+class _Piece:
+    """Neighbouring frames that are read together."""
+
+    start: int
+    end: int
+    frames: set[int]
+    loading: Future[memoryview] | None = None
+
+
+class ReadAhead:
+    """What fetches pieces before they are asked for, at the end of a pack those of the next one that is expected."""
+
+    def __init__(self, threads: Executor) -> None:
+        """Fetch on ``threads``."""
+        self.threads = threads
+        self._last: RemotePack | None = None
+        self._lock = threading.Lock()
+
+    def follow(self, pack: RemotePack) -> None:
+        """Read ``pack`` after those that were expected before it."""
+        with self._lock:
+            last, self._last = self._last, pack
+        # In this order there is no way from a pack back to it, also when it is expected again.
+        pack.next = None
+        if last is not None and last is not pack:
+            last.next = pack
+
+
+class RemotePack:
+    """A complete pack opened for reading. Threads may read together."""
+
+    def __init__(self, files: RemoteFiles, path: PurePosixPath, index: PackIndex, reading: ReadAhead) -> None:
+        """Read the file at ``path``, whose index was read; ``reading`` fetches ahead."""
+        self.next: RemotePack | None = None
+        """The one that is expected after it."""
+        self.header: PackHeader = index.header
+        self.entries: Entries = index.entries
+        self.damage: FormatError | None = index.damage
+        self.path = path
+        self._files = files
+        self._reading = reading
+        self._pieces: list[_Piece] = []
+        self._piece_of: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def digests(self) -> list[Digest]:
+        """Return the digests of all frames, in order."""
+        return digests_of(self.entries)
+
+    def _span(self, sequence: int) -> tuple[int, int]:
+        entry = self.entries[sequence]
+        offset = int(entry["offset"])
+        return offset, offset + frame_length(int(entry["stored_length"]))
+
+    def expect(self, frames: Sequence[int]) -> None:
+        """Say which frames will be read: neighbours are fetched together, and before they are asked for."""
+        config = self._files.config
+        pieces: list[_Piece] = []
+        for sequence in sorted(set(frames)):
+            start, end = self._span(sequence)
+            last = pieces[-1] if pieces else None
+            if last is not None and start - last.end <= config.gap_bytes and end - last.start <= config.piece_bytes:
+                last.end = end
+                last.frames.add(sequence)
+            else:
+                pieces.append(_Piece(start, end, {sequence}))
+        with self._lock:
+            self._pieces = pieces
+            self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
+        self._reading.follow(self)
+
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
+        """Return frame ``sequence`` as it lies there, unchecked; not in ``slot``: what was read is memory enough.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+            RemoteUnreachableError: it could not be read, or not in time.
+        """
+        start, end = self._span(sequence)
+        with self._lock:
+            number = self._piece_of.pop(sequence, None)
+            piece = None if number is None else self._pieces[number]
+        if number is not None:
+            self._load_from(number)
+        if piece is None or piece.loading is None:
+            data, begin = self._read(start, end), start
+        else:
+            data, begin = piece.loading.result(), piece.start
+        found = data[start - begin : end - begin]
+        if len(found) < end - start:
+            name = f"frame {sequence} of pack {self.path.name}"
+            raise TruncatedError(f"{name}: the file ends after {len(found)} of {end - start} bytes")
+        if piece is not None:
+            with self._lock:
+                piece.frames.discard(sequence)
+                if not piece.frames:
+                    piece.loading = None
+        return found
+
+    def _load_from(self, number: int) -> None:
+        """Begin to read a piece and those behind it, in the packs behind this one, too."""
+        pack, left = self, self._files.config.reads
+        while left:
+            left = pack._load(number, left)
+            if pack.next is None:
+                return
+            pack, number = pack.next, 0
+
+    def _load(self, number: int, count: int) -> int:
+        """Begin to read so many pieces from one on; return how many are left to be begun elsewhere."""
+        with self._lock:
+            pieces = self._pieces[number : number + count]
+            for piece in pieces:
+                if piece.loading is None and piece.frames:
+                    piece.loading = self._reading.threads.submit(self._read, piece.start, piece.end)
+        return count - len(pieces)
+
+    def _read(self, start: int, end: int) -> memoryview:
+        # It may have got its other name since it was opened.
+        for path in (self.path, _other_name(self.path)):
+            with contextlib.suppress(FileNotFoundError):
+                return self._files.read_range(path, start, end - start)[0]
+        raise MissingPartitionError(f"pack {self.path.name} was removed while it was being read")
+
+    def close(self) -> None:
+        """Forget what was read ahead."""
+        with self._lock:
+            self._pieces, self._piece_of = [], {}

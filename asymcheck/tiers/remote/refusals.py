@@ -1,0 +1,41 @@
+"""What clients of remote file systems say when they refuse, as errors of ours.
+
+They have no error classes worth the name: hdfs-native gives OSError and RuntimeError, libhdfs what Java printed. So the
+text decides, and what it does not tell is taken for "unreachable": an error that stops, and is never taken for damage.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, RemoteUnreachableError, StorageError
+
+_FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not enough space")
+_DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
+_SAFE_MODE = ("safemode", "safe mode")
+_DAMAGED = ("checksum",)
+
+
+def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
+    """Return the error for what a client raised when it was to do ``what``."""
+    text = _short(str(error))
+    message, lower = f"{what}: {text}", text.lower()
+    number = getattr(error, "errno", None)
+    if any(sign in lower for sign in _SAFE_MODE):
+        return RemoteUnreachableError(f"{message}; HDFS is in safe mode: try again when it has left it")
+    if number in (errno.ENOSPC, errno.EDQUOT) or any(sign in lower for sign in _FULL):
+        return OutOfSpaceError(
+            f"{message}; free space or raise the quota there, or delete checkpoints and run gc on it"
+        )
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS) or any(sign in lower for sign in _DENIED):
+        return ReadOnlyStoreError(f"{message}; this user may not do that there")
+    if is_local or any(sign in lower for sign in _DAMAGED):
+        return StorageError(message)
+    return RemoteUnreachableError(message)
+
+
+def _short(text: str) -> str:
+    """Return what comes before the stack: Java adds where it was when it failed, and that has any word in it."""
+    for sign in ("\\n\\tat ", "\n\tat "):
+        text = text.split(sign, 1)[0]
+    return " ".join(text.replace("\\n", " ").split())[:500] or "it gave no reason"

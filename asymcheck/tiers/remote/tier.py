@@ -1,0 +1,341 @@
+"""The remote tier: a remote layout (SPEC.md §4.1) in HDFS, in a shared file system, or wherever pyarrow reaches."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePath, PurePosixPath
+
+from asymcheck.config import WRITER, StoreConfig
+from asymcheck.errors import (
+    ClosedStoreError,
+    ForkedStoreError,
+    FormatError,
+    InvalidInputError,
+    MissingPartitionError,
+    StorageError,
+    StoreNotFoundError,
+)
+from asymcheck.events import emit
+from asymcheck.format import layout
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.record import (
+    RECORD_BYTES,
+    Descriptor,
+    HeadRecord,
+    decode_descriptor,
+    encode_descriptor,
+    encode_head,
+)
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader, listed
+from asymcheck.tiers.pack_index import PackIndex
+from asymcheck.tiers.remote.deadline import Rate
+from asymcheck.tiers.remote.files import Entry, RemoteFiles
+from asymcheck.tiers.remote.limits import check_remote
+from asymcheck.tiers.remote.location import RemoteLocation
+from asymcheck.tiers.remote.pace import Pace
+from asymcheck.tiers.remote.packs import ReadAhead, RemotePack, read_pack_index
+from asymcheck.tiers.remote.upload import PackUpload
+from asymcheck.tiers.slots import SlotPool
+from asymcheck.types import CheckpointRef, PackId
+
+
+class RemoteManifests(ManifestReader):
+    """The manifests and head records there; a listing of all takes one request, not one a checkpoint."""
+
+    def __init__(self, files: RemoteFiles, root: PurePosixPath) -> None:
+        """Read below ``root``."""
+        super().__init__(files, root)
+        self._files = files
+        self._root = root
+
+    def directory(self, run: str, ref: CheckpointRef) -> PurePosixPath:
+        """Return the folder of a checkpoint."""
+        return self._root / layout.MANIFESTS / run / layout.checkpoint_name(ref)
+
+    def checkpoints(self, run: str) -> list[CheckpointFiles]:
+        """Return all checkpoints of a run that have at least one manifest, oldest first."""
+        names: dict[str, list[str]] = {}
+        for entry in self._files.walk(self._root / layout.MANIFESTS / run, recursive=True):
+            if entry.is_file:
+                names.setdefault(entry.path.parent.name, []).append(entry.path.name)
+        refs = {folder: layout.parse_checkpoint_name(folder) for folder in names}
+        found = [listed(run, ref, names[folder]) for folder, ref in refs.items() if ref is not None]
+        return sorted((listing for listing in found if listing.manifests), key=lambda listing: listing.ref)
+
+    def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
+        """Write a manifest under a temporary name, and return that: :meth:`publish` is then but a rename."""
+        directory = self.directory(run, ref)
+        self._files.make_directory(directory)
+        return self._files.stage_small(directory / str(name), data)
+
+    def unstage(self, staged: PurePosixPath) -> None:
+        """Remove what was staged and is not to be published."""
+        self._files.delete(staged)
+        self._files.delete_empty(staged.parent)
+
+    def publish(
+        self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes, staged: PurePosixPath | None = None
+    ) -> None:
+        """Commit a manifest: when this returns, the rank's part of the checkpoint is visible there.
+
+        Args:
+            run: the run.
+            ref: the checkpoint.
+            name: rank and digest.
+            data: its bytes.
+            staged: what :meth:`stage` returned; when that is gone, or cannot be renamed, it is written again.
+        """
+        path = self.directory(run, ref) / str(name)
+        # One that is there already has the same bytes: their digest is in the name.
+        if staged is None or not self._publish_staged(staged, path):
+            self._files.make_directory(path.parent)
+            self._files.put_small(path, data)
+        emit("remote.manifest_renamed", str(name), len(data))
+
+    def _publish_staged(self, staged: PurePosixPath, path: PurePosixPath) -> bool:
+        try:
+            if not self._files.publish(staged, path):
+                self._files.delete(staged)
+        except (StorageError, FileNotFoundError):
+            return False
+        return True
+
+    def publish_heads(self, heads: Sequence[HeadRecord]) -> None:
+        """Publish those head records of a run that are not there.
+
+        Raises:
+            InvalidInputError: one that is there is another one: two trainings have the same run name.
+        """
+        if not heads:
+            return
+        run = heads[0].run
+        present = set(self.heads(run))
+        common = [head for head in heads if head.generation in present]
+        for head in common[-1:]:
+            # The last one names its parent by a random id, so that all before it are the same, too; of those that
+            # began from nothing, the time tells them apart.
+            self._check_head(head)
+        for head in heads:
+            if head.generation not in present:
+                self._publish_head(head)
+
+    def _publish_head(self, head: HeadRecord) -> None:
+        directory = self._root / layout.HEADS / head.run
+        self._files.make_directory(directory)
+        if not self._files.put_small(directory / layout.head_name(head.generation), encode_head(head)):
+            self._check_head(head)
+        emit("remote.head_renamed", f"{head.run} generation {head.generation}")
+
+    def _check_head(self, head: HeadRecord) -> None:
+        there = self.read_head(head.run, head.generation)
+        if there is None or (there[0].parent, there[0].created_ns) != (head.parent, head.created_ns):
+            raise InvalidInputError(
+                f"{self._files.location} has another generation {head.generation} of run {head.run!r}: another "
+                "training of this name was pushed there; push to another location, or give runs different names"
+            )
+
+    def remove(self, run: str, ref: CheckpointRef) -> None:
+        """Delete a checkpoint: its manifests, then its folder."""
+        directory = self.directory(run, ref)
+        for entry in self._files.walk(directory):
+            if layout.parse_manifest_name(entry.path.name) is not None:
+                self._files.delete(entry.path)
+        self._files.delete_empty(directory)
+
+
+class RemoteTier:
+    """One opened remote layout. Threads may share it; a forked child must open its own."""
+
+    def __init__(self, location: RemoteLocation, config: StoreConfig, *, create: bool = False) -> None:
+        """Open what lies at ``location``; with ``create``, make it when nothing does.
+
+        Raises:
+            StoreNotFoundError: nothing is there and not ``create``; or a directory that holds something else.
+            RemoteUnreachableError: nobody answers, so that nothing is known.
+            FormatError: the descriptor is damaged or of another version.
+            InvalidInputError: there is no client for it.
+        """
+        check_remote(config.remote)
+        self.location = location
+        self.config = config
+        self.files = RemoteFiles(location, config.remote)
+        self._top = PurePosixPath(location.path)
+        self._pid = os.getpid()
+        self._closed = False
+        self._indexes: dict[PackId, PackIndex] = {}
+        self._lock = threading.Lock()
+        data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
+        if data is None:
+            data = self._create() if create else self._refuse()
+        self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
+        self.manifests = RemoteManifests(self.files, self._top)
+        self.slots = SlotPool(config.slots, config.partition_bytes)
+        self._reading = ThreadPoolExecutor(config.remote.reads, thread_name_prefix="asymcheck-read-ahead")
+        self._ahead = ReadAhead(self._reading)
+
+    @property
+    def root(self) -> PurePath | str:
+        """The location, as errors name it."""
+        return str(self.location)
+
+    @property
+    def pace(self) -> Pace:
+        """What the location takes, as measured by use."""
+        return self.files.pace
+
+    @property
+    def packs(self) -> PurePosixPath:
+        """The folder of packs."""
+        return self._top / layout.PACKS
+
+    def _refuse(self) -> bytes:
+        there = self.files.stat(self._top)
+        what = "does not exist" if there is None else "has no asymcheck.store in it: nothing was pushed there"
+        raise StoreNotFoundError(f"{self.location} {what}")
+
+    def _create(self) -> bytes:
+        foreign = [name for name in self.files.list(self._top) if name not in layout.TOP_LEVEL]
+        foreign = [name for name in foreign if not name.endswith(layout.TEMPORARY)]
+        if foreign:
+            raise StoreNotFoundError(
+                f"{self.location} has other files in it ({foreign[0]}); name an empty or a new one"
+            )
+        for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):
+            self.files.make_directory(self._top / name)
+        data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER))
+        path = self._top / layout.DESCRIPTOR_NAME
+        if self.files.put_small(path, data):
+            return data
+        return self.files.read_small(path, RECORD_BYTES) or data
+
+    def check_usable(self) -> None:
+        """Refuse use after close, or in a forked child, where the clients hang.
+
+        Raises:
+            ClosedStoreError, ForkedStoreError
+        """
+        if os.getpid() != self._pid:
+            raise ForkedStoreError(f"{self.location} was opened by process {self._pid}; open it again in this process")
+        if self._closed:
+            raise ClosedStoreError(f"{self.location} is closed")
+
+    def pack_files(self) -> list[Entry]:
+        """Return the files of all complete packs, the newest first: they serve the newest checkpoint."""
+        found = [entry for entry in self.files.walk(self.packs) if layout.parse_pack_name(entry.path.name) is not None]
+        return sorted(found, key=lambda entry: -entry.mtime_ns)
+
+    def lasting_packs(self) -> list[PackId]:
+        """Return the ids of all complete packs, the newest first."""
+        ids = [layout.parse_pack_name(entry.path.name) for entry in self.pack_files()]
+        return [pack_id for pack_id in ids if pack_id is not None]
+
+    def doomed_packs(self) -> list[PackId]:
+        """Return the ids of packs that a collection is about to remove, or was when it was killed."""
+        ids = map(layout.parse_doomed_name, self.files.list(self.packs))
+        return [pack_id for pack_id in ids if pack_id is not None]
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all packs that can be read, the newest first."""
+        return [*self.lasting_packs(), *self.doomed_packs()]
+
+    def doom(self, pack_id: PackId) -> bool:
+        """Announce that a pack will be removed; return False when it is gone."""
+        return self.files.rename(self.packs / layout.pack_name(pack_id), self.packs / layout.doomed_name(pack_id))
+
+    def reprieve(self, pack_id: PackId) -> bool:
+        """Take that back; return False when it was removed."""
+        return self.files.rename(self.packs / layout.doomed_name(pack_id), self.packs / layout.pack_name(pack_id))
+
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - as another tier takes it
+        """Return no pack: those that a manifest hints at lie in the store that it comes from."""
+        return ()
+
+    def open_pack(self, pack_id: PackId) -> RemotePack:
+        """Open a complete pack for reading.
+
+        Raises:
+            MissingPartitionError: there is no such pack.
+            FormatError: header or index are damaged and no frame was found, or they need a newer program.
+            RemoteUnreachableError: nobody answers.
+        """
+        path = self.packs / layout.pack_name(pack_id)
+        with self._lock:
+            index = self._indexes.get(pack_id)
+        if index is None:
+            try:
+                index = read_pack_index(self.files, path, pack_id)
+            except MissingPartitionError:
+                path = self.packs / layout.doomed_name(pack_id)
+                index = read_pack_index(self.files, path, pack_id)
+            if index.damage is None:
+                # For ever: a pack here is never overwritten. One that is removed is found missing when it is read.
+                with self._lock:
+                    self._indexes[pack_id] = index
+        return RemotePack(self.files, path, index, self._ahead)
+
+    def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex]:
+        """Return the indexes of those packs that are sound, by several requests at a time.
+
+        Raises:
+            RemoteUnreachableError: nobody answers.
+        """
+
+        def index_of(pack_id: PackId) -> PackIndex | None:
+            try:
+                pack = self.open_pack(pack_id)
+            except (FormatError, MissingPartitionError):
+                return None
+            return PackIndex(pack.header, pack.entries, None) if pack.damage is None else None
+
+        wanted = list(pack_ids)
+        found = zip(wanted, self._reading.map(index_of, wanted), strict=True)
+        return {pack_id: index for pack_id, index in found if index is not None}
+
+    def uploader(self) -> PackUpload:
+        """Return what writes packs there; its limit of bytes a second is for all of them together."""
+        return PackUpload(self.files, self.packs, Rate(self.config.remote.bytes_per_s))
+
+    def pack_bytes(self, pack_id: PackId) -> int:
+        """Return the bytes of a pack's file; 0 when it is gone."""
+        found = self.files.stat(self.packs / layout.pack_name(pack_id))
+        return 0 if found is None else found.size
+
+    def usage(self) -> tuple[int, int, int, int]:
+        """Return the number and bytes of packs in use; here none are kept to be overwritten."""
+        files = self.pack_files()
+        return len(files), sum(entry.size for entry in files), 0, 0
+
+    def temporaries(self) -> list[Entry]:
+        """Return what uploads have not finished, or have left."""
+        return [
+            entry
+            for entry in self.files.walk(self._top, recursive=True)
+            if entry.is_file and entry.path.name.endswith(layout.TEMPORARY)
+        ]
+
+    def leftovers(self) -> list[str]:
+        """Return the temporary files that are older than uploads take, by their place here."""
+        before = time.time_ns() - int(self.config.remote.grace_s * 1e9)
+        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.mtime_ns < before]
+
+    def foreign(self) -> list[str]:
+        """Return what does not belong here, by its place here."""
+        top = [name for name in self.files.list(self._top) if name not in layout.REMOTE_TOP_LEVEL]
+        found = [name for name in top if not name.endswith(layout.TEMPORARY)]
+        return found + [
+            f"{layout.PACKS}/{name}"
+            for name in self.files.list(self.packs)
+            if not name.endswith(layout.TEMPORARY)
+            and layout.parse_pack_name(name) is None
+            and layout.parse_doomed_name(name) is None
+        ]
+
+    def close(self) -> None:
+        """Let go of it; closing twice is no error."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self._reading.shutdown(wait=False, cancel_futures=True)

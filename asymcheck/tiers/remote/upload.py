@@ -1,0 +1,157 @@
+"""A pack on its way to a remote location, frame by frame, in large pieces (SPEC.md §8.6)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from asymcheck.config import WRITER
+from asymcheck.errors import FormatError, StorageError
+from asymcheck.events import emit
+from asymcheck.format import layout, registry
+from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header
+from asymcheck.tiers.remote.ahead import ahead
+from asymcheck.tiers.remote.deadline import Rate
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.packs import read_pack_index
+from asymcheck.tiers.slots import Slot
+from asymcheck.types import PackId
+
+ReadFrame = Callable[[int, Slot], FrameDescriptor]
+"""Puts payload and padding of the frame with that place in the plan where they belong, checked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackPlan:
+    """What a pack is going to hold: all of header and index is known before the first byte is sent."""
+
+    entries: Entries
+    """One for each frame, with its place."""
+
+    @property
+    def index_offset(self) -> int:
+        """Where the last frame ends."""
+        last = self.entries[-1]
+        return int(last["offset"]) + frame_length(int(last["stored_length"]))
+
+    def pieces(self, size: int) -> list[tuple[range, int]]:
+        """Cut the pack into pieces of at most ``size`` bytes, or of one frame: which frames, and the bytes of each.
+
+        The first begins with the header, and the index comes behind the last.
+        """
+        found: list[tuple[range, int]] = []
+        begin, length = 0, registry.BLOCK_BYTES
+        for sequence, stored in enumerate(self.entries["stored_length"].tolist()):
+            more = frame_length(stored)
+            if sequence > begin and length + more > size:
+                found.append((range(begin, sequence), length))
+                begin, length = sequence, 0
+            length += more
+        return [*found, (range(begin, len(self.entries)), length)]
+
+
+def plan_pack(frames: Sequence[np.void]) -> PackPlan:
+    """Lay out frames, given by their index entries in other packs, in a new pack."""
+    entries: Entries = np.array(frames, dtype=ENTRY_DTYPE)
+    lengths = [frame_length(int(stored)) for stored in entries["stored_length"]]
+    entries["offset"] = np.cumsum([registry.BLOCK_BYTES, *lengths[:-1]])
+    return PackPlan(entries)
+
+
+class PackUpload:
+    """Uploads packs to one location."""
+
+    def __init__(self, files: RemoteFiles, packs: PurePosixPath, rate: Rate) -> None:
+        """Write to the folder ``packs``."""
+        self._files = files
+        self._packs = packs
+        self._rate = rate
+
+    def upload(self, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]) -> tuple[PackHeader, Entries]:
+        """Write one pack and give it its name; ``sent`` is told of payload bytes, also of those sent in vain.
+
+        Raises:
+            StorageError: it failed as often as is allowed.
+            FormatError, MissingPartitionError: a frame could not be read.
+        """
+        header = PackHeader(PackId(os.urandom(16)), len(plan.entries), plan.index_offset, time.time_ns(), WRITER)
+        final = self._packs / layout.pack_name(header.pack_id)
+
+        def attempt(temporary: PurePosixPath) -> None:
+            self._attempt(temporary, final, header, plan, read, sent)
+
+        self._files.attempt(final, lambda: self._packs / f"{os.urandom(16).hex()}{layout.TEMPORARY}", attempt)
+        return header, plan.entries
+
+    def _attempt(
+        self,
+        temporary: PurePosixPath,
+        final: PurePosixPath,
+        header: PackHeader,
+        plan: PackPlan,
+        read: ReadFrame,
+        sent: Callable[[int], None],
+    ) -> None:
+        index = encode_index(header.pack_id, plan.entries)
+        emit("remote.pack_begun", temporary.name)
+        # Read ahead: the device and the location are busy at the same time.
+        with contextlib.closing(ahead(self._pieces(header, index, plan, read, sent), "push-read")) as pieces:
+            written = self._files.write(temporary, pieces)
+        emit("remote.pack_closed", temporary.name, written)
+        self._check(temporary, header, plan, written)
+        emit("remote.pack_checked", temporary.name)
+        # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
+        if not self._files.publish(temporary, final):
+            self._files.delete(temporary)
+        emit("remote.pack_renamed", final.name, written)
+
+    def _pieces(
+        self, header: PackHeader, index: bytes, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]
+    ) -> Iterator[bytes]:
+        """Yield the bytes of a pack; each frame is read where it lies in its piece, which is copied once."""
+        groups = plan.pieces(self._files.config.piece_bytes)
+        memory = Slot(max(length for _, length in groups)).memory
+        memory[: registry.BLOCK_BYTES] = encode_pack_header(header)
+        at = registry.BLOCK_BYTES
+        for sequences, _ in groups:
+            for sequence in sequences:
+                stored = int(plan.entries[sequence]["stored_length"])
+                slot = Slot.inside(memory[at : at + frame_length(stored)], stored)
+                slot.stamp_header(read(sequence, slot), header.pack_id, sequence)
+                at += frame_length(stored)
+                sent(stored)
+            is_last = sequences.stop == len(plan.entries)
+            piece = b"".join((memory[:at], index)) if is_last else bytes(memory[:at])
+            self._rate.wait(len(piece))
+            yield piece
+            at = 0
+
+    def _check(self, temporary: PurePosixPath, header: PackHeader, plan: PackPlan, written: int) -> None:
+        """Read back what decides whether the pack can be read: its length, header and index, or every byte."""
+        where = self._files.url(temporary)
+        found = self._files.stat(temporary)
+        size = None if found is None else found.size
+        if size != written or written != header.pack_length:
+            raise StorageError(f"{where}: {header.pack_length} bytes were to be written, {size} are there")
+        try:
+            back = read_pack_index(self._files, temporary, header.pack_id)
+            same = back.damage is None and back.header == header and back.entries.tobytes() == plan.entries.tobytes()
+            if same and self._files.config.read_back:
+                self._check_frames(temporary, header, plan)
+        except FormatError as error:
+            raise StorageError(f"{where}: it was read back with damage: {error}") from error
+        if not same:
+            raise StorageError(f"{where}: header and index were read back other than they were written")
+
+    def _check_frames(self, temporary: PurePosixPath, header: PackHeader, plan: PackPlan) -> None:
+        for sequence, entry in enumerate(plan.entries):
+            length = frame_length(int(entry["stored_length"]))
+            data, _ = self._files.read_range(temporary, int(entry["offset"]), length)
+            check_frame(data, header.pack_id, sequence, f"frame {sequence} of {self._files.url(temporary)}")

@@ -1,0 +1,250 @@
+"""Two tiers read as one: what lies near, and behind it a remote location for what is missing or damaged there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+
+from asymcheck.config import StoreConfig
+from asymcheck.errors import (
+    UNKNOWING,
+    FormatError,
+    MissingPartitionError,
+    RemoteUnreachableError,
+    StorageError,
+    StoreNotFoundError,
+    UnreachableRemoteWarning,
+    UnsupportedFormatError,
+    warn_user,
+)
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.record import Descriptor, HeadRecord
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import OpenPack
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.slots import SlotPool
+from asymcheck.types import CheckpointRef, PackId
+
+# A location that did not answer is not asked again at once: each question may cost a deadline.
+_SULK_S = 60.0
+
+
+class Far:
+    """A remote location that is opened when it is needed."""
+
+    def __init__(self, name: str, connect: Callable[[], RemoteTier]) -> None:
+        """Open what is called ``name`` by ``connect``."""
+        self.name = name
+        self._connect = connect
+        self._tier: RemoteTier | None = None
+        self._refused: tuple[float, RemoteUnreachableError] | None = None
+
+    def tier(self) -> RemoteTier | None:
+        """Return it; None when nothing was pushed there yet.
+
+        Raises:
+            RemoteUnreachableError: it does not answer, or did not a moment ago.
+        """
+        if self._tier is None:
+            if self._refused is not None and time.monotonic() < self._refused[0]:
+                raise self._refused[1]
+            try:
+                self._tier = self._connect()
+            except StoreNotFoundError:
+                return None
+            except RemoteUnreachableError as error:
+                self._refused = (time.monotonic() + _SULK_S, error)
+                raise
+        return self._tier
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._tier is not None:
+            self._tier.close()
+
+
+class SpanningManifests:
+    """The manifests and head records of both."""
+
+    def __init__(self, near: NvmeTier, far: Far) -> None:
+        """Read ``near`` first."""
+        self._near = near.manifests
+        self._far = far
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        far = self._far.tier()
+        return sorted({*self._near.runs(), *(far.manifests.runs() if far is not None else ())})
+
+    def checkpoints(self, run: str) -> list[CheckpointFiles]:
+        """Return all checkpoints that have a manifest in one of them.
+
+        Raises:
+            RemoteUnreachableError: nothing lies near, and whether something lies far nobody knows.
+
+        Warns:
+            UnreachableRemoteWarning: only what lies near is known.
+        """
+        found = {listing.ref: listing for listing in self._near.checkpoints(run)}
+        try:
+            far = self._far.tier()
+            for listing in far.manifests.checkpoints(run) if far is not None else ():
+                known = found.get(listing.ref)
+                found[listing.ref] = listing if known is None else _joined(known, listing)
+        except RemoteUnreachableError as error:
+            if not found:
+                raise
+            warn_user(f"only what lies on this machine is known: {error}", UnreachableRemoteWarning)
+        return [found[ref] for ref in sorted(found)]
+
+    def refs(self, run: str) -> list[CheckpointRef]:
+        """Return all checkpoints that have a folder in one of them."""
+        return [listing.ref for listing in self.checkpoints(run)]
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Return the manifests of one checkpoint."""
+        near = self._near.listing(run, ref)
+        with contextlib.suppress(RemoteUnreachableError):
+            far = self._far.tier()
+            if far is not None:
+                return _joined(near, far.manifests.listing(run, ref))
+        return near
+
+    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+        """Read one manifest, from afar when it is missing or damaged here."""
+        try:
+            return self._near.read(run, ref, name)
+        except (UnsupportedFormatError, *UNKNOWING):
+            raise
+        except (FormatError, MissingPartitionError, StorageError) as error:
+            far = self._far.tier()
+            if far is None or name not in far.manifests.listing(run, ref).manifests:
+                raise
+            try:
+                return far.manifests.read(run, ref, name)
+            except FormatError:
+                raise error from None
+
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest that lies near."""
+        return self._near.read_bytes(run, ref, name)
+
+    def heads(self, run: str) -> list[int]:
+        """Return the generations that have a head record in one of them."""
+        near = self._near.heads(run)
+        with contextlib.suppress(RemoteUnreachableError):
+            far = self._far.tier()
+            if far is not None:
+                return sorted({*near, *far.manifests.heads(run)})
+        return near
+
+    def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        """Return a head record, from afar when it is missing or damaged here."""
+        problem: FormatError | None = None
+        try:
+            found = self._near.read_head(run, generation)
+            if found is not None:
+                return found
+        except UnsupportedFormatError:
+            raise
+        except FormatError as error:
+            problem = error
+        with contextlib.suppress(RemoteUnreachableError):
+            far = self._far.tier()
+            found = None if far is None else far.manifests.read_head(run, generation)
+            if found is not None:
+                return found
+        if problem is not None:
+            raise problem
+        return None
+
+
+class SpanningTier:
+    """A store on a local drive, and a remote location behind it."""
+
+    def __init__(self, near: NvmeTier, far: Far) -> None:
+        """Read ``near`` first, and ``far`` for what is missing or damaged there."""
+        self._near = near
+        self._far = far
+        self.manifests = SpanningManifests(near, far)
+        self.far_packs: set[PackId] = set()
+        """Packs of the remote location that were opened because of that."""
+
+    @property
+    def root(self) -> str:
+        """Both places, as errors name them."""
+        return f"{self._near.root} (and {self._far.name})"
+
+    @property
+    def config(self) -> StoreConfig:
+        """The knobs of the near one."""
+        return self._near.config
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """What the near one says of itself."""
+        return self._near.descriptor
+
+    @property
+    def damaged_descriptor_copies(self) -> int:
+        """How many copies of that are damaged."""
+        return self._near.damaged_descriptor_copies
+
+    @property
+    def slots(self) -> SlotPool:
+        """Memory for frames."""
+        return self._near.slots
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all packs, near ones first.
+
+        Raises:
+            RemoteUnreachableError: something is missing or damaged near, and nobody knows what lies far.
+        """
+        far = self._far.tier()
+        return [*self._near.pack_ids(), *(far.pack_ids() if far is not None else ())]
+
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
+        """Return the packs to look into first: those that a manifest hints at lie near."""
+        return [pack_id for pack_id in pack_ids if self._near.pack_bytes(pack_id)]
+
+    def open_pack(self, pack_id: PackId) -> OpenPack:
+        """Open a complete pack, where it lies."""
+        try:
+            return self._near.open_pack(pack_id)
+        except MissingPartitionError:
+            far = self._far.tier()
+            if far is None:
+                raise
+            pack = far.open_pack(pack_id)
+            self.far_packs.add(pack_id)
+            return pack
+
+    def usage(self) -> tuple[int, int, int, int]:
+        """Return what the near one takes."""
+        return self._near.usage()
+
+    def leftovers(self) -> list[str]:
+        """Return what killed writers left near."""
+        return self._near.leftovers()
+
+    def foreign(self) -> list[str]:
+        """Return what is not the store's near."""
+        return self._near.foreign()
+
+    def close(self) -> None:
+        """Let go of the remote one; the near one is its owner's."""
+        self._far.close()
+
+    def check_usable(self) -> None:
+        """Refuse use after close, or in a forked child."""
+        self._near.check_usable()
+
+
+def _joined(near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
+    """Return a checkpoint of which each may have some manifests."""
+    names = sorted({*near.manifests, *far.manifests}, key=lambda name: (name.rank, name.digest))
+    return CheckpointFiles(near.run, near.ref, tuple(names))

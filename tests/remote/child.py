@@ -1,0 +1,29 @@
+"""What a forked child does: it pushes, and is killed at a step that it was told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from asymcheck import Store, events
+from tests.remote.conftest import CONFIG
+
+
+def push_and_die(store: str, location: str, step: int, event: str, count: int) -> None:
+    """Push a step; die when ``event`` has come ``count`` times. Without that, end well."""
+    left = [count]
+
+    def observe(found: events.Event) -> None:
+        if found.name == event:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with Store.open(Path(store), read_only=True, config=CONFIG) as opened, events.observe(observe):
+        opened.push(location, step)
+
+
+def push(store: str, location: str, step: int) -> None:
+    """Push a step."""
+    push_and_die(store, location, step, "", 0)

@@ -1,0 +1,115 @@
+"""Remote locations to test with: a folder, and a real HDFS that is started for the tests of this session."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import RemoteConfig, Store, StoreConfig
+from tests.crash.zygote import Zygote
+from tools.local_hdfs import LocalHdfs
+
+REMOTE = RemoteConfig(
+    pack_bytes=64 << 10,
+    uploads=8,
+    piece_bytes=32 << 10,
+    gap_bytes=4096,
+    deadline_s=30.0,
+    grace_s=3600.0,
+    retry_s=0.05,
+)
+CONFIG = StoreConfig(
+    partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64, inline_total_bytes=128, remote=REMOTE
+)
+"""Small partitions, small packs and small pieces, so that little data has many of each."""
+
+CLUSTER = "ASYMCHECK_TEST_HDFS"
+
+
+def config(**changes: object) -> StoreConfig:
+    """Return the configuration with other knobs of the remote location."""
+    return dataclasses.replace(CONFIG, remote=dataclasses.replace(REMOTE, **changes))  # type: ignore[arg-type]  # as named
+
+
+def state_of(step: int) -> dict[str, object]:
+    """A state of some 40 partitions, most of which change from step to step."""
+    noise = torch.randn(40_000, generator=torch.Generator().manual_seed(step))
+    return {"model": {"w": noise, "fixed": torch.arange(20_000, dtype=torch.float32)}, "step": step}
+
+
+def save_steps(path: Path, *steps: int) -> None:
+    """Save the states of steps."""
+    with Store.open(path, config=CONFIG) as store:
+        for step in steps:
+            store.save(state_of(step), step=step)
+
+
+def check_state(state: object, step: int) -> None:
+    """The state of a step, bit for bit."""
+    assert isinstance(state, dict)
+    wanted = state_of(step)
+    assert state["step"] == step
+    for name in ("w", "fixed"):
+        assert torch.equal(state["model"][name], wanted["model"][name])  # type: ignore[index]  # a mapping
+
+
+def check_location(location: str, *steps: int) -> None:
+    """These steps, and no others, are there and whole."""
+    with Store.open(location, config=CONFIG) as there:
+        assert [one.step for one in there.checkpoints() if one.complete] == list(steps)
+        for step in steps:
+            check_state(there.load(step), step)
+        assert [one for one in there.verify() if one.checkpoints] == []
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHdfs]:
+    """A NameNode and one DataNode."""
+    with LocalHdfs(tmp_path_factory.mktemp("hdfs")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def hdfs_url(request: pytest.FixtureRequest) -> str:
+    """The HDFS to test with: one that an environment variable names, or our own."""
+    named = os.environ.get(CLUSTER)
+    if named:
+        return named
+    cluster = request.getfixturevalue("hdfs")
+    assert isinstance(cluster, LocalHdfs)
+    return cluster.url
+
+
+@pytest.fixture(params=["file", "hdfs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A location where nothing is yet."""
+    if request.param == "file":
+        return f"file://{tmp_path}/remote"
+    return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A location in a folder, for what does not depend on who serves it."""
+    return f"file://{tmp_path}/remote"
+
+
+@pytest.fixture
+def store(store_path: Path) -> Path:
+    """A store with steps 1 and 2."""
+    save_steps(store_path, 1, 2)
+    return store_path
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process to fork children from."""
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield zygote
+    zygote.close()

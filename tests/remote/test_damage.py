@@ -1,0 +1,101 @@
+"""What is damaged in a remote location is noticed, named, and never handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import InconsistentCheckpointError, SkippedCheckpointWarning
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.location import parse_location
+from asymcheck.verify import Severity
+from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state
+
+
+def replace(files: RemoteFiles, path: PurePosixPath, data: bytes) -> None:
+    """Give a file there other bytes."""
+    files.delete(path)
+    if data:
+        files.write(path, [data])
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit of the payload of the first frame."""
+    return data[: 4096 + 2000] + bytes([data[4096 + 2000] ^ 1]) + data[4096 + 2001 :]
+
+
+def without_index(data: bytes) -> bytes:
+    """One bit of the index."""
+    return data[:-4096] + bytes([data[-4096] ^ 1]) + data[-4095:]
+
+
+@pytest.fixture
+def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str]:
+    """Push steps 1 and 2, and do something to a pack that only step 2 needs."""
+
+    def make(change: Callable[[bytes], bytes]) -> str:
+        files = RemoteFiles(parse_location(place), REMOTE)
+        packs = PurePosixPath(files.location.path) / "packs"
+        with Store.open(store, config=CONFIG) as opened:
+            opened.push(place, 1)
+            before = set(files.list(packs))
+            opened.push(place, 2)
+        pack = packs / min(set(files.list(packs)) - before)
+        data = files.read_small(pack, 1 << 30)
+        assert data
+        replace(files, pack, change(data))
+        return place
+
+    return make
+
+
+Damaged = Callable[[Callable[[bytes], bytes]], str]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        pytest.param(flipped, "damaged-frame", id="flipped"),
+        pytest.param(lambda data: data[: len(data) // 2], "damaged-pack", id="cut"),
+        pytest.param(lambda _: b"", "missing-partition", id="gone"),
+    ],
+)
+def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
+    damaged: Damaged, change: Callable[[bytes], bytes], kind: str
+) -> None:
+    """The newest gives way to the one before it, with a warning; by name it is refused; a verification names it."""
+    location = damaged(change)
+    with Store.open(location, config=CONFIG) as there:
+        with pytest.warns(SkippedCheckpointWarning, match="step 2"):
+            check_state(there.load(), 1)
+        with pytest.raises(InconsistentCheckpointError, match="step 2"):
+            there.load(2)
+        findings = there.verify()
+    assert kind in {one.kind for one in findings}
+    lost = [one for one in findings if one.severity is Severity.ERROR]
+    assert lost
+    assert all("step 2" in name for one in lost for name in one.checkpoints)
+
+
+def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
+    """Nothing is lost, and the damage is reported."""
+    location = damaged(without_index)
+    with Store.open(location, config=CONFIG) as there:
+        check_state(there.load(), 2)
+        assert [one.kind for one in there.verify()] == ["damaged-pack"]
+
+
+@pytest.mark.parametrize("change", [flipped, lambda _: b""], ids=["flipped", "gone"])
+def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
+    """When the checkpoint is deleted there first; a damaged pack is not relied upon only when it is known as such."""
+    location = damaged(change)
+    with Store.open(location, config=CONFIG) as there:
+        there.delete(2)
+        if change is flipped:
+            return
+    with Store.open(store, config=CONFIG) as opened:
+        assert opened.push(location, 2).moved_partitions > 0
+    check_location(location, 1, 2)

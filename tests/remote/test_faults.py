@@ -1,0 +1,137 @@
+"""A real HDFS that freezes, dies, is full, or refuses: every operation ends, and says what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, RemoteUnreachableError, StoreNotFoundError
+from tests.crash.zygote import wait_until
+from tests.remote.conftest import CONFIG, check_location, check_state, config
+from tools.local_hdfs import LocalHdfs
+
+# Short, and not so short that a busy machine could not answer.
+IMPATIENT = config(deadline_s=6.0, attempts=1, options={"dfs.client.failover.max.attempts": "1"})
+
+
+@pytest.fixture
+def there(hdfs: LocalHdfs, store: Path) -> str:
+    """A location in our own HDFS with step 1."""
+    location = f"{hdfs.url}/faults/{uuid.uuid4().hex}"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(location, 1)
+    return location
+
+
+def is_readable(location: str) -> bool:
+    """Whether the bytes of the descriptor can be had."""
+    with contextlib.suppress(RemoteUnreachableError):
+        Store.open(location, config=IMPATIENT).close()
+        return True
+    return False
+
+
+def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """Reads and pushes end by their deadline, with its name; then everything goes on."""
+    with Store.open(there, config=IMPATIENT) as opened_before, hdfs.frozen("nn"):
+        with pytest.raises(RemoteUnreachableError, match=r"asymcheck\.store: no answer in 6 s"):
+            Store.open(there, config=IMPATIENT)
+        with pytest.raises(RemoteUnreachableError, match="no answer in 6 s"):
+            opened_before.load()
+        with (
+            Store.open(store, config=IMPATIENT) as opened,
+            pytest.raises(RemoteUnreachableError, match="no answer in 6 s"),
+        ):
+            opened.push(there, 2)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(there, 2)
+    check_location(there, 1, 2)
+
+
+@pytest.mark.long
+def test_a_frozen_datanode(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """The names are there, the bytes are not: no step is passed over, and nothing is committed."""
+    with Store.open(there, config=IMPATIENT) as opened_before, hdfs.frozen("dn1"):
+        with pytest.raises(RemoteUnreachableError):
+            opened_before.load()
+        with Store.open(store, config=IMPATIENT) as opened, pytest.raises(RemoteUnreachableError):
+            opened.push(there, 2)
+    hdfs.wait()
+    check_location(there, 1)
+
+
+def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """While it is away nothing is "not found"; then everything is there."""
+    hdfs.send("nn", signal.SIGKILL)
+    try:
+        with pytest.raises(RemoteUnreachableError):
+            Store.open(there, config=IMPATIENT)
+        with Store.open(store, config=IMPATIENT) as opened, pytest.raises(RemoteUnreachableError):
+            opened.push(there, 2)
+    finally:
+        hdfs.start("nn")
+        hdfs.wait()
+    check_location(there, 1)
+
+
+def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """A checkpoint whose bytes nobody can give now is not taken for damaged."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(there, 2)
+    hdfs.send("dn1", signal.SIGKILL)
+    try:
+        with pytest.raises(RemoteUnreachableError), Store.open(there, config=IMPATIENT) as opened:
+            opened.load()
+    finally:
+        hdfs.start("dn1")
+        hdfs.wait()
+        wait_until(lambda: is_readable(there), "the DataNode to tell what it has")
+    check_location(there, 1, 2)
+
+
+def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """Full is said as full; what was committed stays, and the push goes on when there is room."""
+    path = there.removeprefix(hdfs.url)
+    hdfs.admin("-setSpaceQuota", "1m", path)
+    with Store.open(store, config=IMPATIENT) as opened, pytest.raises(OutOfSpaceError, match="quota"):
+        opened.push(there, 2)
+    hdfs.admin("-clrSpaceQuota", path)
+    check_location(there, 1)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(there, 2)
+    check_location(there, 1, 2)
+
+
+def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
+    """It can be read, and a push is refused with the reason."""
+    hdfs.admin("-safemode", "enter")
+    try:
+        with Store.open(there, config=CONFIG) as opened:
+            check_state(opened.load(), 1)
+        with (
+            Store.open(store, config=IMPATIENT) as opened,
+            pytest.raises(RemoteUnreachableError, match="HDFS is in safe mode: try again"),
+        ):
+            opened.push(there, 2)
+    finally:
+        hdfs.admin("-safemode", "leave")
+    check_location(there, 1)
+
+
+def test_another_user(hdfs: LocalHdfs, store: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may read reads; who may not write is told so."""
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
+    with Store.open(there, config=CONFIG) as opened:
+        check_state(opened.load(), 1)
+    with Store.open(store, config=IMPATIENT) as opened:
+        with pytest.raises(ReadOnlyStoreError, match="may not do that"):
+            opened.push(there, 2)
+        with pytest.raises(ReadOnlyStoreError, match="may not do that"):
+            opened.push(f"{hdfs.url}/new", 2)
+    with pytest.raises(StoreNotFoundError):
+        Store.open(f"{hdfs.url}/new", config=CONFIG)

@@ -1,0 +1,155 @@
+"""The contract: what every file system behind a location has to keep, the same for folders and for HDFS."""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+from collections.abc import Callable
+from pathlib import PurePath, PurePosixPath
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import RemoteUnreachableError, StorageError
+from asymcheck.tiers.remote import hdfs_native
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.location import parse_location
+from tests.remote.conftest import REMOTE, config
+
+
+@pytest.fixture
+def files(place: str) -> RemoteFiles:
+    """The location, with a folder in it."""
+    found = RemoteFiles(parse_location(place), REMOTE)
+    found.make_directory(top(found))
+    return found
+
+
+def top(files: RemoteFiles) -> PurePosixPath:
+    """The folder."""
+    return PurePosixPath(files.location.path)
+
+
+def test_what_is_not_there_is_none(files: RemoteFiles) -> None:
+    """A file, a folder and a listing."""
+    nowhere = top(files) / "no" / "where"
+    assert files.stat(nowhere) is None
+    assert files.read_small(nowhere, 10) is None
+    assert files.list(nowhere) == files.walk(nowhere, recursive=True) == []
+    files.delete(nowhere)
+    with pytest.raises(FileNotFoundError):
+        files.read_range(nowhere, 0, 1)
+
+
+def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
+    """In pieces that were written, across them, at the end, and past it."""
+    path = top(files) / "a.tmp"
+    assert files.write(path, [b"0123", memoryview(b"456"), b"789"]) == 10
+    for offset, length in ((0, 10), (2, 4), (8, 2), (8, 100), (10, 1), (11, 5), (0, 0)):
+        data, size = files.read_range(path, offset, length)
+        assert (bytes(data), size) == (b"0123456789"[offset : offset + length], 10)
+    assert files.read_small(path, 3) == b"0123"
+    found = files.stat(path)
+    assert found is not None
+    assert (found.is_file, found.size) == (True, 10)
+    assert found.mtime_ns > 0
+
+
+def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
+    """Sorted; below only when asked."""
+    files.make_directory(top(files) / "b" / "c")
+    files.make_directory(top(files) / "b" / "c")
+    for name in ("b/c/two", "one"):
+        assert files.put_small(top(files) / name, name.encode())
+    assert files.list(top(files)) == ["b", "one"]
+    walked = {str(entry.path.relative_to(top(files))): entry.size for entry in files.walk(top(files), recursive=True)}
+    assert {name: size for name, size in walked.items() if size} == {"b/c/two": 7, "one": 3}
+
+
+def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
+    """And what has it stays as it is."""
+    assert files.put_small(top(files) / "name", b"first") is True
+    assert files.put_small(top(files) / "name", b"second") is False
+    assert files.read_small(top(files) / "name", 10) == b"first"
+    assert files.list(top(files)) == ["name"]
+
+
+def test_of_racing_writers_one_gets_the_name(files: RemoteFiles) -> None:
+    """Eight threads, one name."""
+    won: list[bytes] = []
+
+    def put(data: bytes) -> None:
+        if files.put_small(top(files) / "name", data):
+            won.append(data)
+
+    racers = [threading.Thread(target=put, args=(bytes([number]),)) for number in range(8)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert won == [files.read_small(top(files) / "name", 10)]
+
+
+def test_a_rename_says_whether_the_file_was_there(files: RemoteFiles) -> None:
+    """The bytes go with it."""
+    files.put_small(top(files) / "old", b"bytes")
+    assert files.rename(top(files) / "old", top(files) / "new") is True
+    assert files.rename(top(files) / "old", top(files) / "newer") is False
+    assert files.read_small(top(files) / "new", 10) == b"bytes"
+
+
+Write = Callable[[RemoteFiles, PurePath, list[bytes]], int]
+
+
+def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed one left is never renamed, and is removed."""
+    names: list[str] = []
+    whole: Write = RemoteFiles.write
+
+    def first_fails(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+        names.append(path.name)
+        if len(names) == 1:
+            whole(self, path, [b"half"])
+            raise RemoteUnreachableError("the wire was cut")
+        return whole(self, path, pieces)
+
+    monkeypatch.setattr(RemoteFiles, "write", first_fails)
+    assert files.put_small(top(files) / "name", b"whole") is True
+    assert len(set(names)) == 2
+    assert files.read_small(top(files) / "name", 10) == b"whole"
+    assert files.list(top(files)) == ["name"]
+
+
+def test_what_is_read_back_otherwise_is_never_named(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which file and which attempt."""
+    whole: Write = RemoteFiles.write
+    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: whole(self, path, [b"other"]))
+    with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
+        files.put_small(top(files) / "name", b"whole")
+    assert files.list(top(files)) == []
+
+
+@pytest.mark.parametrize("client", ["hdfs-native"])
+def test_nobody_who_answers_is_not_nothing_that_is_there(client: str) -> None:
+    """A port where nobody listens: an error of its own, with the file and the time, and not "not found"."""
+    quick = {"dfs.client.failover.max.attempts": "1"}
+    with pytest.raises(RemoteUnreachableError, match=r"hdfs://127\.0\.0\.1:1/x/asymcheck\.store"):
+        Store.open("hdfs://127.0.0.1:1/x", config=config(client=client, options=quick, deadline_s=20.0))
+
+
+def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
+    """The client's objects close themselves when they are collected, and would wait for servers that are gone."""
+    closed: list[str] = []
+
+    class Inner(io.RawIOBase):
+        def close(self) -> None:
+            closed.append("once more")
+            raise OSError("nobody is there")
+
+    writer = hdfs_native._Writer(Inner())
+    with pytest.raises(OSError, match="nobody"):
+        writer.close()
+    del writer
+    gc.collect()
+    assert closed == ["once more"]

@@ -1,0 +1,104 @@
+"""An uploader killed at any step leaves nothing that looks committed, and the next push goes on from there."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from asymcheck import Store, events
+from asymcheck.errors import StoreNotFoundError
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.location import parse_location
+from tests.crash.zygote import Zygote
+from tests.remote.child import push, push_and_die
+from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config
+
+STEPS = [(event, count) for event in events.REMOTE_ORDER for count in ((1, 2) if "manifest" not in event else (1,))]
+QUICK = [
+    ("remote.piece_sent", 2),
+    ("remote.pack_closed", 1),
+    ("remote.pack_renamed", 1),
+    ("remote.manifest_renamed", 1),
+]
+"""Those that every run tries on HDFS, too, where each takes seconds."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            (kind, *step),
+            id=f"{kind}-{step[0]}-{step[1]}",
+            marks=[pytest.mark.long] if kind == "hdfs" and step not in QUICK else [],
+        )
+        for kind in ("file", "hdfs")
+        for step in STEPS
+    ]
+)
+def death(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, int]:
+    """A location, and the step at which an uploader dies there."""
+    kind, event, count = request.param
+    if kind == "file":
+        return f"file://{tmp_path}/remote", event, count
+    return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}", event, count
+
+
+@pytest.fixture
+def store_with_heads(store: Path) -> Path:
+    """Steps 1 and 2, and the head record of a second generation that goes on from step 2."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.begin_generation(opened.checkpoints()[-1])
+        opened.begin_generation(opened.checkpoints()[-1])
+    return store
+
+
+def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[str, str, int]) -> None:
+    """Step 1 is there; the push of step 2 dies. Then step 2 is not there, or whole; and a second push ends it."""
+    place, event, count = death
+    zygote.start(push, store=str(store_with_heads), location=place, step=1).finish()
+    arguments = {"store": str(store_with_heads), "location": place, "step": 2, "event": event, "count": count}
+    if event in ("remote.head_renamed", "remote.small_closed"):
+        # Descriptor and head records went with step 1.
+        place += "-new"
+        arguments["location"] = place
+    zygote.start(push_and_die, **arguments).wait_killed()
+    try:
+        with Store.open(place, config=CONFIG) as there:
+            steps = [one.step for one in there.checkpoints() if one.complete]
+            assert (2 in steps) == (event == "remote.manifest_renamed")
+            for step in steps:
+                check_state(there.load(step), step)
+            assert [one for one in there.verify() if one.checkpoints] == []
+    except StoreNotFoundError:
+        steps = []
+    with Store.open(store_with_heads, config=CONFIG, read_only=True) as opened:
+        done = opened.push(place)
+        whole = opened.push(f"file://{store_with_heads}-whole", 2).moved_partitions
+    if event in ("remote.pack_renamed", "remote.head_renamed", "remote.manifest_renamed"):
+        assert done.moved_partitions < whole
+    check_location(place, *sorted({*steps, 2}))
+
+
+def test_collection_removes_what_a_killed_push_left(zygote: Zygote, store: Path, place: str) -> None:
+    """Not while it may still be running; then temporary files and packs that nobody names, and nothing else."""
+    zygote.start(push, store=str(store), location=place, step=1).finish()
+    zygote.start(
+        push_and_die, store=str(store), location=place, step=2, event="remote.pack_renamed", count=1
+    ).wait_killed()
+    files = RemoteFiles(parse_location(place), REMOTE)
+    packs = PurePosixPath(files.location.path) / "packs"
+    before = files.list(packs)
+    with Store.open(place, config=CONFIG) as there:
+        young = there.gc()
+    assert (young.freed_packs, young.removed_temporaries) == (0, 0)
+    assert files.list(packs) == before
+    with Store.open(place, config=config(grace_s=0.0)) as there:
+        useless = there.gc(dry_run=True).freed_packs
+        assert useless >= 1
+        assert files.list(packs) == before
+        done = there.gc()
+        assert there.gc().freed_packs == 0
+    assert (done.freed_packs, done.kept_packs) == (useless, young.kept_packs - useless)
+    assert len(files.list(packs)) == done.kept_packs
+    check_location(place, 1)

@@ -1,0 +1,205 @@
+"""What lies plain on a fast drive is encoded on its way to a slower place: smaller there, and the same bytes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck.errors import DamagedPartitionError
+from asymcheck.format import registry
+from asymcheck.tiers.remote import RemoteTier, parse_location
+from asymcheck.tiers.remote.pace import Pace
+
+MIB = 1 << 20
+REMOTE = RemoteConfig(compression="smallest", pack_bytes=2 * MIB, uploads=2, grace_s=0.0)
+CONFIG = StoreConfig(
+    compression="off", partition_bytes=256 << 10, bundle_below_bytes=16 << 10, inline_bytes=64, remote=REMOTE
+)
+
+
+def changed(**fields: object) -> StoreConfig:
+    """The configuration with other knobs of the location."""
+    return dataclasses.replace(CONFIG, remote=dataclasses.replace(REMOTE, **fields))  # type: ignore[arg-type]  # as named
+
+
+def state_of(step: int) -> dict[str, object]:
+    """Weights that move a little from step to step, integers, and some small tensors that share a partition."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(300_000, generator=random)
+    noise = torch.randn(300_000, generator=torch.Generator().manual_seed(step + 1))
+    small = {str(number): torch.randn(1000, generator=random) + step for number in range(30)}
+    counts = torch.arange(50_000) * (step + 1)
+    return {"w": weights * (1 + 1e-4 * step * noise), "counts": counts, "small": small, "half": weights.bfloat16()}
+
+
+def check(state: object, step: int) -> None:
+    """Bit for bit."""
+    wanted = state_of(step)
+    assert isinstance(state, dict)
+    for name in ("w", "counts", "half"):
+        assert torch.equal(state[name], wanted[name])  # type: ignore[arg-type]  # tensors
+    assert all(torch.equal(state["small"][name], tensor) for name, tensor in wanted["small"].items())  # type: ignore[attr-defined]  # a dict
+
+
+def names_in(store: Store) -> list[str]:
+    """The partitions of the newest checkpoint."""
+    return [partition.digest for tensor in store.tensors()[1] for partition in tensor.partitions]
+
+
+def rows(location: str) -> Iterator[np.void]:
+    """The index of every pack there."""
+    there = RemoteTier(parse_location(location), CONFIG)
+    for index in there.read_indexes(there.pack_ids()).values():
+        yield from index.entries
+    there.close()
+
+
+@pytest.fixture
+def store(store_path: Path) -> Path:
+    """Steps 0 to 2, nothing of which is encoded."""
+    with Store.open(store_path, config=CONFIG) as opened:
+        for step in range(3):
+            opened.save(state_of(step), step=step)
+    return store_path
+
+
+def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str, tmp_path: Path) -> None:
+    """Fewer bytes there, by deltas where the older state is there too; names are the same, every byte comes back."""
+    with Store.open(store, config=CONFIG) as opened:
+        first, second, third = opened.push(place, 0), opened.push(place, 1), opened.push(place, everything=True)
+        assert first.moved_bytes < 0.95 * first.plain_bytes
+        assert second.moved_bytes < 0.8 * second.plain_bytes
+        assert third.present == 2
+        here = names_in(opened)
+    with Store.open(place, config=CONFIG) as there:
+        for step in range(3):
+            check(there.load(step), step)
+        assert there.verify() == []
+        assert names_in(there) == here
+    kinds = {int(row["kind"]) for row in rows(place)}
+    assert kinds == {registry.KIND_FULL, registry.KIND_DELTA}
+    there_now = {row["digest"].tobytes() for row in rows(place)}
+    assert all(row["base_digest"].tobytes() in there_now for row in rows(place) if row["kind"] == registry.KIND_DELTA)
+    with Store.open(tmp_path / "new", config=CONFIG) as new:
+        assert new.pull(place).moved_partitions > 0
+        check(new.load(), 2)
+        assert new.verify() == []
+
+
+def test_a_base_that_goes_there_stays_as_long_as_it_is_needed(store: Path, folder: str) -> None:
+    """The checkpoint that a delta was made against is deleted; the delta can be read, and collection keeps its base."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 0)
+        opened.push(folder, 1)
+    with Store.open(folder, config=CONFIG) as there:
+        there.delete(0)
+        there.gc()
+        check(there.load(1), 1)
+        assert there.verify() == []
+
+
+def test_without_the_older_state_there_no_delta_is_made(store: Path, folder: str) -> None:
+    """Whatever lies here: a delta never arrives without its base."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 2)
+    assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
+    assert registry.CODEC_BYTE_PLANES in {int(row["codec"]) for row in rows(folder)}
+
+
+def test_a_base_that_was_lost_there_is_no_base(store: Path, folder: str) -> None:
+    """Its checkpoint is listed there, but no pack has it: a delta against it could not be read."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 0)
+        for pack in Path(folder.removeprefix("file://"), "packs").iterdir():
+            pack.unlink()
+        opened.push(folder, 1)
+    assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
+    with Store.open(folder, config=CONFIG) as there:
+        check(there.load(1), 1)
+
+
+def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
+    """After as many as a reader follows, a partition is sent whole."""
+    with Store.open(store_path, config=CONFIG) as opened:
+        for step in range(registry.DELTA_DEPTH_MAX + 3):
+            opened.save(state_of(step), step=step)
+            opened.push(folder)
+    bases = {row["digest"].tobytes(): row["base_digest"].tobytes() for row in rows(folder)}
+
+    def depth(name: bytes) -> int:
+        return 1 + depth(bases[name]) if any(bases[name]) else 0
+
+    assert max(map(depth, bases)) == registry.DELTA_DEPTH_MAX
+    with Store.open(folder, config=CONFIG) as there:
+        check(there.load(), registry.DELTA_DEPTH_MAX + 2)
+        assert there.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "bytes_per_s", "is_encoded"),
+    [("off", 1.0, False), ("auto", 1e12, False), ("auto", 1e6, True), ("smallest", 1e12, True)],
+)
+def test_what_the_location_takes_decides(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, mode: str, bytes_per_s: float, is_encoded: bool
+) -> None:
+    """A location that takes a byte sooner than it can be encoded gets it as it lies."""
+    monkeypatch.setattr(Pace, "write_bytes_per_s", bytes_per_s)
+    with Store.open(store, config=changed(compression=mode)) as opened:
+        done = opened.push(folder)
+    assert (done.moved_bytes < done.plain_bytes) == is_encoded
+    with Store.open(folder, config=CONFIG) as there:
+        check(there.load(), 2)
+
+
+def test_the_speed_is_measured_before_most_is_sent(
+    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a part that goes ahead, plain; the rest is encoded when that was slow, in the same push."""
+    monkeypatch.setattr("asymcheck.migration.sending._PROBE_BYTES", MIB)
+    monkeypatch.setattr("asymcheck.tiers.remote.pace._ENOUGH_BYTES", MIB // 2)
+    noted = Pace.wrote
+    monkeypatch.setattr(Pace, "wrote", lambda self, count, _seconds: noted(self, count, count / 1e6))
+    with Store.open(store_path, config=changed(compression="auto", pack_bytes=1 << 30)) as opened:
+        opened.save(state_of(0), step=0)
+        done = opened.push(folder)
+    assert done.packs == 2
+    codecs = [int(row["codec"]) for row in rows(folder)]
+    assert codecs.count(registry.CODEC_IDENTITY) >= 3
+    assert codecs.count(registry.CODEC_BYTE_PLANES) >= 3
+
+
+def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One encoder serves all pushes."""
+    monkeypatch.setattr(Pace, "write_bytes_per_s", 1e6)
+    with Store.open(store, config=changed(compression="auto")) as opened, opened.pushing(Push(folder)) as pushing:
+        pass
+    assert pushing.statistics().pushed == 3
+    with Store.open(folder, config=CONFIG) as there:
+        for step in range(3):
+            check(there.load(step), step)
+        assert there.verify() == []
+
+
+def test_memory_for_what_is_encoded_is_bounded(store: Path, folder: str) -> None:
+    """Packs are cut so that those on their way fit into it."""
+    with Store.open(store, config=changed(encoded_bytes=MIB, pack_bytes=1 << 30)) as opened:
+        done = opened.push(folder)
+    assert done.packs >= done.plain_bytes // (MIB // 2)
+
+
+def test_damage_here_is_found_before_it_is_encoded(store: Path, folder: str) -> None:
+    """It is not spread, and named."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    data = bytearray(newest.read_bytes())
+    data[4096 + 8192] ^= 1
+    newest.write_bytes(data)
+    with Store.open(store, config=CONFIG) as opened, pytest.raises(DamagedPartitionError, match="digest mismatch"):
+        opened.push(folder)

@@ -1,0 +1,46 @@
+"""Several replicas on three DataNodes: one that dies in the middle of a write costs a push nothing but time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store, events
+from tests.remote.conftest import check_location, config, save_steps
+from tools.local_hdfs import LocalHdfs
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[LocalHdfs]:
+    """A NameNode and three DataNodes, none of which another test needs."""
+    (tmp_path / "three").mkdir()
+    with LocalHdfs(tmp_path / "three", 3) as cluster:
+        yield cluster
+
+
+# As many replicas as DataNodes can be written anew only when the NameNode has given the dead one up, after 16 seconds.
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: Path, replicas: int) -> None:
+    """What is committed is whole, is read without it, and the next push goes through with what is left."""
+    settings = config(options={"dfs.replication": str(replicas)}, attempts=8, retry_s=0.5, pack_bytes=1 << 20)
+    place = f"{three.url}/replicated"
+    save_steps(store_path, 1, 2, 3)
+    killed: list[str] = []
+
+    def kill(found: events.Event) -> None:
+        if found.name == "remote.piece_sent" and not killed:
+            killed.append("dn2")
+            three.send("dn2", signal.SIGKILL)
+
+    with Store.open(store_path, config=settings) as opened:
+        opened.push(place, 1)
+        with events.observe(kill):
+            done = opened.push(place, 2)
+        assert killed
+        assert len(done.committed) == 1
+        check_location(place, 1, 2)
+        opened.push(place, 3)
+    check_location(place, 1, 2, 3)

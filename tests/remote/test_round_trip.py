@@ -1,0 +1,197 @@
+"""Checkpoints go to a remote location and come back, bit for bit, and nothing is sent twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    DamagedPartitionError,
+    InvalidInputError,
+    ReadOnlyStoreError,
+    StoreNotFoundError,
+)
+from tests.recovery.test_bases import delta_of, plain_of, swap, weights
+from tests.recovery.test_bases import save_steps as save_weights
+from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
+
+
+def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, place: str, tmp_path: Path) -> None:
+    """Read where it lies, in part and in whole, and pulled into a new store."""
+    with Store.open(store, config=CONFIG) as opened:
+        done = opened.push(place)
+    assert [len(done.committed), done.present, done.reused_partitions] == [1, 0, 0]
+    assert done.packs > 1
+    shutil.rmtree(store)
+    check_location(place, 2)
+    with Store.open(place, config=CONFIG) as there:
+        part = there.load(tensors="model.fixed")
+        assert torch.equal(part["model"]["fixed"], torch.arange(20_000.0))  # type: ignore[index]  # a mapping
+        into = {"model": {"w": torch.zeros(40_000)}}
+        there.load(into=into, tensors="model.w")
+        assert torch.equal(into["model"]["w"], state_of(2)["model"]["w"])  # type: ignore[index]  # a mapping
+    with Store.open(tmp_path / "new", config=CONFIG) as new:
+        pulled = new.pull(place)
+        assert pulled.moved_partitions == done.moved_partitions
+        check_state(new.load(), 2)
+        assert new.verify() == []
+        new.save(state_of(3), step=3)
+
+
+def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
+    """Step 2 shares a third of its bytes with step 1; the second push of it sends nothing."""
+    with Store.open(store, config=CONFIG) as opened:
+        first, second, third = opened.push(place, 1), opened.push(place, 2), opened.push(place, everything=True)
+    assert second.reused_partitions > 0
+    assert second.moved_partitions + second.reused_partitions == first.moved_partitions
+    assert (third.present, third.packs, third.moved_bytes) == (2, 0, 0)
+    check_location(place, 1, 2)
+
+
+def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
+    """Files are few: as many as the bytes ask for, and the rest of each push."""
+    with Store.open(store, config=config(pack_bytes=1 << 30)) as opened:
+        assert opened.push(place).packs == 1
+    check_location(place, 2)
+
+
+def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
+    """Training went back to step 1: there, too, step 2 is abandoned, and the new step 2 is the newest."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(place, everything=True)
+        generation = opened.begin_generation(opened.checkpoints()[0])
+        opened.save(state_of(7), step=2, generation=generation)
+        opened.push(place)
+        here = [(one.step, one.generation, one.on_line) for one in opened.checkpoints()]
+    with Store.open(place, config=CONFIG) as there:
+        assert [(one.step, one.generation, one.on_line) for one in there.checkpoints()] == here
+        state = there.load()
+        assert torch.equal(state["model"]["w"], state_of(7)["model"]["w"])  # type: ignore[index]  # a mapping
+
+
+def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) -> None:
+    """Their head records differ: the second push is refused, and the first is as it was."""
+    for name, parent in (("a", 0), ("b", 1)):
+        save_steps(tmp_path / name, 1, 2)
+        with Store.open(tmp_path / name, config=CONFIG) as opened:
+            generation = opened.begin_generation(opened.checkpoints()[parent])
+            opened.save(state_of(3), step=3, generation=generation)
+            if name == "a":
+                opened.push(place)
+            else:
+                with pytest.raises(InvalidInputError, match="another training"):
+                    opened.push(place)
+    check_location(place, 3)
+
+
+def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -> None:
+    """Neither has a parent, but they began at different times: a training whose store was lost begins anew."""
+    for name in ("a", "b"):
+        with Store.open(tmp_path / name, config=CONFIG) as opened:
+            opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
+            if name == "a":
+                opened.push(place)
+            else:
+                with pytest.raises(InvalidInputError, match="another training"):
+                    opened.push(place)
+    check_location(place, 1)
+
+
+def test_two_stores_share_what_is_equal(place: str, tmp_path: Path) -> None:
+    """Runs of different names in one place: the second sends only what the first has not sent."""
+    for name in ("a", "b"):
+        with Store.open(tmp_path / name, config=CONFIG) as opened:
+            opened.save(state_of(1), step=1, run=name)
+            done = opened.push(place, run=name)
+    assert (done.moved_partitions, len(done.committed)) == (0, 1)
+    with Store.open(place, config=CONFIG) as there:
+        check_state(there.load(run="b"), 1)
+
+
+@pytest.fixture
+def chain(store_path: Path) -> Path:
+    """Steps 0 to 2 in a store, where 1 is a delta of 0, and 2 one of 1."""
+    save_weights(store_path, 0, 1, 2)
+    swap(store_path, delta_of(1, 0), delta_of(2, 1))
+    return store_path
+
+
+def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path) -> None:
+    """Step 2 alone is pushed: what it is encoded against goes along, though no manifest there names it."""
+    with Store.open(chain, config=CONFIG) as opened:
+        done = opened.push(place, 2)
+        assert done.moved_partitions == 3
+        assert done.moved_bytes < 3 * len(plain_of(0))
+        assert opened.push(place, 1).moved_partitions == 0
+    with Store.open(place, config=CONFIG) as there:
+        assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+        assert there.verify() == []
+        assert there.gc().freed_packs == 0
+    with Store.open(tmp_path / "new", config=CONFIG) as new:
+        new.pull(place)
+        assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
+def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str, tmp_path: Path) -> None:
+    """Chains of two stores may add up there to more than a reader follows."""
+    save_weights(tmp_path / "a", *range(9))
+    swap(tmp_path / "a", *(delta_of(step, step - 1) for step in range(1, 9)))
+    save_weights(store_path, 8, 9)
+    swap(store_path, delta_of(9, 8))
+    with Store.open(tmp_path / "a", config=CONFIG) as opened:
+        assert opened.push(folder, 8).moved_partitions == 9
+    with Store.open(store_path, config=CONFIG) as opened:
+        done = opened.push(folder, 9)
+    assert (done.moved_partitions, done.moved_bytes) == (1, len(plain_of(9)))
+    with Store.open(folder, config=CONFIG) as there:
+        assert torch.equal(there.load(9)["w"], weights(9))  # type: ignore[index]  # a mapping
+        assert there.verify() == []
+
+
+def test_nothing_is_written_by_reading(place: str) -> None:
+    """A place where nothing was pushed is named, and stays as it is."""
+    for _ in range(2):
+        with pytest.raises(StoreNotFoundError, match="does not exist"):
+            Store.open(place, config=CONFIG)
+
+
+def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
+    """The errors say what to do instead."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder)
+    with Store.open(folder, config=CONFIG) as there:
+        with pytest.raises(ReadOnlyStoreError, match="push from that"):
+            there.save({"x": torch.ones(1)}, step=3)
+        with pytest.raises(InvalidInputError, match="pull it first"):
+            there.accounting()
+        with pytest.raises(InvalidInputError, match="location"):
+            _ = there.path
+
+
+def test_what_cannot_be_pushed_is_said(store: Path, folder: str) -> None:
+    """A step that is not there; a path that is no URI; and nothing is made there."""
+    with Store.open(store, config=CONFIG) as opened:
+        with pytest.raises(CheckpointNotFoundError, match="step 9"):
+            opened.push(folder, 9)
+        with pytest.raises(InvalidInputError, match="give a URI"):
+            opened.push(store)
+    with pytest.raises(StoreNotFoundError):
+        Store.open(folder)
+
+
+def test_a_damaged_frame_here_is_not_spread(store: Path, folder: str) -> None:
+    """A checkpoint that is damaged here is not committed there; the one before it can still go."""
+    with Store.open(store, config=CONFIG) as opened:
+        newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+        data = bytearray(newest.read_bytes())
+        data[4096 + 2000] ^= 1
+        newest.write_bytes(data)
+        with pytest.raises(DamagedPartitionError, match="digest mismatch"):
+            opened.push(folder, 2)
+        opened.push(folder, 1)
+    check_location(folder, 1)

@@ -1,0 +1,219 @@
+"""A training that pushes: what it chooses arrives, whatever the location does the training goes on, nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import asymcheck.migration.pushing as module
+from asymcheck import Checkpointer, Push, Retention, Store, UnreachableRemoteWarning
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError
+from asymcheck.tiers.remote.files import RemoteFiles
+from tests.crash.zygote import wait_until
+from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
+
+NOWHERE = "hdfs://127.0.0.1:1/x"
+ONE_ATTEMPT = config(attempts=1, options={"dfs.client.failover.max.attempts": "1"})
+ONE_ATTEMPT_HERE = config(attempts=1)
+
+
+class Outage:
+    """A location that refuses to take packs as long as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Begin with the outage."""
+        self.is_on = True
+        whole = RemoteFiles.write
+
+        def write(files: RemoteFiles, *words: object) -> int:
+            if self.is_on:
+                raise RemoteUnreachableError("not now")
+            return whole(files, *words)  # type: ignore[arg-type]  # as they came
+
+        monkeypatch.setattr(RemoteFiles, "write", write)
+        monkeypatch.setattr(module, "_RETRY_S", 0.05)
+
+
+def train(checkpointer: Checkpointer, state: dict[str, object], *steps: int) -> None:
+    """Go through steps, each durable before the next."""
+    for step in steps:
+        state.update(state_of(step))
+        checkpointer.step(step, {"loss": 10.0 - step})
+        checkpointer.wait()
+
+
+def steps_in(store: Store) -> list[int]:
+    """What a store has."""
+    return [one.step for one in store.checkpoints()]
+
+
+def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
+    """While the training runs: waited for, it is there, and the statistics say so."""
+    state = dict(state_of(0))
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state, push=Push(place, every=2)) as checkpointer:
+            train(checkpointer, state, 0, 1, 2, 3)
+            checkpointer.wait("hdfs")
+            now = checkpointer.pushed
+            assert (now.pushed, now.backlog, now.failures, now.problem, now.newest_step) == (2, 0, 0, "", 2)
+            assert now.sent_bytes > 0
+            check_location(place, 0, 2)
+            train(checkpointer, state, 4)
+        assert checkpointer.pushed.pushed == 3
+        assert steps_in(store) == [0, 1, 2, 3, 4]
+    check_location(place, 0, 2, 4)
+
+
+def test_without_one_nothing_is_pushed_and_waiting_is_for_the_store(store_path: Path) -> None:
+    """The same calls serve both."""
+    state = dict(state_of(0))
+    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
+        train(checkpointer, state, 0)
+        checkpointer.wait("hdfs")
+        assert checkpointer.pushed.pushed == 0
+        with pytest.raises(InvalidInputError, match="push="):
+            Checkpointer(store, state, push="hdfs://x/y")  # type: ignore[arg-type]  # wrong on purpose
+        with pytest.raises(InvalidInputError, match="'hdfs'"):
+            checkpointer.wait("s3")  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_retention_leaves_what_waits_alone_up_to_a_bound(
+    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest two that wait stay beside the newest; the next start sends them, and then they go."""
+    outage = Outage(monkeypatch)
+    state = dict(state_of(0))
+    push, keep = Push(folder, every=2, hold=2), Retention(keep_last=1)
+    with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store:
+        checkpointer = Checkpointer(store, state, push=push, keep=keep)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnreachableRemoteWarning)
+            train(checkpointer, state, *range(8))
+        wait_until(lambda: steps_in(store) == [4, 6, 7], "all but two that wait, and the newest, to go")
+        assert checkpointer.pushed.backlog == 2
+        with pytest.warns(UnreachableRemoteWarning, match=rf"2 checkpoints were not pushed to {folder} \(Remote.*next"):
+            checkpointer.close()
+        outage.is_on = False
+        with Checkpointer(store, state, push=push, keep=keep) as checkpointer:
+            wait_until(lambda: checkpointer.pushed.pushed == 2, "the next start to send them")
+            checkpointer.restore()
+            train(checkpointer, state, 9)
+            wait_until(lambda: steps_in(store) == [9], "what was sent to go")
+    check_location(folder, 4, 6)
+
+
+def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
+    """Every step is saved here meanwhile; a wait for there says why it is in vain; a close, what was left."""
+    state = dict(state_of(0))
+    with Store.open(store_path, config=ONE_ATTEMPT) as store, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UnreachableRemoteWarning)
+        checkpointer = Checkpointer(store, state, push=Push(NOWHERE))
+        for step in range(3):
+            train(checkpointer, state, step)
+            assert checkpointer.pushed.backlog == step + 1
+            wait_until(lambda: checkpointer.pushed.failures > 0, "a push to fail")
+        assert len(told) == 1
+        assert str(told[0].message).startswith(f"{NOWHERE}: 1 checkpoint waits to be pushed, training goes on: Remote")
+        with pytest.raises(RemoteUnreachableError):
+            checkpointer.wait("hdfs")
+        checkpointer.close()
+        assert [str(one.message)[:42] for one in told[1:]] == ["run 'default': 3 checkpoints were not pushed"[:42]]
+        assert steps_in(store) == [0, 1, 2]
+        check_state(store.load(), 2)
+        with Checkpointer(store, state, push=Push(NOWHERE), on_error="warn") as checkpointer:
+            checkpointer.wait("hdfs")
+            assert len(told) == 3
+
+
+def test_an_outage_that_ends_is_told_again_when_it_comes_back(
+    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each step, and not never."""
+    outage = Outage(monkeypatch)
+    state = dict(state_of(0))
+    with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UnreachableRemoteWarning)
+        with Checkpointer(store, state, push=Push(folder)) as checkpointer:
+            for step, is_on in enumerate((True, True, False, True, False)):
+                outage.is_on = is_on
+                train(checkpointer, state, step)
+                if is_on:
+                    wait_until(lambda: checkpointer.pushed.problem != "", "a push to fail")
+                else:
+                    checkpointer.wait("hdfs")
+                # Brings to the loop what was seen.
+                checkpointer.wait("nvme" if is_on else "hdfs")
+    assert len(told) == 2
+
+
+def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A location that does not answer at all; what it was given is not committed, and the next start sends it."""
+    state = dict(state_of(0))
+    blocked, freed = threading.Event(), threading.Event()
+    whole: Callable[..., int] = RemoteFiles.write
+
+    def write(files: RemoteFiles, *words: object) -> int:
+        if not freed.is_set():
+            blocked.set()
+            freed.wait()
+        return whole(files, *words)
+
+    monkeypatch.setattr(RemoteFiles, "write", write)
+    monkeypatch.setattr(module, "_GIVE_UP_S", 0.1)
+    with Store.open(store_path, config=CONFIG) as store:
+        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1))
+        train(checkpointer, state, 0)
+        assert blocked.wait(60)
+        with pytest.warns(UnreachableRemoteWarning, match="1 checkpoints were not pushed .*no time was left"):
+            checkpointer.close()
+        checkpointer.close()
+        check_state(store.load(), 0)
+        freed.set()
+        with Checkpointer(store, state, push=Push(folder)) as checkpointer:
+            checkpointer.wait("hdfs")
+    check_location(folder, 0)
+
+
+def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -> None:
+    """What goes there goes with its packs, when they are old enough; the store keeps what it keeps."""
+    state = dict(state_of(0))
+    push = Push(place, every=2, keep=Retention(keep_last=1, keep_best=("loss", 1, "max")))
+    with Store.open(store_path, config=config(grace_s=0.0)) as store:
+        for first in (0, 4):
+            with Checkpointer(store, state, push=push) as checkpointer:
+                checkpointer.restore()
+                for step in range(first, first + 4):
+                    train(checkpointer, state, step)
+                    checkpointer.wait("hdfs")
+        assert steps_in(store) == list(range(8))
+    check_location(place, 0, 6)
+    with Store.open(place, config=CONFIG) as there, Store.open(store_path, config=CONFIG) as store:
+        assert there.gc(dry_run=True).freed_packs == 0
+        assert there.usage().pack_bytes < 3 * 4 * 60_000
+
+
+def test_a_location_of_another_training_is_told_until_it_is_mended(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it waits on: it was not sent, and nobody may take it for being there."""
+    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    push = Push(place, close_s=1.0)
+    state = dict(state_of(0))
+    with Store.open(tmp_path / "lost", config=CONFIG) as store, Checkpointer(store, state, push=push) as first:
+        train(first, state, 0, 1)
+        first.wait("hdfs")
+    # Its store is lost, and nobody says where the location is that has it all.
+    with Store.open(tmp_path / "anew", config=CONFIG) as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachableRemoteWarning)
+        with Checkpointer(store, state, push=push) as second:
+            train(second, state, 0, 1)
+            wait_until(lambda: second.pushed.failures > 2, "the push fails again and again")
+            assert "another training" in second.pushed.problem
+            assert second.pushed.backlog == 2
+            with pytest.raises(InvalidInputError, match="another training"):
+                second.wait("hdfs")
+    check_location(place, 0, 1)

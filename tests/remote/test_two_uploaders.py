@@ -1,0 +1,106 @@
+"""Several uploaders and a collection at once: what is committed is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store, events
+from tests.crash.zygote import Zygote
+from tests.remote.child import push
+from tests.remote.conftest import CONFIG, check_location, config, save_steps, state_of
+
+
+def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, place: str) -> None:
+    """Four of them: two stores, of one run each, into a place that none has made."""
+    children = [zygote.start(push, store=str(store), location=place, step=step) for step in (1, 2, 1, 2)]
+    for child in children:
+        child.finish()
+    check_location(place, 1, 2)
+
+
+def orphaned(store: Path, folder: str) -> None:
+    """Push a step and delete it there: its packs are of no use to anybody."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+        opened.push(folder, 2)
+    with Store.open(folder, config=CONFIG) as there:
+        there.delete(2)
+
+
+@pytest.mark.parametrize("event", ["remote.pack_doomed", "remote.pack_removed"], ids=["doomed", "removed"])
+def test_a_push_that_relies_on_what_a_collection_takes(store: Path, folder: str, event: str) -> None:
+    """The push comes between the announcement and the removal, or right after the first removal."""
+    orphaned(store, folder)
+    pushed = []
+
+    def observe(found: events.Event) -> None:
+        if found.name == event and not pushed:
+            pushed.append(found)
+            with Store.open(store, config=CONFIG) as opened:
+                opened.push(folder, 2)
+
+    with Store.open(folder, config=config(grace_s=0.0)) as there, events.observe(observe):
+        there.gc()
+    assert pushed
+    check_location(folder, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "event", ["remote.pack_begun", "remote.pack_renamed", "remote.small_closed", "remote.manifest_renamed"]
+)
+def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: str) -> None:
+    """It takes what the push has decided to rely on, and the push sends that again."""
+    orphaned(store, folder)
+    freed: list[int] = []
+
+    def observe(found: events.Event) -> None:
+        if found.name == event and not freed:
+            freed.append(0)
+            with Store.open(folder, config=config(grace_s=0.0)) as there:
+                freed[0] = there.gc().freed_packs
+        if found.name == "remote.manifest_renamed" and event in ("remote.pack_begun", "remote.pack_renamed"):
+            # What was taken before the commit is back by then: a crash right after it loses nothing.
+            with Store.open(folder, config=CONFIG) as there:
+                there.load(3, run="other")
+
+    wanted = {"old": state_of(2)["model"], "new": torch.randn(5000)}
+    with Store.open(store, config=CONFIG) as opened:
+        opened.save(wanted, step=3, run="other")
+        with events.observe(observe):
+            opened.push(folder, 3, run="other")
+    assert (freed[0] > 0) == (event != "remote.manifest_renamed")
+    with Store.open(folder, config=CONFIG) as there:
+        found = there.load(3, run="other")
+        assert torch.equal(found["old"]["w"], wanted["old"]["w"])  # type: ignore[index]  # mappings
+        assert there.verify() == []
+
+
+def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) -> None:
+    """Packs that it has announced are read, relied upon, and put back."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 2)
+    packs = Path(folder.removeprefix("file://")) / "packs"
+    for pack in packs.iterdir():
+        pack.rename(pack.with_suffix(".doomed"))
+    check_location(folder, 2)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+    with Store.open(folder, config=config(grace_s=0.0)) as there:
+        there.gc()
+    assert {pack.suffix for pack in packs.iterdir()} == {".pack"}
+    check_location(folder, 1, 2)
+
+
+def test_a_run_goes_on_while_it_is_pushed(store: Path, folder: str) -> None:
+    """Steps are saved and deleted between pushes."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        opened.delete(1)
+        opened.gc()
+    save_steps(store, 3)
+    with Store.open(store, config=CONFIG) as opened:
+        assert opened.push(folder, everything=True).present == 1
+    check_location(folder, 1, 2, 3)

@@ -1,0 +1,147 @@
+"""How bytes travel: checked before they get a name, in few large pieces, in time, and no faster than allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath, PurePosixPath
+
+import pytest
+
+from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
+from asymcheck.tiers.remote.deadline import Rate, within
+from asymcheck.tiers.remote.files import RemoteFiles
+from tests.remote.conftest import CONFIG, check_location, check_state, config
+
+Write = Callable[[RemoteFiles, PurePath, Iterable[bytes]], int]
+
+
+def spoil_packs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[bytes]], list[bytes]]) -> None:
+    """Let what is written into packs be something else, and counted as if it were not."""
+    whole: Write = RemoteFiles.write
+
+    def write(self: RemoteFiles, path: PurePath, pieces: Iterable[bytes]) -> int:
+        data = [bytes(piece) for piece in pieces]
+        changed = spoil(data) if path.parent.name == "packs" else data
+        whole(self, path, changed)
+        return sum(map(len, data))
+
+    monkeypatch.setattr(RemoteFiles, "write", write)
+
+
+def flipped(piece: bytes, place: int) -> bytes:
+    """The piece with another bit."""
+    return piece[:place] + bytes([piece[place] ^ 1]) + piece[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings"),
+    [
+        pytest.param(lambda pieces: pieces[:-1], {}, id="cut"),
+        pytest.param(lambda pieces: [*pieces[:-1], pieces[-1][:-1]], {}, id="a-byte-short"),
+        pytest.param(lambda pieces: [flipped(pieces[0], 20), *pieces[1:]], {}, id="header"),
+        pytest.param(lambda pieces: [*pieces[:-1], flipped(pieces[-1], -70)], {}, id="index"),
+        pytest.param(lambda pieces: [flipped(pieces[0], 4096 + 60), *pieces[1:]], {"read_back": True}, id="frame"),
+    ],
+)
+def test_what_arrives_otherwise_gets_no_name(
+    store: Path,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[list[bytes]], list[bytes]],
+    settings: dict[str, bool],
+) -> None:
+    """The push fails, says which pack and which attempt, and leaves no pack and no checkpoint."""
+    with Store.open(store, config=config(attempts=2, **settings)) as opened, monkeypatch.context() as patch:
+        spoil_packs(patch, spoil)
+        with pytest.raises(StorageError, match=r"upload of .*\.pack, attempt 2 of 2: "):
+            opened.push(place)
+    with Store.open(place, config=CONFIG) as there:
+        assert there.usage().packs == 0
+        assert there.checkpoints() == []
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(place)
+    check_location(place, 2)
+
+
+def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many reads as the bytes ask for, and two for each pack; a part of it reads a part of the bytes."""
+    with Store.open(store, config=config(pack_bytes=1 << 20)) as opened:
+        assert opened.push(folder).packs == 1
+    reads: list[int] = []
+    whole = RemoteFiles.read_range
+
+    def read(self: RemoteFiles, path: PurePosixPath, offset: int, length: int) -> tuple[memoryview, int]:
+        if path.parent.name == "packs":
+            reads.append(length)
+        return whole(self, path, offset, length)
+
+    monkeypatch.setattr(RemoteFiles, "read_range", read)
+    with Store.open(folder, config=config(piece_bytes=1 << 20)) as there:
+        check_state(there.load(), 2)
+        assert len(reads) == 3
+        everything = sum(reads)
+        reads.clear()
+        there.load(tensors="model.fixed")
+        assert sum(reads) < everything / 2
+        assert len(reads) == 1
+    reads.clear()
+    with Store.open(folder, config=config(piece_bytes=32 << 10)) as there:
+        check_state(there.load(), 2)
+    assert 3 < len(reads) <= 2 + -(-everything // (16 << 10))
+    assert max(reads) <= 32 << 10
+
+
+def test_an_operation_that_does_not_end_is_left_behind() -> None:
+    """By its deadline, with its name; one that ends gives its result, or its error."""
+    never = threading.Event()
+    with pytest.raises(RemoteUnreachableError, match=r"read x: no answer in 0\.05 s"):
+        within(0.05, "read x", never.wait)
+    never.set()
+    assert within(60, "read x", lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(60, "read x", lambda: {}["x"])
+
+
+def test_a_limit_is_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of our own: 30 bytes at 10 a second take 3 seconds, however they are cut."""
+    now = [100.0]
+    slept: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", slept.append)
+    rate = Rate(10)
+    for count in (10, 15, 5):
+        rate.wait(count)
+    assert slept == [1.0, 2.5, 3.0]
+    Rate(None).wait(1 << 40)
+    assert len(slept) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"client": "ftp"},
+        {"options": {"a": 1}},
+        {"deadline_s": 0},
+        {"deadline_s": float("nan")},
+        {"attempts": 0},
+        {"pack_bytes": True},
+        {"uploads": 0},
+        {"reads": 1000},
+        {"piece_bytes": 1},
+        {"gap_bytes": -1},
+        {"bytes_per_s": 0},
+        {"grace_s": -1.0},
+        {"retry_s": -1.0},
+        {"encoded_bytes": 0},
+        {"compression": "zip"},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], folder: str) -> None:
+    """By their name."""
+    remote = RemoteConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(InvalidInputError, match=next(iter(settings))):
+        Store.open(folder, config=StoreConfig(remote=remote))

@@ -1,0 +1,6 @@
+"""Measuring the machine and the drive of a store: facts for the policies, which only decide."""
+
+from asymcheck.measure.measure import measure
+from asymcheck.measure.noise import NOISE, noise_samples
+
+__all__ = ["NOISE", "measure", "noise_samples"]

@@ -1,0 +1,94 @@
+"""Beside: what pushing means to a training loop. It starts and ends with it, and says once what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asymcheck.errors import AsymcheckError, UnreachableRemoteWarning, warn_user
+from asymcheck.migration.pushing import Pushing, PushStatistics
+from asymcheck.pruning import Pruner, Upkeep
+
+
+class Beside:
+    """The pushing of one Checkpointer, or nothing. For the training thread, where nothing else is said."""
+
+    def __init__(self, make: Callable[[], Pushing] | None) -> None:
+        """Push with what ``make`` returns, from now on: what the last training has left is sent first."""
+        self._make = make
+        self._pushing = None if make is None else make()
+        self._is_open = make is not None
+        self._is_told = False
+
+    def start(self) -> None:
+        """Go on after :meth:`close`."""
+        if self._make is not None and not self._is_open:
+            self._pushing = self._make()
+            self._is_open = True
+
+    def after_commit(self, upkeep: Upkeep | None) -> None:
+        """Prune, then look what is to be sent; called on the thread that commits; never raises."""
+        if upkeep is not None:
+            upkeep.after_commit()
+        if self._pushing is not None and self._is_open:
+            self._pushing.look()
+
+    def holding(self, make: Callable[[], Pruner]) -> Callable[[], Pruner]:
+        """Return what makes a pruner that leaves alone what is still to be pushed."""
+
+        def held() -> dict[str, str]:
+            return {} if self._pushing is None or not self._is_open else dict(self._pushing.held())
+
+        def made() -> Pruner:
+            pruner = make()
+            pruner.held = held
+            return pruner
+
+        return made
+
+    def statistics(self) -> PushStatistics:
+        """Return what was done so far, and count what waits now."""
+        if self._pushing is None:
+            return PushStatistics()
+        if self._is_open:
+            self._pushing.look()
+        return self._pushing.statistics()
+
+    def wait(self, *, raises: bool) -> None:
+        """Wait until all that is to be pushed now lies there; where that fails, raise, or warn.
+
+        Raises:
+            RemoteUnreachableError, StorageError, AsymcheckError: why it does not.
+        """
+        if self._pushing is None or not self._is_open:
+            return
+        try:
+            self._pushing.wait()
+        except AsymcheckError:
+            if raises:
+                raise
+            self.tell()
+
+    def tell(self) -> None:
+        """Warn of a location that does not take what is sent: once, until it has taken something again."""
+        if self._pushing is None:
+            return
+        now = self._pushing.statistics()
+        if now.problem and not self._is_told:
+            self._is_told = True
+            waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'}"
+            warn_user(
+                f"{self._pushing.rules.location}: {waits} to be pushed, training goes on: {now.problem}",
+                UnreachableRemoteWarning,
+            )
+        elif not now.problem:
+            self._is_told = False
+
+    def close(self) -> None:
+        """End it, in bounded time.
+
+        Warns:
+            UnreachableRemoteWarning: checkpoints are left that are not there.
+        """
+        if self._pushing is not None and self._is_open:
+            self._is_open = False
+            self._pushing.close()

@@ -1,0 +1,189 @@
+"""Which frames a remote location still needs of a checkpoint, so that what arrives can be decoded there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asymcheck.errors import DamagedPartitionError, DigestMismatchError, FormatError, MissingPartitionError
+from asymcheck.format import registry
+from asymcheck.format.digest import ZERO_DIGEST
+from asymcheck.format.digest import digest as digest_of
+from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.recovery.fetch import read_frame, read_plain
+from asymcheck.recovery.locate import Copy, Needs, Sources
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.slots import Slot
+from asymcheck.types import Digest, PackId
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One frame to be sent."""
+
+    name: Digest
+    """The partition."""
+    entry: np.void
+    """Its row in the index to come, but for the place."""
+    read: Callable[[Slot], FrameDescriptor]
+    """Reads it into a slot, padding and all, and checks it."""
+
+    @property
+    def stored(self) -> int:
+        """Bytes of payload."""
+        return int(self.entry["stored_length"])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is not encoded."""
+        return int(self.entry["codec"]) == registry.CODEC_IDENTITY
+
+
+@dataclasses.dataclass
+class Choice:
+    """What is to be sent, and what is relied upon."""
+
+    full: list[Frame] = dataclasses.field(default_factory=list)
+    """Frames that need no other."""
+    based: list[Frame] = dataclasses.field(default_factory=list)
+    """Frames that need others, each behind its base: they are sent when the full ones have arrived."""
+    relied: set[PackId] = dataclasses.field(default_factory=set)
+    """Packs there that hold the rest."""
+    reused: int = 0
+    """Partitions that were there already."""
+
+    @property
+    def stored(self) -> int:
+        """Bytes of payload to be sent."""
+        return sum(frame.stored for frame in (*self.full, *self.based))
+
+
+class Chooser:
+    """Chooses the frames of one checkpoint."""
+
+    def __init__(self, here: Sources, there: Sources, whole: set[Digest]) -> None:
+        """Take frames from ``here``; those of ``whole`` are sent decoded, because they are damaged as they lie."""
+        self._here = here
+        self._there = there
+        self._whole = whole
+        self._choice = Choice()
+        self._depths: dict[Digest, int] = {}
+
+    def choose(self, names: Sequence[Digest]) -> Choice:
+        """Return what to send so that ``names`` can be read there."""
+        for name in names:
+            if self._depth_there(name, as_base=False) is None:
+                self._send(name, self._here.copy(name), as_base=False)
+            else:
+                self._choice.reused += 1
+        return self._choice
+
+    def can_be_base(self, name: Digest) -> bool:
+        """Tell whether a delta may be made against a partition that is there; it is relied upon then. Thread-safe."""
+        depth = self._depth_there(name, as_base=True)
+        return depth is not None and depth < registry.DELTA_DEPTH_MAX
+
+    def _depth_there(self, name: Digest, *, as_base: bool) -> int | None:
+        """Return how many deltas lie between a partition there and a full frame; None when it cannot be used."""
+        copy = self._there.find(name)
+        return None if copy is None else self._depth_of(copy, frozenset({name}), as_base=as_base)
+
+    def _depth_of(self, copy: Copy, above: frozenset[Digest], *, as_base: bool) -> int | None:
+        kind = copy.kind()
+        if kind == registry.KIND_DERIVED and as_base:
+            return None
+        depth = 0
+        for base in copy.bases() - above:
+            below = [self._depth_of(other, above | {base}, as_base=True) for other in self._there.base_copies(base)[:1]]
+            if not below or below[0] is None:
+                return None
+            depth = below[0] + (kind == registry.KIND_DELTA)
+        if copy.bases() & above or depth > registry.DELTA_DEPTH_MAX:
+            return None
+        self._choice.relied.add(copy.pack.header.pack_id)
+        return depth
+
+    def _send(self, name: Digest, copy: Copy, *, as_base: bool) -> int:
+        """Add a frame, after its base; return how many deltas lie between it and a full one."""
+        if name in self._depths:
+            return self._depths[name]
+        depth = 0
+        derived_base = as_base and copy.kind() == registry.KIND_DERIVED
+        if copy.kind() == registry.KIND_FULL or name in self._whole or derived_base:
+            self._add(name, copy, decoded=name in self._whole or derived_base)
+        else:
+            for base in copy.bases():
+                depth = self._base(base) + (copy.kind() == registry.KIND_DELTA)
+            too_deep = depth > registry.DELTA_DEPTH_MAX
+            self._add(name, copy, decoded=too_deep)
+            depth = 0 if too_deep else depth
+        self._depths[name] = depth
+        return depth
+
+    def _base(self, base: Digest) -> int:
+        there = self._depth_there(base, as_base=True)
+        if there is not None:
+            return there
+        copies = self._here.base_copies(base)
+        if not copies:
+            raise MissingPartitionError(f"base {base.hex()} lies in no readable pack", base)
+        return self._send(base, copies[0], as_base=True)
+
+    def _add(self, name: Digest, copy: Copy, *, decoded: bool) -> None:
+        frame = self._decoded(name, copy) if decoded else _as_it_lies(name, copy)
+        is_full = int(frame.entry["kind"]) == registry.KIND_FULL
+        (self._choice.full if is_full else self._choice.based).append(frame)
+
+    def _decoded(self, name: Digest, copy: Copy) -> Frame:
+        plain = int(copy.pack.entries[copy.sequence]["plain_length"])
+        row = (name, ZERO_DIGEST, 0, plain, plain, registry.KIND_FULL, registry.CODEC_IDENTITY, 1, bytes(5))
+        here = self._here
+
+        def read(slot: Slot) -> FrameDescriptor:
+            slot.fill(read_plain(here, name, copy))
+            return FrameDescriptor.identity(name, plain)
+
+        return Frame(name, np.array([row], dtype=ENTRY_DTYPE)[0], read)
+
+
+def _as_it_lies(name: Digest, copy: Copy) -> Frame:
+    def read(slot: Slot) -> FrameDescriptor:
+        try:
+            descriptor, payload, where = read_frame(copy, slot)
+            # The sum of an encoded payload was checked; of one that is not encoded the digest is the sum.
+            if descriptor.codec == registry.CODEC_IDENTITY and digest_of(payload) != name:
+                raise DigestMismatchError(f"digest mismatch in {where}")
+        except FormatError as error:
+            raise DamagedPartitionError(str(error), name) from error
+        if payload.obj is not slot.memory.obj:
+            slot.fill(payload)
+        return descriptor
+
+    return Frame(name, copy.pack.entries[copy.sequence], read)
+
+
+def all_needs(here: Sources, manifests: Sequence[Manifest], older: Sequence[Manifest]) -> Needs:
+    """Return what a checkpoint needs, with what its frames are encoded against here, or could be there."""
+    lengths: dict[Digest, int] = {}
+    for manifest in manifests:
+        lengths.update(manifest.partitions())
+    todo = list(lengths)
+    for manifest in older:
+        lengths.update(manifest.partitions())
+    while todo:
+        name = todo.pop()
+        found = here.find(name)
+        for copy in [found] if found is not None else here.base_copies(name)[:1]:
+            lengths.setdefault(name, int(copy.pack.entries[copy.sequence]["plain_length"]))
+            todo += [base for base in copy.bases() if base not in lengths]
+    return Needs.of_lengths(lengths)
+
+
+def search(there: RemoteTier, needs: Needs) -> Sources:
+    """Look for partitions in all packs there; the caller closes the result."""
+    there.read_indexes(there.pack_ids())
+    return Sources(there, needs, (), must_be_complete=False)

@@ -1,0 +1,153 @@
+"""Pull: a checkpoint copied from a remote location into a store on a local drive, in the order of SPEC.md §8.1."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.catalog import pin_key
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.migration.tally import Moved, Tally
+from asymcheck.pipeline.commit import enter, finish, take_back
+from asymcheck.pipeline.packing import KnownPartitions, Packing
+from asymcheck.recovery.fetch import fetch
+from asymcheck.recovery.locate import Needs, Sources
+from asymcheck.recovery.resolve import read_manifests
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
+from asymcheck.tiers.owners import hold, let_go
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.types import Digest, Progress
+
+
+def pull(
+    there: RemoteTier,
+    here: NvmeTier,
+    catalog: Catalog,
+    listings: Iterable[CheckpointFiles],
+    progress: Progress | None = None,
+    *,
+    again: bool = False,
+) -> Moved:
+    """Copy checkpoints into a store, every byte verified. Those that are in it already are passed over.
+
+    Args:
+        there: where they lie.
+        here: the store.
+        catalog: its catalog.
+        listings: which ones.
+        progress: called with plain bytes read and to be read, for the checkpoint that is being copied.
+        again: whether those that are in it are committed once more, with what they lack: they are damaged.
+
+    Raises:
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied.
+        InvalidInputError: the store has another training of that run name.
+        RemoteUnreachableError, StorageError: the location, or the device, refused; what was committed stays.
+    """
+    tally = Tally()
+    for listing in listings:
+        if not again and here.manifests.listing(listing.run, listing.ref).is_complete:
+            tally.present += 1
+            continue
+        _heads(there, here, listing.run)
+        manifests = read_manifests(there, listing)
+        for name, manifest in zip(listing.manifests, manifests, strict=True):
+            _Pull(there, here, catalog, tally, progress).carry_out(listing, name, manifest)
+        tally.committed.append(f"{listing.run} {listing.ref}")
+    return tally.result(str(there.location))
+
+
+def _heads(there: RemoteTier, here: NvmeTier, run: str) -> None:
+    for generation in there.manifests.heads(run):
+        found = there.manifests.read_head(run, generation)
+        if found is not None and not here.manifests.publish_head(found[0]):
+            own = here.manifests.read_head(run, generation)
+            if own is None or (own[0].parent, own[0].created_ns) != (found[0].parent, found[0].created_ns):
+                raise InvalidInputError(
+                    f"store {here.root} has another generation {generation} of run {run!r} than {there.location}: "
+                    "another training of this name was saved here; pull into another store"
+                )
+
+
+class _Pull:
+    """One rank's part of a checkpoint on its way."""
+
+    def __init__(
+        self, there: RemoteTier, here: NvmeTier, catalog: Catalog, tally: Tally, progress: Progress | None
+    ) -> None:
+        self._there = there
+        self._here = here
+        self._catalog = catalog
+        self._packing = Packing(here, catalog)
+        self._tally = tally
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def carry_out(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
+        """Fetch what the store lacks, and commit."""
+        run, ref = listing.run, listing.ref
+        pin = pin_key(ref.save_id, name.rank)
+        hold(pin)
+        try:
+            data = self._there.manifests.read_bytes(run, ref, name)
+            with Sources(self._there, Needs.of_manifests([manifest]), manifest.header.packs) as sources:
+                names = list(manifest.partitions())
+                self._fetch(sources, self._lacking(names), manifest)
+                enter(
+                    self._here,
+                    self._catalog,
+                    self._packing,
+                    names,
+                    pin,
+                    lambda lost: self._fetch(sources, sorted(lost), manifest),
+                )
+            self._here.manifests.publish(run, ref, name.rank, name.world_size, data)
+            finish(self._catalog, run, ref, name, len(data), pin)
+        except BaseException:
+            take_back(self._here, self._catalog, run, name.rank, ref, pin)
+            raise
+        finally:
+            let_go(pin)
+            self._packing.abandon()
+        self._tally.packs += len(self._packing.packs)
+        self._tally.moved_bytes += self._packing.written_bytes
+        self._tally.plain_bytes += self._packing.written_bytes
+        self._tally.moved_partitions += len(self._packing.written)
+        self._tally.reused_partitions += len(self._packing.reused)
+
+    def _lacking(self, names: Sequence[Digest]) -> list[Digest]:
+        """Return what the store lacks, and claim the rest of it."""
+        known = KnownPartitions(self._here, self._catalog)
+        lacking = [name for name in names if not known.chain(name)]
+        for name in set(names).difference(lacking):
+            self._packing.claim(name)
+        return lacking
+
+    def _fetch(self, sources: Sources, names: Collection[Digest], manifest: Manifest) -> None:
+        lengths = manifest.partitions()
+        total = sum(lengths[name] for name in names)
+        self._packing.expect(sum(frame_length(lengths[name]) for name in names))
+        self._done = 0
+
+        def place(name: Digest, data: memoryview) -> None:
+            self._store(name, data)
+            if self._progress is not None:
+                with self._lock:
+                    self._done += len(data)
+                    self._progress(self._done, total)
+
+        if names:
+            fetch(sources, list(names), place, self._there.slots, self._there.config.slots)
+
+    def _store(self, name: Digest, data: memoryview) -> None:
+        def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
+            with self._here.slots.slot(len(data)) as slot:
+                slot.payload(len(data))[:] = data
+                writer.write(slot, descriptor)
+
+        if self._packing.claim(name):
+            self._packing.write(FrameDescriptor.identity(name, len(data)), write)

@@ -1,0 +1,181 @@
+"""Sending: frames cut into packs, several of which are made and written at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from asymcheck.errors import GivenUpError
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.migration.choice import Frame
+from asymcheck.migration.reencode import Reencoder
+from asymcheck.migration.tally import Tally
+from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
+from asymcheck.tiers.remote import RemoteTier, plan_pack
+from asymcheck.tiers.slots import Slot
+from asymcheck.types import PackId, Progress
+
+_LEAST_BYTES = 64 << 20
+"""Smaller packs are not made for the sake of more streams."""
+_PROBE_BYTES = 32 << 20
+"""So much goes ahead of the rest while nobody knows what the location takes, for by that it is encoded or not."""
+_MAKE_BYTES_PER_S = 1e9
+"""What one stream is given, as long as that was not measured."""
+
+
+class Sending:
+    """The packs of one checkpoint on their way."""
+
+    def __init__(
+        self, there: RemoteTier, total: int, tally: Tally, progress: Progress | None, reencoder: Reencoder | None
+    ) -> None:
+        """Send ``total`` bytes of payload to ``there``, encoded by ``reencoder`` if there is one."""
+        self._there = there
+        self._config = there.config.remote
+        self._uploader = there.uploader()
+        self._reencoder = reencoder
+        self._total = total
+        self._tally = tally
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def send(self, frames: Sequence[Frame], uploads: int) -> set[PackId]:
+        """Write packs with these frames, by so many streams; return their ids."""
+        size = self._pack_bytes(frames, uploads)
+        count = 0
+        if self._config.compression == "auto" and self._there.pace.write_bytes_per_s is None:
+            count = _fitting(frames, min(_PROBE_BYTES, size))
+        probe = self._send_groups([frames[:count]], 1) if 0 < count < len(frames) else set()
+        rest = frames[count:] if probe else frames
+        return probe | self._send_groups(_groups(rest, size), uploads)
+
+    def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
+        """Return the size of packs for which all of it is there soonest."""
+        pace, piece = self._there.pace, self._config.piece_bytes
+        limit = self._config.pack_bytes
+        if self._reencoder is not None:
+            # What is encoded lies in memory until it is sent.
+            limit = min(limit, max(self._config.encoded_bytes // uploads, 1))
+        facts = FlushFacts(
+            volume_bytes=sum(frame_length(frame.stored) for frame in frames),
+            latency_s=pace.close_s,
+            chunk_bytes=piece,
+            chunk_s=piece / (pace.make_bytes_per_s or _MAKE_BYTES_PER_S),
+            write_bytes_per_s=pace.write_bytes_per_s or _MAKE_BYTES_PER_S,
+        )
+        return stream_batch_bytes(facts, uploads, _LEAST_BYTES, limit)
+
+    def _send_groups(self, groups: Sequence[Sequence[Frame]], uploads: int) -> set[PackId]:
+        todo, made, failures = deque(groups), list[PackId](), list[BaseException]()
+
+        def work() -> None:
+            while not self._stopped:
+                try:
+                    group = todo.popleft()
+                except IndexError:
+                    return
+                try:
+                    made.append(self._send_pack(group))
+                except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
+                    failures.append(error)
+                    self._stopped = True
+
+        # They end with the process, whatever the location does: what waits for an answer must not hold its end.
+        streams = min(uploads, len(groups))
+        workers = [threading.Thread(target=work, name=f"asymcheck-push-{i}", daemon=True) for i in range(streams)]
+        for worker in workers:
+            worker.start()
+        _join(workers, self._stop)
+        if failures:
+            raise failures[0]
+        return set(made)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _send_pack(self, group: Sequence[Frame]) -> PackId:
+        before = sum(frame.stored for frame in group)
+        began = time.perf_counter()
+        frames = self._encoded(group)
+        spent = [time.perf_counter() - began]
+        plan = plan_pack([frame.entry for frame in frames])
+        header, _ = self._uploader.upload(plan, partial(self._read, frames, spent), self._sent)
+        stored = sum(frame.stored for frame in frames)
+        self._there.pace.made(stored, sum(spent))
+        with self._lock:
+            self._tally.packs += 1
+            self._tally.moved_bytes += stored
+            self._tally.plain_bytes += before
+            self._tally.moved_partitions += len(frames)
+        return header.pack_id
+
+    def _encoded(self, group: Sequence[Frame]) -> Sequence[Frame]:
+        if self._reencoder is None:
+            return group
+        slot = Slot(max(frame.stored for frame in group))
+        frames = []
+        for frame in group:
+            self._check_going_on()
+            frames.append(self._reencoder.encoded(frame, slot))
+        with self._lock:
+            self._total -= sum(frame.stored for frame in group) - sum(frame.stored for frame in frames)
+        return frames
+
+    def _check_going_on(self) -> None:
+        if self._stopped:
+            raise GivenUpError("another upload of the same push has failed")
+
+    def _read(self, frames: Sequence[Frame], spent: list[float], number: int, slot: Slot) -> FrameDescriptor:
+        self._check_going_on()
+        began = time.perf_counter()
+        descriptor = frames[number].read(slot)
+        spent.append(time.perf_counter() - began)
+        return descriptor
+
+    def _sent(self, count: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                # What is sent again after a failure counts again; it is for the eye.
+                self._done = min(self._done + count, self._total)
+                self._progress(self._done, self._total)
+
+
+def _join(workers: Sequence[threading.Thread], stop: Callable[[], None]) -> None:
+    """Wait for threads; an interrupt stops them, and is raised when they have ended."""
+    try:
+        for worker in workers:
+            worker.join()
+    except BaseException:
+        stop()
+        for worker in workers:
+            worker.join()
+        raise
+
+
+def _fitting(frames: Sequence[Frame], size: int) -> int:
+    """Return how many of the first frames have ``size`` bytes together, one at least."""
+    room = size
+    for count, frame in enumerate(frames):
+        room -= frame_length(frame.stored)
+        if room < 0:
+            return max(count, 1)
+    return len(frames)
+
+
+def _groups(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
+    """Cut frames into packs of at most ``size`` bytes, or one frame,."""
+    groups: list[list[Frame]] = []
+    room = 0
+    for frame in frames:
+        length = frame_length(frame.stored)
+        if not groups or length > room:
+            groups.append([])
+            room = size
+        groups[-1].append(frame)
+        room -= length
+    return groups

@@ -1,0 +1,1 @@
+"""Policies: pure decisions about moving bytes between tiers, made from measured facts."""

@@ -1,0 +1,142 @@
+"""Pushing: which checkpoints of a run go to a remote location. Pure functions of what is known here and there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.policies.retention import Best, Retention, best_by, check_best, judge
+from asymcheck.types import Checkpoint
+
+_NS = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Which checkpoints go to a remote location: those that any of the rules chooses; without a rule all.
+
+    The rules are about complete checkpoints on the line of training. The newest goes first.
+    """
+
+    location: str
+    """``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows."""
+    every: int | None = None
+    """Those whose step is a multiple of this."""
+    every_s: float | None = None
+    """One that began at least so many seconds after the last one before it that is there or was chosen."""
+    best: str | tuple[str, Literal["min", "max"]] | Best | None = None
+    """The best by a metric of those known when it is its turn: ``"loss"``, ``("accuracy", "max")``, ``("loss", 3)``."""
+    keep: Retention | None = None
+    """Which of them are kept there; None, the default, keeps everything."""
+    hold: int = 4
+    """How many that are still to be sent, the newest, the retention of the store leaves alone."""
+    close_s: float | None = 60.0
+    """How long the end of a training waits for what is still to be sent; None for as long as it takes."""
+
+    def __post_init__(self) -> None:
+        """Refuse rules that mean nothing.
+
+        Raises:
+            InvalidInputError
+        """
+        if type(self.location) is not str:
+            raise InvalidInputError(f"location {self.location!r:.100}: give a URI, such as hdfs://namenode:8020/runs")
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise InvalidInputError(
+                f"every={self.every!r:.100}: give the number of steps between two pushes, 1 or more"
+            )
+        for name in ("every_s", "close_s"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+                raise InvalidInputError(f"{name}={value!r:.100}: give a number of seconds, or None")
+        if type(self.hold) is not int or self.hold < 0:
+            raise InvalidInputError(f"hold={self.hold!r:.100}: give how many checkpoints may be held, 0 or more")
+        if self.keep is not None and not isinstance(self.keep, Retention):
+            raise InvalidInputError(f"keep={self.keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
+        if self.best is not None:
+            check_best("best", self.best_rule)
+
+    @property
+    def best_rule(self) -> Best | None:
+        """What ``best`` says, as retention would: a metric, how many, and whether small or great is good."""
+        match self.best:
+            case str(name):
+                return name, 1
+            case (str(name), "min" | "max" as direction):
+                return name, 1, direction
+            case _:
+                return self.best
+
+    @property
+    def asks_for_metrics(self) -> bool:
+        """Whether a decision needs the metrics of checkpoints."""
+        return self.best is not None or (self.keep is not None and self.keep.keep_best is not None)
+
+
+def check_push(push: object) -> Push:
+    """Return what says where to push.
+
+    Raises:
+        InvalidInputError: it does not.
+    """
+    if not isinstance(push, Push):
+        raise InvalidInputError(f"push={push!r:.100}: give asymcheck.Push('hdfs://…', every=…), or None")
+    return push
+
+
+def due(push: Push, here: Sequence[Checkpoint], there: Sequence[Checkpoint], now_ns: int) -> list[Checkpoint]:
+    """Return what is to be sent, in the order of ``CheckpointRef``: what comes last goes first.
+
+    Args:
+        push: the rules.
+        here: the checkpoints of one run that the store has.
+        there: those that the location has, or had: what is deleted there is not sent again.
+        now_ns: the present, nanoseconds since 1970-01-01 UTC.
+    """
+    sent = {one.save_id for one in there}
+    known = {one.save_id: one for one in (*there, *here) if one.complete and one.on_line is not False}
+    ordered = sorted(known.values(), key=lambda one: one.ref)
+    wanted = _wanted(push, ordered, sent)
+    going = [one for one in ordered if one.save_id in wanted]
+    if push.keep is None:
+        return going
+    # What would be deleted there at once is not sent: after hours without an answer that is most of the backlog.
+    stays = {
+        verdict.checkpoint.save_id
+        for verdict in judge(push.keep, [*(one for one in ordered if one.save_id in sent), *going], now_ns)
+        if verdict.stays
+    }
+    return [one for one in going if one.save_id in stays]
+
+
+def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[str]:
+    best = push.best_rule
+    best_ones = set() if best is None else {one.save_id for one in best_by(best, ordered)}
+    has_rule = (push.every, push.every_s, push.best) != (None,) * 3
+    wanted: set[str] = set()
+    last_ns: int | None = None
+    for one in ordered:
+        is_wanted = not has_rule or one.save_id in best_ones
+        is_wanted = is_wanted or (push.every is not None and one.step % push.every == 0)
+        if push.every_s is not None:
+            is_wanted = is_wanted or last_ns is None or one.created_ns - last_ns >= push.every_s * _NS
+        if one.save_id in sent or is_wanted:
+            last_ns = one.created_ns
+        if is_wanted and one.save_id not in sent:
+            wanted.add(one.save_id)
+    return wanted
+
+
+def held(push: Push, waiting: Sequence[Checkpoint], sending: str | None) -> dict[str, str]:
+    """Return the save ids that the retention of the store leaves alone, with the reason.
+
+    Args:
+        push: how many.
+        waiting: what is to be sent, as :func:`due` returned it.
+        sending: what is being sent, if anything.
+    """
+    found = {one.save_id: "to be pushed" for one in waiting[max(len(waiting) - push.hold, 0) :]}
+    return found if sending is None else {**found, sending: "being pushed"}

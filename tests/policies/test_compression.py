@@ -1,0 +1,82 @@
+"""The compression policy, from made-up facts."""
+
+from __future__ import annotations
+
+import pytest
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY
+from asymcheck.policies.compression import Sampled, choose
+
+PLANES = Sampled(1.2, 1e9)
+DELTA = Sampled(1.6, 0.8e9)
+DERIVED = Sampled(32768, 2e9)
+
+
+def test_off_encodes_nothing() -> None:
+    """However much it would save."""
+    assert choose("off", {CODEC_DERIVED: DERIVED}, 1e6).codec == CODEC_IDENTITY
+
+
+@pytest.mark.parametrize("mode", ["auto", "smallest"])
+def test_what_does_not_become_smaller_is_left_as_it_is(mode: str) -> None:
+    """Noise costs no time on the way back."""
+    assert choose(mode, {CODEC_BYTE_PLANES: Sampled(1.01, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
+    assert choose(mode, {CODEC_DERIVED: Sampled(0.0, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
+    assert choose(mode, {}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
+
+
+def test_smallest_takes_the_smallest_whatever_it_costs() -> None:
+    """Even by the slowest encoder, to the fastest drive."""
+    slow = Sampled(1.2, 1e6)
+    assert choose("smallest", {CODEC_BYTE_PLANES: slow}, 1e10).codec == CODEC_BYTE_PLANES
+    assert choose("smallest", {CODEC_BYTE_PLANES: slow, CODEC_DELTA: DELTA}, None).codec == CODEC_DELTA
+    everything = {CODEC_BYTE_PLANES: PLANES, CODEC_DELTA: DELTA, CODEC_DERIVED: DERIVED}
+    assert choose("smallest", everything, None).codec == CODEC_DERIVED
+
+
+def test_a_delta_that_hardly_pays_is_none() -> None:
+    """It would have to be read with its base: first moments are stored whole."""
+    sampled = {CODEC_BYTE_PLANES: Sampled(1.19, 1e9), CODEC_DELTA: Sampled(1.20, 1e9)}
+    assert choose("smallest", sampled, None).codec == CODEC_BYTE_PLANES
+
+
+def test_auto_waits_until_the_target_is_measured() -> None:
+    """No constant stands in for a fact."""
+    assert choose("auto", {CODEC_BYTE_PLANES: PLANES}, None).codec == CODEC_IDENTITY
+
+
+@pytest.mark.parametrize(
+    ("link", "codec"),
+    [(3e9, CODEC_IDENTITY), (0.3e9, CODEC_IDENTITY), (0.1e9, CODEC_BYTE_PLANES), (1e6, CODEC_BYTE_PLANES)],
+)
+def test_auto_encodes_what_is_stored_sooner_so(link: float, codec: int) -> None:
+    """1.2 times smaller at 1 GB/s: a sixth of the bytes is saved, so it pays below some 0.1 GB/s."""
+    assert choose("auto", {CODEC_BYTE_PLANES: PLANES}, link).codec == codec
+
+
+def test_auto_takes_the_soonest_of_several() -> None:
+    """Not the smallest: a delta that takes long to make is none for a drive that is hardly too slow."""
+    sampled = {CODEC_BYTE_PLANES: Sampled(1.5, 2e9), CODEC_DELTA: Sampled(1.6, 0.2e9)}
+    assert choose("auto", sampled, 0.3e9).codec == CODEC_BYTE_PLANES
+    assert choose("auto", sampled, 1e6).codec == CODEC_DELTA
+
+
+@pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
+@pytest.mark.parametrize("sampled", [PLANES, DELTA, DERIVED, Sampled(1.03, 5e9)])
+def test_auto_never_makes_it_later(link: float, sampled: Sampled) -> None:
+    """By the facts it was given, encoding and writing takes less than writing."""
+    if choose("auto", {CODEC_BYTE_PLANES: sampled}, link).codec != CODEC_IDENTITY:
+        assert 1 / sampled.bytes_per_s + 1 / (sampled.ratio * link) < 1 / link
+
+
+def test_a_choice_says_why() -> None:
+    """With the figures."""
+    assert "1.20 times smaller" in choose("auto", {CODEC_BYTE_PLANES: PLANES}, 1e6).why
+    assert "3.00 GB/s" in choose("auto", {CODEC_BYTE_PLANES: PLANES}, 3e9).why
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    """By what there is."""
+    with pytest.raises(InvalidInputError, match="'auto', 'smallest', 'off'"):
+        choose("best", {}, None)  # type: ignore[arg-type]  # that is the point

@@ -1,0 +1,114 @@
+"""The interval from made-up facts: never shorter than any of its bounds, never longer than the greatest asks."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, Pace, choose, span
+
+THREE_HOURS = 3 * 3600.0
+
+facts = st.builds(
+    Pace,
+    step_s=st.floats(1e-4, 100),
+    stall_s=st.floats(1e-5, 50),
+    durable_s=st.floats(0, 1000),
+    in_flight=st.integers(1, 4),
+)
+aims = st.builds(
+    AutoInterval,
+    overhead=st.floats(1e-3, 0.5),
+    mtbf=st.integers(1, 10**6).map(lambda seconds: timedelta(seconds=seconds)),
+)
+
+
+def bounds(aim: AutoInterval, measured: Pace) -> list[float]:
+    """The seconds that Young, the store and the budget ask for."""
+    return [
+        math.sqrt(2 * measured.stall_s * aim.mtbf.total_seconds()),
+        measured.durable_s / measured.in_flight,
+        measured.stall_s / aim.overhead,
+    ]
+
+
+@given(aims, facts)
+def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, measured: Pace) -> None:
+    """Rounded up, and at least one step."""
+    steps = choose(aim, measured).steps
+    seconds = max(bounds(aim, measured))
+    assert steps >= 1
+    assert steps * measured.step_s >= seconds * (1 - 1e-6)
+    assert steps == 1 or (steps - 1) * measured.step_s < seconds * (1 + 1e-6)
+
+
+@given(aims, facts, facts)
+def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: Pace, after: Pace) -> None:
+    """And then it is what the new facts alone would give."""
+    old, new = choose(aim, before), choose(aim, after)
+    chosen = choose(aim, after, old)
+    near = old.steps / 1.25 <= new.steps <= old.steps * 1.25
+    assert chosen == (old if near else new)
+
+
+@pytest.mark.parametrize(
+    ("measured", "aim", "steps", "words"),
+    [
+        (Pace(0.5, 0.02, 2.0, 2), AutoInterval(), 42, "20.8 s at 500 ms a step, for Young's interval for 20 ms"),
+        (Pace(0.5, 0.02, 90.0, 2), AutoInterval(), 90, "the store takes 1.5 min for one and the ring has room for 2"),
+        (Pace(0.5, 2.0, 2.0, 2), AutoInterval(0.001), 4000, "2 s of stall may take 0.001 of the time"),
+        (Pace(500.0, 0.02, 2.0, 2), AutoInterval(), 1, "a failure every 3 h"),
+        (Pace(0.5, 0.02, 2.0, 2), AutoInterval(mtbf=timedelta(days=30)), 644, "a failure every 720 h"),
+    ],
+)
+def test_it_says_why(measured: Pace, aim: AutoInterval, steps: int, words: str) -> None:
+    """In one sentence, with the figures that decided."""
+    chosen = choose(aim, measured)
+    assert chosen.steps == steps
+    assert words in str(chosen)
+    assert str(chosen).startswith("every step:" if steps == 1 else f"every {steps} steps:")
+
+
+def test_what_is_not_chosen_yet_says_so() -> None:
+    """And stands in nobody's way."""
+    early = ChosenInterval(0, "1 of 3 checkpoints were measured")
+    assert str(early) == "not chosen yet: 1 of 3 checkpoints were measured"
+    assert choose(AutoInterval(), Pace(1.0, 0.5, 1.0, 1), early).steps == math.ceil(math.sqrt(THREE_HOURS))
+
+
+def test_steps_of_no_time_are_no_division_by_zero() -> None:
+    """A loop that does nothing gets an interval, too."""
+    assert choose(AutoInterval(), Pace(0.0, 0.0, 0.0, 1)).steps == 1
+    assert choose(AutoInterval(), Pace(0.0, 0.1, 0.0, 1)).steps > 10**6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"overhead": 0},
+        {"overhead": 1.5},
+        {"overhead": True},
+        {"overhead": "1%"},
+        {"overhead": math.nan},
+        {"mtbf": 3},
+        {"mtbf": timedelta()},
+    ],
+    ids=str,
+)
+def test_an_aim_that_means_nothing_is_refused(wrong: dict[str, object]) -> None:
+    """With what to give instead."""
+    with pytest.raises(InvalidInputError, match="give"):
+        AutoInterval(**wrong)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00123, "1.23 ms"), (1.0, "1 s"), (59.4, "59.4 s"), (90.0, "1.5 min"), (10_800.0, "3 h")]
+)
+def test_spans_are_for_people(seconds: float, text: str) -> None:
+    """Three digits, and the unit that fits."""
+    assert span(seconds) == text

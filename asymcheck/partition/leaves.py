@@ -6,13 +6,16 @@ import abc
 import dataclasses
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from asymcheck.errors import UnsupportedValueError
 from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
+from asymcheck.partition.plan import Partition
 from asymcheck.partition.roles import role_of
 
 
@@ -53,6 +56,8 @@ class Leaf:
     """Bytes of its elements in row-major order."""
     group: str
     """Tensors are bundled only with others of the same group."""
+    box: Box
+    """Which part of the whole tensor, over all ranks, it is."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     """Its further names."""
     key: tuple[object, ...] | None = None
@@ -61,12 +66,20 @@ class Leaf:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def role(self) -> str:
         """The role of the tensor, from its name."""
         return role_of(self.name)
 
-    def copy_bytes(self, start: int, target: memoryview) -> None:
-        """Copy the bytes from ``start`` on into ``target``, filling it. Releases the GIL for large copies."""
+    def copy_bytes(self, start: int, target: memoryview, *, wait: bool = True) -> None:
+        """Copy the bytes from ``start`` on into ``target``, filling it. Releases the GIL for large copies.
+
+        Without ``wait``, a copy from a device is only queued there, on the current stream.
+        """
         if isinstance(self.source, TensorBytes):
             self.source.read(start, target)
             return
@@ -75,7 +88,26 @@ class Leaf:
             # numpy, not torch: one plain memcpy, no thread pool that would compete with the training thread's.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
         else:
-            torch.frombuffer(target, dtype=torch.uint8).copy_(flat)
+            torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
+
+    def lying_bytes(self, start: int, length: int) -> memoryview | None:
+        """Return the bytes themselves, not a copy of them; None unless they lie in host memory in row-major order."""
+        source = self.source
+        if isinstance(source, TensorBytes):
+            return None
+        if isinstance(source, np.ndarray):
+            return flat_bytes(source)[start : start + length].numpy().data if _lies_in_order(source) else None
+        plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+        return flat_bytes(source)[start : start + length].numpy().data if plain else None
+
+    def as_bytes(self) -> torch.Tensor:
+        """Return the elements in row-major order as a uint8 tensor, on the device where they are."""
+        if isinstance(self.source, TensorBytes):
+            data = bytearray(self.nbytes)
+            self.source.read(0, memoryview(data))
+            return torch.frombuffer(data, dtype=torch.uint8)
+        # Not the copy that is kept: on a device it may still be under way in another queue.
+        return flat_bytes(self.source)
 
     def release(self) -> None:
         """Forget the contiguous copy that a strided tensor needed."""
@@ -97,20 +129,25 @@ def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
     return as_bytes(source.detach().resolve_conj().resolve_neg().contiguous())
 
 
+def _lies_in_order(source: np.ndarray) -> bool:
+    # flat_bytes() copies what is read-only, for torch takes no such memory.
+    return source.flags.c_contiguous and source.flags.writeable
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a uint8 tensor."""
     # Not reshape(-1): it keeps the stride of a tensor of one element, which may be any, and then there is no such view.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def make_leaf(source: Source, path: str, group: str) -> Leaf:
-    """Describe a tensor or an array of a state.
+def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> Leaf:
+    """Describe a tensor or an array of a state; ``box`` says which part of a whole a tensor is.
 
     Raises:
         UnsupportedValueError: it has no bytes that could be stored; names ``path``.
     """
     if isinstance(source, TensorBytes):
-        return Leaf(source, path, source.dtype, source.shape, source.nbytes, group)
+        return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
     if isinstance(source, np.ndarray):
         if type(source) not in (np.ndarray, np.memmap):
             raise UnsupportedValueError(
@@ -122,12 +159,13 @@ def make_leaf(source: Source, path: str, group: str) -> Leaf:
             raise UnsupportedValueError(
                 path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert to numbers"
             )
-        return Leaf(source, path, dtype, source.shape, source.nbytes, group)
+        return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
     _check_tensor(source, path)
     name = TORCH_NAMES.get(source.dtype)
     if name is None:
         raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
-    return Leaf(source, path, name, tuple(source.shape), source.numel() * source.element_size(), group)
+    shape = tuple(source.shape)
+    return Leaf(source, path, name, shape, source.numel() * source.element_size(), group, box or Box.of_whole(shape))
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
@@ -159,3 +197,11 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
         return None
     flags = (source.is_conj(), source.is_neg())
     return (source.device, source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, flags)
+
+
+def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
+    """Copy the bytes of a partition from its tensors into ``payload``, which has its length."""
+    position = 0
+    for piece in partition.pieces:
+        leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
+        position += piece.length

@@ -50,9 +50,11 @@ class Cut:
 
 
 PLAN_KIND = "canonical"
+_MASTER_WIDTH, _COPY_WIDTH = 4, 2
+"""Bytes of an element of a tensor, and of its rounded copy, which is cut at the same elements."""
 
 
-def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig) -> Cut:
+def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig, widths: Sequence[int] | None = None) -> Cut:
     """Cut tensors into partitions.
 
     Tensors of at least ``config.bundle_below_bytes`` are cut into pieces of equal size, multiples of 4 KiB but for
@@ -63,6 +65,8 @@ def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig) -> Cut
         sizes: bytes of each tensor, by row.
         groups: tensors are bundled only within their group.
         config: the sizes to aim at.
+        widths: bytes of an element of each tensor, 4 for all when None. Tensors of 2 and 4 bytes are cut at the same
+            elements: so a partition of a rounded copy lies within one of its original.
     """
     inline: list[int] = []
     inline_room = config.inline_total_bytes
@@ -74,8 +78,10 @@ def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig) -> Cut
             inline.append(row)
             inline_room -= size
         elif size >= config.bundle_below_bytes:
+            width = 4 if widths is None else widths[row]
             partitions.extend(
-                Partition((Piece(row, start, length),)) for start, length in _pieces(size, config.partition_bytes)
+                Partition((Piece(row, start, length),))
+                for start, length in _pieces(size, width, config.partition_bytes)
             )
         else:
             if filled.get(group, 0) + size > config.partition_bytes:
@@ -87,8 +93,10 @@ def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig) -> Cut
     return Cut(tuple(inline), tuple(partitions))
 
 
-def _pieces(size: int, most: int) -> list[tuple[int, int]]:
-    count = -(-size // most)
-    length = -(-size // count)
-    length = -(-length // BLOCK_BYTES) * BLOCK_BYTES
+def _pieces(size: int, width: int, most: int) -> list[tuple[int, int]]:
+    """Cut at multiples of 4096 elements where these are not too many, and so of 4 KiB."""
+    elements, limit = -(-size // width), most // (_MASTER_WIDTH if width == _COPY_WIDTH else width)
+    count = -(-elements // limit)
+    granule = min(BLOCK_BYTES, limit)
+    length = -(-elements // (count * granule)) * granule * width
     return [(start, min(length, size - start)) for start in range(0, size, length)]

@@ -78,10 +78,50 @@ class Iteration:
         return tuple(phase for phase, _ in self.marks)
 
     @property
+    def windows(self) -> tuple[tuple[Phase, float, float], ...]:
+        """The phase of each window, when it began and when it ended."""
+        if not self.marks:
+            return ()
+        edges = [self.begin_s, *(time_s for _, time_s in self.marks[1:]), self.fence_s]
+        return tuple((phase, *pair) for (phase, _), pair in zip(self.marks, pairwise(edges), strict=True))
+
+    @property
     def seconds(self) -> tuple[float, ...]:
         """The length of each window."""
-        edges = [self.begin_s, *(time_s for _, time_s in self.marks[1:]), self.fence_s]
-        return tuple(after - before for before, after in pairwise(edges))
+        return tuple(after - before for _, before, after in self.windows)
+
+
+MARKS_MIN = 3
+"""Of an iteration with fewer marks, all one can say of most of it is how long it takes."""
+TIMED_S = 0.005
+"""Length to aim at of a window that is nothing but a stretch of time …"""
+TIMED_MAX = 32
+"""… and how many there are at most in one iteration."""
+
+
+def timed_profile(iterations: Sequence[Iteration], bytes_per_s: float) -> Profile | None:
+    """Return windows of equal length, for a training whose modules are not seen: all of it compiled, or none there.
+
+    As many as the median iteration has room for, of its phase where there is a mark of it.
+
+    Returns:
+        None while fewer than ``AGREEING_MIN`` iterations were seen; also when any has ``MARKS_MIN`` marks or more, so
+        that :func:`profile_of` says more of it.
+    """
+    usable = [one for one in iterations if 0 < one.fence_s - one.begin_s < math.inf]
+    if len(usable) < AGREEING_MIN or any(len(one.marks) >= MARKS_MIN for one in usable):
+        return None
+    length = statistics.median(one.fence_s - one.begin_s for one in usable)
+    turn = statistics.median(_turn(one) for one in usable)
+    count = min(max(round(length / TIMED_S), 1), TIMED_MAX)
+    phases: list[Phase] = ["backward" if (number + 0.5) / count > turn else "forward" for number in range(count)]
+    return Profile(tuple(Window(phase, length / count, 1.0) for phase in phases), bytes_per_s)
+
+
+def _turn(iteration: Iteration) -> float:
+    """Return after which part of an iteration backward begins; 1 when that was not seen."""
+    times = [time_s for phase, time_s in iteration.marks if phase == "backward"]
+    return (times[0] - iteration.begin_s) / (iteration.fence_s - iteration.begin_s) if times else 1.0
 
 
 def profile_of(iterations: Sequence[Iteration], bytes_per_s: float, *, idle: float = 1.0) -> Profile | None:

@@ -9,6 +9,8 @@ _BY_LAST_PART = {
     "max_exp_avg_sq": "second_moment",
     "square_avg": "second_moment",
     "grad": "gradient",
+    "master": "weights",
+    "master_param": "weights",
 }
 _FIRST_PARTS = {"model": "weights", "module": "weights", "ema": "weights", "rng": "rng"}
 

@@ -60,10 +60,13 @@ class Layout:
     """Tensors are bundled only within their group."""
     deferred: Sequence[bool]
     """Whether the tensor stays as it is up to the fence, so that it may be captured after ``step()``."""
+    widths: Sequence[int] = ()
+    """Bytes of an element; none when all have 4."""
 
     def cut(self, rows: Sequence[int], config: StoreConfig) -> Cut:
         """Return the canonical cut of some rows alone."""
-        found = cut([self.sizes[row] for row in rows], [self.groups[row] for row in rows], config)
+        widths = [self.widths[row] for row in rows] if self.widths else None
+        found = cut([self.sizes[row] for row in rows], [self.groups[row] for row in rows], config, widths)
         partitions = (
             Partition(tuple(dataclasses.replace(piece, row=rows[piece.row]) for piece in partition.pieces))
             for partition in found.partitions
@@ -108,7 +111,7 @@ def plan_from_record(record: object, layout: Layout, config: StoreConfig) -> Pla
 
     For the same layout and configuration it equals the plan whose ``record()`` this is.
     """
-    if type(record) is not dict or not {"number", "kind"} <= set(record) <= {"number", "kind", "windows"}:
+    if type(record) is not dict or not {"number", "kind"} <= set(record) <= {"number", "kind", "windows", "encoding"}:
         return None
     number, kind = record["number"], record["kind"]
     if type(number) is not int or not 0 <= number <= _NUMBER_MAX:

@@ -12,8 +12,10 @@ import torch
 from asymcheck.errors import StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
+from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
 from asymcheck.partition.leaves import Leaf, Source, TensorBytes, identity_key, make_leaf
+from asymcheck.partition.shards import TensorShard, is_dtensor, shard_of
 from asymcheck.types import Stateful, is_stateful
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -63,7 +65,11 @@ class _Walker:
         if depth == 1:
             self._group = name or ""
         if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
+            if is_dtensor(value):
+                return self._shard(shard_of(value, name or ""), name or "")
             return self._tensor(value, name or "")
+        if kind is TensorShard:
+            return self._shard(value, name or "")  # type: ignore[arg-type]  # the type was just compared
         if kind is dict or kind is OrderedDict:
             return self._mapping(value, name, depth)  # type: ignore[arg-type]  # the type was just compared
         if kind is list or kind is tuple:
@@ -101,13 +107,18 @@ class _Walker:
             return encode_integer(key), join_name((key,))
         raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int")
 
-    def _tensor(self, value: Source, name: str) -> Node:
+    def _shard(self, shard: TensorShard, name: str) -> Node:
+        if not shard.box.is_valid:
+            raise UnsupportedValueError(name, f"the shard {shard.box} does not lie within its whole tensor")
+        return self._tensor(shard.local, name, shard.box)
+
+    def _tensor(self, value: Source, name: str, box: Box | None = None) -> Node:
         tag = "N" if isinstance(value, np.ndarray) else "T"
         # First of all, because what cannot be stored need not have a place in memory to compare.
-        leaf = make_leaf(value, name, self._group)
+        leaf = make_leaf(value, name, self._group, box)
         leaf.key = key = identity_key(value)
         row = None if key is None else self._rows.get(key)
-        if row is not None:
+        if row is not None and self.leaves[row].box == leaf.box:
             self.leaves[row].aliases.append(name)
             return [tag, row]
         self.leaves.append(leaf)

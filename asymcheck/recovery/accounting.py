@@ -22,6 +22,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.recovery.line import Line, read_line
+from asymcheck.recovery.numbering import number_digests, with_bases
 from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import PackId
@@ -200,6 +201,8 @@ class _Frames:
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
+        self.based: list[bytes] = []
+        self.bases: list[bytes] = []
         self.lengths: list[_Ints] = []
         self.packs: list[_Ints] = []
         self.file_bytes: list[int] = []
@@ -225,6 +228,9 @@ class _Frames:
             self.file_bytes.append(path.stat().st_size)
             self.is_damaged.append(pack.damage is not None)
             self.digests.append(pack.entries["digest"].tobytes())
+            based = pack.entries[pack.entries["kind"] != registry.KIND_FULL]
+            self.based.append(based["digest"].tobytes())
+            self.bases.append(based["base_digest"].tobytes())
             self.lengths.append(frame_lengths(pack.entries["stored_length"]).astype(np.int64))
             self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
         finally:
@@ -237,12 +243,14 @@ class _Sums:
     def __init__(self, tier: NvmeTier, needs: _Needs, frames: _Frames) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
         users, self.roles, self.role_bytes = _joined(needs.users), _joined(needs.roles), _joined(needs.lengths)
-        numbers, self.count = _number(b"".join(needs.digests + frames.digests))
-        self.needed, self.stored = numbers[: len(users)], numbers[len(users) :]
+        numbers, self.count = number_digests(b"".join(needs.digests + frames.digests + frames.based + frames.bases))
+        stored = sum(map(len, frames.digests)) // registry.DIGEST_BYTES
+        self.needed, self.stored, based = np.split(numbers, [len(users), len(users) + stored])
         self.users = users
         self.lengths, self.packs = _joined(frames.lengths), _joined(frames.packs)
         self.bytes_of = _summed(self.stored, self.lengths, self.count)
         pairs = np.unique(users * max(self.count, 1) + self.needed)
+        pairs = with_bases(pairs, max(self.count, 1), *np.split(based, 2))
         self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
         self.users_of = np.bincount(self.pair_needs, minlength=self.count)
 
@@ -350,18 +358,6 @@ def _shared_out(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
     ends = np.floor(bytes_of[partitions] * ((sums - low) / spans)).astype(np.int64)
     starts = np.floor(bytes_of[partitions] * ((before - low) / spans)).astype(np.int64)
     return _summed(roles, ends - starts, len(_ROLES))
-
-
-def _number(digests: bytes) -> tuple[_Ints, int]:
-    """Number equal digests alike, from 0; return a number for each digest, and how many numbers there are."""
-    halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-    order = np.lexsort((halves[:, 0], halves[:, 1]))
-    ordered = halves[order]
-    is_new = np.ones(len(ordered), dtype=bool)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    numbers = np.empty(len(ordered), dtype=np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    return numbers, int(is_new.sum())
 
 
 def _unfinished_bytes(tier: NvmeTier) -> int:

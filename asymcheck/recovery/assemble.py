@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from asymcheck.errors import StateMismatchError, StorageError
-from asymcheck.format.manifest import Manifest, TensorRow
+from asymcheck.format.manifest import TensorRow
+from asymcheck.partition.boxes import Box, Crossing, Region
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.leaves import as_bytes
+from asymcheck.recovery.parts import Parts, Piece, of_box
 from asymcheck.types import Digest
 
 
 class Target:
     """One tensor to be filled, byte range by byte range, from worker threads."""
 
-    def __init__(self, row: TensorRow, existing: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, row: TensorRow, existing: Sequence[torch.Tensor], device: torch.device, *, in_runs: bool = True
+    ) -> None:
         """Fill ``existing`` tensors of the row's shape and dtype in place.
 
-        Allocate one on ``device`` when there is none.
+        Allocate one on ``device`` when there is none. Without ``in_runs``, bytes come that lie apart in it.
         """
         self.row = row
         self._existing = list(existing) or [allocate(row, device)]
@@ -30,6 +35,10 @@ class Target:
         self.touched = False
         self._left = row.nbytes
         self._lock = threading.Lock()
+        # What is strided, or not in host memory, cannot be filled in bits and pieces: its bytes are gathered first.
+        self._gathers = any(
+            not _is_plain(tensor) or (not in_runs and tensor.device.type != "cpu") for tensor in self._existing
+        )
         self._staged: torch.Tensor | None = None
 
     @property
@@ -39,16 +48,35 @@ class Target:
 
     def put(self, start: int, data: memoryview) -> None:
         """Copy ``data`` to the bytes from ``start`` on."""
+        for flat in self._flats():
+            _copy(flat[start : start + len(data)], data)
+        self._count(len(data))
+
+    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
+        """Copy regions of ``data`` to where they say."""
+        flats, done = self._flats(), 0
+        for region in regions:
+            for flat in flats:
+                if region.is_run:
+                    count = region.nbytes
+                    _copy(flat[region.target : region.target + count], data[region.source : region.source + count])
+                else:
+                    region.copy(data, flat.numpy())
+            done += region.nbytes
+        self._count(done)
+
+    def _flats(self) -> list[torch.Tensor]:
         with self._lock:
             self.touched = True
-            if self._staged is None and any(not _is_plain(tensor) for tensor in self._existing):
-                # A strided tensor cannot be filled by byte ranges: its bytes are gathered first.
+            if not self._gathers:
+                return [as_bytes(tensor.detach()) for tensor in self._existing]
+            if self._staged is None:
                 self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8)
-        flats = [self._staged] if self._staged is not None else [as_bytes(tensor.detach()) for tensor in self._existing]
-        for flat in flats:
-            _copy(flat[start : start + len(data)], data)
+            return [self._staged]
+
+    def _count(self, done: int) -> None:
         with self._lock:
-            self._left -= len(data)
+            self._left -= done
             if self._left == 0 and self._staged is not None:
                 whole = self._staged.view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
                 for tensor in self._existing:
@@ -87,6 +115,27 @@ class ByteTarget(Protocol):
         """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
 
 
+class RegionTarget(ByteTarget, Protocol):
+    """What takes the bytes of one tensor, also those that do not follow each other."""
+
+    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
+        """Take regions of ``data``; as :meth:`put`."""
+
+
+class CutTarget:
+    """What takes of one stored part the bytes that it and a wanted box have in common."""
+
+    def __init__(self, row: TensorRow, crossing: Crossing, target: RegionTarget) -> None:
+        """Hand bytes of ``row`` on to ``target``, as ``crossing`` says."""
+        self.row = row
+        self.crossing = crossing
+        self._target = target
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Take the bytes of the part from ``start`` on."""
+        self._target.put_regions(self.crossing.regions(start, start + len(data)), data)
+
+
 class Placement:
     """Where the bytes of every wanted partition go."""
 
@@ -96,8 +145,10 @@ class Placement:
         self._places: dict[Digest, list[tuple[ByteTarget, int, int, int]]] = {}
         for target in self._targets:
             start = 0
+            crossing = target.crossing if isinstance(target, CutTarget) else None
             for extent in target.row.extents:
-                self._places.setdefault(extent.digest, []).append((target, start, extent.offset, extent.length))
+                if crossing is None or crossing.touches(start, start + extent.length):
+                    self._places.setdefault(extent.digest, []).append((target, start, extent.offset, extent.length))
                 start += extent.length
 
     @property
@@ -108,7 +159,9 @@ class Placement:
     @property
     def total_bytes(self) -> int:
         """Bytes that the targets take in all."""
-        return sum(target.row.nbytes for target in self._targets)
+        return sum(
+            target.crossing.nbytes if isinstance(target, CutTarget) else target.row.nbytes for target in self._targets
+        )
 
     def put_inline(self) -> None:
         """Fill the tensors whose bytes lie in the manifest itself."""
@@ -122,30 +175,56 @@ class Placement:
             target.put(start, data[offset : offset + length])
 
 
+@dataclasses.dataclass(eq=False)
+class Demand:
+    """A box of a stored tensor that is wanted."""
+
+    row: TensorRow
+    """What it is; its bytes are where ``pieces`` say."""
+    pieces: Sequence[Piece]
+    """What it is made up of."""
+    existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Tensors to be filled in place."""
+
+    @classmethod
+    def of(cls, parts: Parts, number: int, box: Box) -> Demand:
+        """Want a box of a tensor.
+
+        Raises:
+            StateMismatchError: as :meth:`Parts.pieces`.
+        """
+        pieces = parts.pieces(number, box)
+        is_stored = len(pieces) == 1 and pieces[0].crossing is None
+        return cls(pieces[0].row if is_stored else of_box(parts.row(number), box), pieces)
+
+    def targets(self, target: RegionTarget) -> Iterator[ByteTarget]:
+        """Yield what takes the bytes of each piece, for ``target`` to be filled."""
+        for piece in self.pieces:
+            yield target if piece.crossing is None else CutTarget(piece.row, piece.crossing, target)
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether the bytes of each piece follow each other."""
+        return all(piece.crossing is None or piece.crossing.is_run for piece in self.pieces)
+
+
 class Assembly(Placement):
-    """Tensors to be filled with the bytes of rows of a manifest."""
+    """Tensors to be filled with the bytes of stored parts."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        rows: Sequence[int],
-        existing: Mapping[int, Sequence[torch.Tensor]],
-        device: torch.device,
-    ) -> None:
-        """Prepare ``rows`` of a manifest; ``existing`` gives tensors to be filled in place, by row."""
-        values = manifest.rows(rows)
-        self.targets = {
-            row: Target(value, existing.get(row, ()), device) for row, value in zip(rows, values, strict=True)
+    def __init__(self, demands: Iterable[Demand], device: torch.device) -> None:
+        """Prepare what is wanted; tensors that do not exist are made on ``device``."""
+        self._filled = {
+            demand: Target(demand.row, demand.existing, device, in_runs=demand.in_runs) for demand in demands
         }
-        super().__init__(self.targets.values())
+        super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
 
-    def tensors(self) -> dict[int, torch.Tensor]:
-        """Return the filled tensors by row."""
-        return {row: target.tensor for row, target in self.targets.items()}
+    def tensor(self, demand: Demand) -> torch.Tensor:
+        """Return the filled tensor."""
+        return self._filled[demand].tensor
 
     def overwritten(self) -> list[str]:
         """Return the names of existing tensors that hold restored bytes, wholly or in part."""
-        return [target.row.name for target in self.targets.values() if target.in_place and target.touched]
+        return [target.row.name for target in self._filled.values() if target.in_place and target.touched]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

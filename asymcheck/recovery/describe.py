@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asymcheck.errors import AsymcheckError, HeadRecordError
+from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import Line, check_generations, read_line
 from asymcheck.recovery.load import Loaded
 from asymcheck.recovery.resolve import read_manifests
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef
 
 
-def known_line(tier: NvmeTier, run: str) -> Line | None:
+def known_line(tier: ReadTier, run: str) -> Line | None:
     """Return the line of a run; None when a head record is lost, for then nobody knows."""
     try:
         line = read_line(tier, run)
@@ -23,16 +24,18 @@ def known_line(tier: NvmeTier, run: str) -> Line | None:
     return line
 
 
-def is_on_line(tier: NvmeTier, run: str, ref: CheckpointRef) -> bool | None:
+def is_on_line(tier: ReadTier, run: str, ref: CheckpointRef) -> bool | None:
     """Tell whether a checkpoint leads to the present; None when nobody knows."""
     line = known_line(tier, run)
     return None if line is None else ref in line
 
 
-def describe(tier: NvmeTier, listing: CheckpointFiles, line: Line | None) -> Checkpoint:
+def describe(tier: ReadTier, listing: CheckpointFiles, line: Line | None) -> Checkpoint:
     """Describe a checkpoint by its name and its manifests."""
     try:
         return describe_by(listing, read_manifests(tier, listing), line)
+    except UNKNOWING:
+        raise
     except AsymcheckError:
         return describe_by(listing, None, line)
 
@@ -56,9 +59,12 @@ def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, 
     )
 
 
-def describe_loaded(tier: NvmeTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
+def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
     """Describe a checkpoint that was read; the newest one lies on the line."""
     header = loaded.manifest.header
+    metrics = dict(header.metrics)
+    for manifest in loaded.others:
+        metrics.update(manifest.header.metrics)
     return Checkpoint(
         run=loaded.run,
         step=loaded.ref.step,
@@ -68,6 +74,6 @@ def describe_loaded(tier: NvmeTier, loaded: Loaded, *, is_newest: bool) -> Check
         complete=True,
         on_line=is_newest or is_on_line(tier, loaded.run, loaded.ref),
         created_ns=int.from_bytes(loaded.ref.save_id[:8], "big"),
-        state_bytes=loaded.manifest.total_bytes,
-        metrics=header.metrics,
+        state_bytes=sum(manifest.total_bytes for manifest in (loaded.manifest, *loaded.others)),
+        metrics=metrics,
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from asymcheck.errors import DamagedPartitionError, HeadRecordError, MissingPartitionError
+from asymcheck.errors import DamagedPartitionError, HeadRecordError, InvalidInputError, MissingPartitionError
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.recovery.describe import describe_by
@@ -23,7 +23,7 @@ from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
 from asymcheck.recovery.resolve import needed_by, read_manifests
 from asymcheck.recovery.values import plain_values, shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, Digest, Progress
 
 # So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
@@ -43,7 +43,7 @@ class TensorChange:
     role: str
     """What part it plays in training."""
     change: str
-    """``added``, ``removed``, ``shape``, ``dtype`` or ``value``.
+    """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout``: the rank has another part of the tensor.
 
     A further name of a tensor that is in both checkpoints is added or removed with no bytes.
     Or ``undecided``, without norms only: its bytes lie in other partitions than before, which other tensors share.
@@ -53,9 +53,9 @@ class TensorChange:
     dtype_b: str | None
     """Dtype in B; None when it was removed."""
     shape_a: tuple[int, ...] | None
-    """Shape in A; None when it was added."""
+    """Shape of the whole tensor in A; None when it was added."""
     shape_b: tuple[int, ...] | None
-    """Shape in B; None when it was removed."""
+    """Shape of the whole tensor in B; None when it was removed."""
     bytes_a: int
     """Bytes in A."""
     bytes_b: int
@@ -115,7 +115,7 @@ class Difference:
 
 
 def compare(
-    tier: NvmeTier,
+    tier: ReadTier,
     a: int | str,
     b: int | str,
     *,
@@ -129,7 +129,8 @@ def compare(
     ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
 
     Raises:
-        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, or the glob matches nothing.
+        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, the glob matches nothing, or
+            the numbers of ranks differ.
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
         MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
     """
@@ -140,7 +141,7 @@ def compare(
 class _Side:
     """One of the two checkpoints."""
 
-    def __init__(self, tier: NvmeTier, named: Named) -> None:
+    def __init__(self, tier: ReadTier, named: Named) -> None:
         listing = named.listing
         self.ref = listing.ref
         self.manifests: list[Manifest] = read_manifests(tier, listing)
@@ -187,8 +188,10 @@ class _Pair:
     @property
     def kind(self) -> str:
         """What changed, when something did."""
-        if self.a.shape != self.b.shape:
+        if self.a.global_shape != self.b.global_shape:
             return "shape"
+        if (self.a.shape, self.a.offset) != (self.b.shape, self.b.offset):
+            return "layout"
         return "dtype" if self.a.dtype != self.b.dtype else "value"
 
     @property
@@ -201,7 +204,7 @@ class _Pair:
     @property
     def is_comparable(self) -> bool:
         """Whether there is something to read, and element can be compared with element."""
-        return self.kind != "shape" and can_compare(self.a.dtype, self.b.dtype)
+        return self.kind not in ("shape", "layout") and can_compare(self.a.dtype, self.b.dtype)
 
     @property
     def kind_without_reading(self) -> str:
@@ -228,8 +231,11 @@ def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]
 
 
 class _Comparison:
-    def __init__(self, tier: NvmeTier, a: _Side, b: _Side, pattern: str) -> None:
+    def __init__(self, tier: ReadTier, a: _Side, b: _Side, pattern: str) -> None:
         self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
+        if len(a.manifests) != len(b.manifests):
+            ranks = f"{a.ref} was saved by {len(a.manifests)} ranks and {b.ref} by {len(b.manifests)}"
+            raise InvalidInputError(f"{ranks}, and only what equally many saved can be compared; restore both to files")
         self.changed: list[TensorChange] = []
         self.unchanged: list[TensorRow] = []
         names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
@@ -286,8 +292,8 @@ class _Comparison:
                             change=change,
                             dtype_a=None if is_added else row.dtype,
                             dtype_b=row.dtype if is_added else None,
-                            shape_a=None if is_added else row.shape,
-                            shape_b=row.shape if is_added else None,
+                            shape_a=None if is_added else row.global_shape,
+                            shape_b=row.global_shape if is_added else None,
                             bytes_a=0 if is_added else size,
                             bytes_b=size if is_added else 0,
                             shared_bytes=other.has_bytes_of(row) if size else 0,
@@ -316,8 +322,8 @@ class _Comparison:
                 change=change,
                 dtype_a=pair.a.dtype,
                 dtype_b=pair.b.dtype,
-                shape_a=pair.a.shape,
-                shape_b=pair.b.shape,
+                shape_a=pair.a.global_shape,
+                shape_b=pair.b.global_shape,
                 bytes_a=pair.a.nbytes,
                 bytes_b=pair.b.nbytes,
                 shared_bytes=self.a.has_bytes_of(pair.b),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from asymcheck.codecs.decode import decode
-from asymcheck.errors import DamagedPartitionError, DigestMismatchError, FormatError, StorageError
-from asymcheck.format.digest import digest as digest_of
-from asymcheck.format.frame import check_frame
+from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader, decode_checked
+from asymcheck.errors import UNKNOWING, DamagedPartitionError, FormatError, StorageError
+from asymcheck.format.frame import FrameDescriptor, check_frame
 from asymcheck.format.pack import check_entry
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.locate import Copy, Sources
-from asymcheck.tiers.nvme import Slot, SlotPool, work_off
+from asymcheck.tiers.nvme import work_off
+from asymcheck.tiers.slots import Slot, SlotPool
 from asymcheck.types import Digest
 
 Place = Callable[[Digest, memoryview], None]
@@ -31,8 +32,10 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
     def read(name: Digest, slot: Slot) -> None:
         place(name, read_any(sources, name, slot, searching))
 
+    ordered = sources.in_reading_order(digests)
+    sources.expect(ordered)
     work_off(
-        sources.in_reading_order(digests),
+        ordered,
         read,
         slots=slots,
         payload_bytes=sources.largest(digests),
@@ -46,6 +49,15 @@ def stored_length(copy: Copy) -> int:
     return int(copy.pack.entries[copy.sequence]["stored_length"])
 
 
+def read_plain(sources: Sources, name: Digest, first: Copy) -> memoryview:
+    """Read a partition from ``first``, or from another copy that is intact, and return its plain bytes.
+
+    Raises:
+        DamagedPartitionError: no copy is intact.
+    """
+    return _read_any(sources, name, first, Slot(stored_length(first)), threading.Lock())
+
+
 def read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.Lock) -> memoryview:
     """Read a partition from the first of its copies that is intact and return its plain bytes, in ``slot`` as a rule.
 
@@ -54,16 +66,25 @@ def read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.Lo
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
-    first = sources.copy(name)
+    return _read_any(sources, name, sources.copy(name), slot, searching)
+
+
+def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot, searching: threading.Lock) -> memoryview:
+    read_base = base_reader_of(sources)
     try:
-        return read_checked(first, name, slot)
+        return read_checked(first, name, slot, read_base)
+    except UNKNOWING:
+        raise
     except (FormatError, StorageError) as error:
         problems = [_problem(first, error)]
     with searching:
         others = sources.other_copies(name, first)
     for copy in others:
         try:
-            return read_checked(copy, name, Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES)))
+            room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES))
+            return read_checked(copy, name, room, read_base)
+        except UNKNOWING:
+            raise
         except (FormatError, StorageError) as error:
             problems.append(_problem(copy, error))
     raise DamagedPartitionError("; ".join(problems), name)
@@ -74,8 +95,21 @@ def _problem(copy: Copy, error: Exception) -> str:
     return f"{copy}: {error}" if isinstance(error, StorageError) else str(error)
 
 
-def read_checked(copy: Copy, name: Digest, slot: Slot) -> memoryview:
-    """Read one frame and return its plain bytes, which have the digest ``name``.
+def base_reader_of(sources: Sources) -> BaseReader:
+    """Return a reader of bases from the packs of ``sources``."""
+
+    def copies_of(name: Digest) -> list[FrameReader]:
+        return [partial(_read_copy, copy) for copy in sources.base_copies(name)]
+
+    return base_reader(copies_of)
+
+
+def _read_copy(copy: Copy) -> tuple[FrameDescriptor, memoryview, str]:
+    return read_frame(copy, Slot(stored_length(copy)))
+
+
+def read_frame(copy: Copy, slot: Slot) -> tuple[FrameDescriptor, memoryview, str]:
+    """Read one frame into ``slot`` and check all but its plain bytes; return descriptor, payload, and its name.
 
     Raises:
         FormatError: of the kind that fits.
@@ -85,7 +119,17 @@ def read_checked(copy: Copy, name: Digest, slot: Slot) -> memoryview:
     frame = copy.pack.read_frame(copy.sequence, slot)
     descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.sequence, where)
     check_entry(copy.pack.entries[copy.sequence], descriptor, where)
-    plain = decode(descriptor, payload)
-    if descriptor.digest != name or len(plain) != descriptor.plain_length or digest_of(plain) != name:
-        raise DigestMismatchError(f"digest mismatch in {where}")
-    return plain
+    return descriptor, payload, where
+
+
+def read_checked(copy: Copy, name: Digest, slot: Slot, read_base: BaseReader) -> memoryview:
+    """Read one frame and return its plain bytes, which have the digest ``name``.
+
+    ``read_base`` reads what the frame is encoded against.
+
+    Raises:
+        FormatError: of the kind that fits.
+        StorageError: the device refused.
+    """
+    descriptor, payload, where = read_frame(copy, slot)
+    return decode_checked(name, descriptor, payload, where, read_base)

@@ -1,19 +1,27 @@
-"""Filling a given state in place: which existing tensors take which rows, and what is put back afterwards."""
+"""Filling a given state in place: which existing tensors take which bytes, and what is put back afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismatchError, UnsupportedValueError
-from asymcheck.format.manifest import Manifest
+from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
+from asymcheck.partition.boxes import Box
 from asymcheck.partition.leaves import identity_key, make_leaf
-from asymcheck.recovery.objects import misfits
-from asymcheck.recovery.shape import RowRef, rows_in, with_tensors
+from asymcheck.partition.shards import TensorShard, is_dtensor, like, shard_of
+from asymcheck.recovery.assemble import Assembly, Demand
+from asymcheck.recovery.objects import misfits, parameters_of, state_for
+from asymcheck.recovery.parts import Parts
+from asymcheck.recovery.shape import RowRef, merge, rows_in, select_each, with_tensors
 from asymcheck.types import Stateful
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SHOWN = 20
 _PLAIN = (
@@ -22,35 +30,39 @@ _PLAIN = (
 )
 """Values that are replaced by what is stored in their place."""
 
-Finish = Callable[[Mapping[int, torch.Tensor]], object]
+Finish = Callable[[Assembly], object]
 """Called with the filled tensors.
 
 Puts plain values and loaded objects in place and returns the value for the container above.
 """
+_Given = torch.Tensor | np.ndarray | TensorShard
+_Tensors = dict[int, Finish]
+"""What a stored tensor becomes, by its number."""
 
 
 class Filler:
     """Matches a given state with a stored one, before a byte is overwritten."""
 
-    def __init__(self, state: object, shape: object, manifest: Manifest, tensors: str = "*") -> None:
-        """Match ``state`` with the stored ``shape``, of which the glob ``tensors`` was selected.
+    def __init__(self, state: object, parts: Parts, tensors: str = "*", *, grows: bool = False) -> None:
+        """Match ``state`` with what is stored, of which the glob ``tensors`` is selected.
+
+        A state that ``grows`` gets back what its mappings lack, but for the outermost, of which it may be a part.
 
         Raises:
             StateMismatchError: lists everything that does not fit.
         """
-        self.existing: dict[int, list[torch.Tensor]] = {}
-        """Tensors to be filled in place, by row."""
-        self.rows: dict[int, None] = {}
-        """All rows that are needed."""
-        self._stored = manifest.rows(range(len(manifest)))
-        self._taken: dict[object, int] = {}
+        self._parts = parts
+        self._grows = grows
+        self._demands: dict[tuple[int, Box], Demand] = {}
+        self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
-        fillable = isinstance(state, (torch.Tensor, np.ndarray, Mapping, list, tuple, Stateful))
-        empty = isinstance(state, (Mapping, list, tuple)) and not state and rows_in(shape)
+        stored = select_each(parts.shapes(), tensors)
+        fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
+        empty = isinstance(state, (Mapping, list, tuple)) and not state and any(map(rows_in, stored))
         if not fillable or empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state whose tensors are to be filled")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
-        self._finish = self._match(state, shape, ())
+        self._finish = self._match(state, stored, ())
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
@@ -58,89 +70,119 @@ class Filler:
                 f"the given state does not fit the checkpoint; nothing was overwritten:\n  {shown}{more}"
             )
 
-    def finish(self, tensors: Mapping[int, torch.Tensor]) -> object:
+    @property
+    def demands(self) -> list[Demand]:
+        """What is to be read."""
+        return list(self._demands.values())
+
+    def finish(self, assembly: Assembly) -> object:
         """Put plain values in place, call ``load_state_dict`` where it belongs, in order; return the state.
 
         Raises:
             PartialRestoreError: an object refused its state.
         """
-        return self._finish(tensors)
+        return self._finish(assembly)
 
-    def _match(self, current: object, stored: object, path: tuple[Key, ...]) -> Finish:
-        if isinstance(current, (torch.Tensor, np.ndarray)):
+    # What ranks have in one place is a sequence: the own comes first, and it is never empty.
+
+    def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
+        if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)):
             self._match_tensor(current, stored, path)
-            return lambda _tensors: current
+            return lambda _assembly: current
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
             return self._match_stateful(current, stored, path)
         if isinstance(current, dict):
             return self._match_mapping(current, stored, path)
         if type(current) in (list, tuple):
             return self._match_sequence(current, stored, path)  # type: ignore[arg-type]  # the type was just compared
+        name = join_name(path) or "<root>"
         if not isinstance(current, _PLAIN):
-            name = join_name(path) or "<root>"
             self._problems.append(f"{name}: {type(current).__qualname__} cannot be filled; give None to have it made")
-        self.rows.update(dict.fromkeys(rows_in(stored)))
-        return lambda tensors: with_tensors(stored, tensors)
+        return self._made(merge(stored), path)
 
-    def _match_tensor(self, current: torch.Tensor | np.ndarray, stored: object, path: tuple[Key, ...]) -> None:
+    def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
+        """Make what is stored anew, its tensors too."""
+        tensors = self._want(shape, join_name(path) or "<root>", {})
+        return lambda assembly: _put_in(shape, tensors, assembly)
+
+    def _want(self, shape: object, name: str, tensors: _Tensors) -> _Tensors:
+        """Want all tensors of a shape that are not in ``tensors`` yet, whole; return what each becomes."""
+        for number in rows_in(shape):
+            if number not in tensors:
+                demand = self._demand(number, self._parts.whole(number))
+                if isinstance(demand, str):
+                    self._problems.append(f"{name}: tensor {self._parts.row(number).name}: {demand}")
+                else:
+                    tensors[number] = _tensor_of(demand)
+        return tensors
+
+    def _demand(self, number: int, box: Box) -> Demand | str:
+        """Want a box of a tensor; say why not when it cannot be had."""
+        demand = self._demands.get((number, box))
+        if demand is None:
+            try:
+                demand = self._demands[number, box] = Demand.of(self._parts, number, box)
+            except StateMismatchError as error:
+                return str(error)
+        return demand
+
+    def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
         name = join_name(path)
-        if not isinstance(stored, RowRef):
-            self._problems.append(f"{name}: a tensor is given, but {type(stored).__name__} is stored")
+        ref = next((one for one in stored if isinstance(one, RowRef)), None)
+        if ref is None:
+            self._problems.append(f"{name}: a tensor is given, but {type(stored[0]).__name__} is stored")
             return
-        problem = self._obstacle(current, stored.row) or self._take(current, stored.row)
+        problem = self._take(current, ref.row)
         if problem:
             self._problems.append(f"{name}: {problem}")
 
-    def _obstacle(self, current: torch.Tensor | np.ndarray, row: int) -> str:
-        """Say why a tensor cannot be filled where it is, or nothing."""
+    def _take(self, current: _Given, number: int) -> str:
+        """Note that a tensor is to be filled; say why not when it cannot be filled where it is."""
         try:
-            given = make_leaf(current, "", "")
+            shard = _shard(current)
         except UnsupportedValueError as error:
             return error.reason
-        wanted = self._stored[row]
-        if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
-            return f"{given.dtype} {list(given.shape)} is given, but {wanted.dtype} {list(wanted.shape)} is stored"
-        strides = current.strides if isinstance(current, np.ndarray) else current.stride()
-        if given.nbytes and any(size > 1 and stride == 0 for size, stride in zip(current.shape, strides, strict=True)):
-            return "the given tensor is expanded: several of its elements are one"
-        if isinstance(current, np.ndarray):
-            if not current.flags.writeable:
-                return "the given array is read-only"
-            if any(stride < 0 or stride % current.itemsize for stride in strides):
-                return f"the given array has strides {list(strides)}, which torch cannot express"
-        return ""
-
-    def _take(self, current: torch.Tensor | np.ndarray, row: int) -> str:
-        """Note that a tensor is to be filled; say why not when its memory takes another row already."""
-        tensor = torch.from_numpy(current) if isinstance(current, np.ndarray) else current
+        local = shard.local if isinstance(shard, TensorShard) else shard
+        box = shard.box if isinstance(shard, TensorShard) else Box.of_whole(tuple(shard.shape))
+        problem = _obstacle(local, box, self._parts.row(number))
+        if problem:
+            return problem
+        tensor = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
         key = identity_key(tensor)
         other = self._taken.get(key)
-        if other not in (None, row):
-            return f"is the same memory as {self._stored[other].name}, which is another tensor in the checkpoint"
-        self.rows[row] = None
+        if other not in (None, (number, box)):
+            name = self._parts.row(other[0]).name
+            return f"is the same memory as {name}, which is another tensor in the checkpoint"
+        demand = self._demand(number, box)
+        if isinstance(demand, str):
+            return demand
         if other is None:
-            self.existing.setdefault(row, []).append(tensor)
+            demand.existing.append(tensor)
         if key is not None:
-            self._taken[key] = row
+            self._taken[key] = number, box
         return ""
 
-    def _match_stateful(self, current: Stateful, stored: object, path: tuple[Key, ...]) -> Finish:
-        if not isinstance(stored, dict):
-            self._problems.append(
-                f"{join_name(path)}: an object with load_state_dict() is given, but {type(stored).__name__} is stored"
-            )
-            return lambda _tensors: current
-        state = current.state_dict()
+    def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
+        mappings = [one for one in stored if isinstance(one, dict)]
+        if not mappings:
+            self._problems.append(
+                f"{name}: an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored"
+            )
+            return lambda _assembly: current
+        state = current.state_dict()
+        shape = state_for(current, mappings, state)
         self._problems += [
-            ".".join(filter(None, (name, problem))) for problem in misfits(current, stored, self._stored)
+            ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
-        self.rows.update(dict.fromkeys(rows_in(stored)))
-        self._match_loosely(state, stored)
+        tensors: _Tensors = {}
+        self._match_loosely(state, shape, tensors)
+        self._match_parameters(current, shape, tensors)
+        self._want(shape, name, tensors)
 
-        def finish(tensors: Mapping[int, torch.Tensor]) -> object:
+        def finish(assembly: Assembly) -> object:
             try:
-                current.load_state_dict(with_tensors(stored, tensors))  # type: ignore[arg-type]  # a dict, as checked above
+                current.load_state_dict(_put_in(shape, tensors, assembly))  # type: ignore[arg-type]  # a dict, as checked above
             except Exception as error:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused what is stored"
                 raise PartialRestoreError(f"{what}: {error}", (), None) from error
@@ -148,55 +190,151 @@ class Filler:
 
         return finish
 
-    def _match_loosely(self, current: object, stored: object) -> None:
+    def _match_loosely(self, current: object, stored: object, tensors: _Tensors) -> None:
         # Inside such an object only what fits exactly is filled in place; the object itself judges the rest.
         if isinstance(current, dict) and isinstance(stored, dict):
             for key, value in current.items():
                 if key in stored:
-                    self._match_loosely(value, stored[key])
+                    self._match_loosely(value, stored[key], tensors)
         elif type(current) is list and type(stored) is list:
             for value, item in zip(current, stored, strict=False):
-                self._match_loosely(value, item)
-        elif isinstance(current, torch.Tensor) and isinstance(stored, RowRef) and not stored.as_array:
-            _ = self._obstacle(current, stored.row) or self._take(current, stored.row)
+                self._match_loosely(value, item, tensors)
+        elif (
+            isinstance(current, (torch.Tensor, TensorShard))
+            and isinstance(stored, RowRef)
+            and not stored.as_array
+            and not self._take(current, stored.row)
+        ):
+            tensors.setdefault(stored.row, lambda _assembly: current)
 
-    def _match_mapping(self, current: dict[Key, object], stored: object, path: tuple[Key, ...]) -> Finish:
-        if not isinstance(stored, dict):
+    def _match_parameters(self, current: Stateful, stored: Mapping[Key, object], tensors: _Tensors) -> None:
+        # State that a fresh optimizer does not have yet is cut as its parameter is.
+        for ref, parameter in parameters_of(current, stored):
+            if ref.row in tensors or not is_dtensor(parameter) or ref.as_array:
+                continue
+            if self._parts.row(ref.row).global_shape == tuple(parameter.shape):
+                demand = self._demand(ref.row, shard_of(parameter, "").box)
+                if not isinstance(demand, str):
+                    tensors[ref.row] = _part_like(parameter, demand)
+
+    def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
+        mappings = [one for one in stored if isinstance(one, dict)]
+        if not mappings:
             self._problems.append(
-                f"{join_name(path) or '<root>'}: a mapping is given, but {type(stored).__name__} is stored"
+                f"{join_name(path) or '<root>'}: a mapping is given, but {type(stored[0]).__name__} is stored"
             )
-            return lambda _tensors: current
+            return lambda _assembly: current
         finishes = {}
         for key, value in current.items():
-            if key in stored:
-                finishes[key] = self._match(value, stored[key], (*path, key))
+            found = [one[key] for one in mappings if key in one]
+            if found:
+                finishes[key] = self._match(value, found, (*path, key))
             else:
                 self._problems.append(f"{join_name((*path, key))}: is not in {self._stored_where}")
+        if self._grows and path:
+            # Of what ranks have, the own counts: what others have besides is theirs.
+            for key in mappings[0].keys() - current.keys():
+                shapes = [one[key] for one in mappings if key in one]
+                finishes[key] = self._made(merge(shapes), (*path, key))
 
-        def finish(tensors: Mapping[int, torch.Tensor]) -> object:
+        def finish(assembly: Assembly) -> object:
             for key, part in finishes.items():
-                current[key] = part(tensors)
+                current[key] = part(assembly)
             return current
 
         return finish
 
     def _match_sequence(
-        self, current: list[object] | tuple[object, ...], stored: object, path: tuple[Key, ...]
+        self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
-        if type(stored) is not type(current) or len(stored) != len(current):
-            self._problems.append(
-                f"{join_name(path)}: a {type(current).__name__} of {len(current)} is given, but another is stored"
-            )
-            return lambda _tensors: current
+        alike = [one for one in stored if isinstance(one, (list, tuple)) and _is_like(one, current)]
+        if not alike:
+            return self._match_other_sequence(current, stored, path)
         finishes = [
-            self._match(value, item, (*path, i)) for i, (value, item) in enumerate(zip(current, stored, strict=True))
+            self._match(value, items, (*path, i)) for i, (value, *items) in enumerate(zip(current, *alike, strict=True))
         ]
 
-        def finish(tensors: Mapping[int, torch.Tensor]) -> object:
-            values = [part(tensors) for part in finishes]
+        def finish(assembly: Assembly) -> object:
+            values = [part(assembly) for part in finishes]
             if isinstance(current, tuple):
                 return tuple(values)
             current[:] = values
             return current
 
         return finish
+
+    def _match_other_sequence(
+        self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
+    ) -> Finish:
+        """Replace a list of plain values by one of another length: a history that has grown."""
+        found = next((one for one in stored if type(one) is type(current)), None)
+        may_be = self._grows and isinstance(found, list)
+        if not may_be or not isinstance(current, list) or not all(map(_is_plain, current)):
+            there = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (list, tuple)) else "no such"
+            self._problems.append(
+                f"{join_name(path)}: a {type(current).__name__} of {len(current)} is given, but {there} is stored"
+            )
+            return lambda _assembly: current
+        make = self._made(found, path)
+
+        def finish(assembly: Assembly) -> object:
+            current[:] = make(assembly)  # type: ignore[call-overload]  # a list, as it was stored
+            return current
+
+        return finish
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def _is_like(one: Sequence[object], other: Sequence[object]) -> bool:
+    return type(one) is type(other) and len(one) == len(other)
+
+
+def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
+    return with_tensors(shape, {number: make(assembly) for number, make in tensors.items()})
+
+
+def _tensor_of(demand: Demand) -> Finish:
+    return lambda assembly: assembly.tensor(demand)
+
+
+def _part_like(parameter: DTensor, demand: Demand) -> Finish:
+    return lambda assembly: like(parameter, assembly.tensor(demand))
+
+
+def _shard(current: _Given) -> _Given:
+    """Return the part of a tensor that is here, of one that ranks share.
+
+    Raises:
+        UnsupportedValueError: what is here is no part.
+    """
+    if isinstance(current, torch.Tensor) and is_dtensor(current):
+        return shard_of(current, "")
+    if isinstance(current, TensorShard) and not current.box.is_valid:
+        raise UnsupportedValueError("", f"the given shard {current.box} does not lie within its whole tensor")
+    return current
+
+
+def _obstacle(current: torch.Tensor | np.ndarray, box: Box, stored: TensorRow) -> str:
+    """Say why a tensor cannot be filled where it is, or nothing."""
+    try:
+        given = make_leaf(current, "", "")
+    except UnsupportedValueError as error:
+        return error.reason
+    if (given.dtype, box.whole) != (stored.dtype, stored.global_shape):
+        return f"{given.dtype} {list(box.whole)} is given, but {stored.dtype} {list(stored.global_shape)} is stored"
+    strides = current.strides if isinstance(current, np.ndarray) else current.stride()
+    if given.nbytes and any(size > 1 and stride == 0 for size, stride in zip(current.shape, strides, strict=True)):
+        return "the given tensor is expanded: several of its elements are one"
+    if isinstance(current, np.ndarray):
+        if not current.flags.writeable:
+            return "the given array is read-only"
+        if any(stride < 0 or stride % current.itemsize for stride in strides):
+            return f"the given array has strides {list(strides)}, which torch cannot express"
+    return ""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
-from asymcheck.errors import AsymcheckError, HeadRecordError
+from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError
 from asymcheck.recovery.describe import describe_by
 from asymcheck.recovery.line import Line, check_generations, read_line
 from asymcheck.recovery.resolve import check_run_exists, read_manifests
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef
 
 
@@ -76,7 +77,7 @@ class History:
     """Why it cannot be known which checkpoints are on the line; empty when it is known."""
 
 
-def read_history(tier: NvmeTier, run: str, *, everything: bool = False) -> History:
+def read_history(tier: ReadTier, run: str, *, everything: bool = False) -> History:
     """Return the history of a run; with ``everything`` also what is abandoned, incomplete or damaged.
 
     Raises:
@@ -90,7 +91,7 @@ def read_history(tier: NvmeTier, run: str, *, everything: bool = False) -> Histo
 
 
 class _Historian:
-    def __init__(self, tier: NvmeTier, run: str) -> None:
+    def __init__(self, tier: ReadTier, run: str) -> None:
         self.tier, self.run = tier, run
         self.listings = tier.manifests.checkpoints(run)
         self.line: Line | None = None
@@ -128,6 +129,8 @@ class _Historian:
     def _read(self, listing: CheckpointFiles) -> HistoryEntry:
         try:
             manifests = read_manifests(self.tier, listing)
+        except UNKNOWING:
+            raise
         except AsymcheckError as error:
             return HistoryEntry(describe_by(listing, None, self.line), "", None, None, str(error))
         writers = dict.fromkeys(manifest.header.writer for manifest in manifests)
@@ -166,6 +169,8 @@ class _Historian:
         on_line = self.line is not None and generation in self.line.limits
         try:
             found = self.tier.manifests.read_head(self.run, generation)
+        except UNKNOWING:
+            raise
         except AsymcheckError as error:
             return Opening(generation, on_line, None, "", None, None, None, None, str(error))
         if found is None:

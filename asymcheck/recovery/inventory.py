@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 
-from asymcheck.format.manifest import Manifest, TensorRow
-from asymcheck.recovery.locate import Needs, Sources
+from asymcheck.format.manifest import Extent, Manifest, TensorRow
+from asymcheck.format.registry import CODECS
+from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.recovery.names import no_match
 from asymcheck.recovery.resolve import candidates, read_manifests
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef
 
 
@@ -27,11 +29,15 @@ class StoredPartition:
     """Id of the pack; None when it lies in no readable pack."""
     frame: int | None
     """Number of the frame in the pack."""
+    codec: str | None
+    """Name of the codec in which it is stored; None when it lies in no readable pack."""
+    stored_length: int | None
+    """Bytes of its payload there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint, as one rank saved it."""
 
     name: str
     """Dotted name in the state."""
@@ -42,18 +48,24 @@ class StoredTensor:
     role: str
     """What part it plays in training."""
     shape: tuple[int, ...]
-    """Shape."""
+    """Shape; of a tensor that ranks share, that of the part that this rank saved."""
     nbytes: int
     """Bytes."""
     rank: int
     """The rank that saved it."""
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor over all ranks."""
+    offset: tuple[int, ...]
+    """Where the part begins in the whole, for each dimension."""
     inline: bool
     """Whether its bytes lie in the manifest itself."""
     partitions: tuple[StoredPartition, ...]
     """Where its bytes lie otherwise, in order."""
+    why: Mapping[str, str]
+    """Why tensors of its role are stored in a codec, by the names of codecs, as the save noted for people."""
 
 
-def inventory(tier: NvmeTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredTensor]]:
+def inventory(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredTensor]]:
     """Return a checkpoint (the newest by default) and its tensors whose name or an alias matches a glob.
 
     Raises:
@@ -84,18 +96,36 @@ def _tensors(manifest: Manifest, sources: Sources, pattern: str) -> list[StoredT
             shape=row.shape,
             nbytes=row.nbytes,
             rank=manifest.header.rank,
+            global_shape=row.global_shape,
+            offset=row.offset,
             inline=row.inline is not None,
             partitions=_partitions(row, sources),
+            why=_reasons(manifest, row.role),
         )
         for row in chosen
     ]
 
 
+def _reasons(manifest: Manifest, role: str) -> dict[str, str]:
+    """Return what the plan says for people; it is not checked when a manifest is read."""
+    noted = manifest.header.plan.get("encoding")
+    reasons = noted.get(role) if isinstance(noted, dict) else None
+    given = reasons.items() if isinstance(reasons, dict) else ()
+    return {codec: reason for codec, reason in given if isinstance(reason, str)}
+
+
 def _partitions(row: TensorRow, sources: Sources) -> tuple[StoredPartition, ...]:
-    found = []
-    for extent in row.extents:
-        copy = sources.find(extent.digest)
-        pack = None if copy is None else copy.pack.header.pack_id.hex()
-        frame = None if copy is None else copy.sequence
-        found.append(StoredPartition(extent.digest.hex(), extent.length, extent.partition_length, pack, frame))
-    return tuple(found)
+    return tuple(_partition(extent, sources.find(extent.digest)) for extent in row.extents)
+
+
+def _partition(extent: Extent, copy: Copy | None) -> StoredPartition:
+    entry = None if copy is None else copy.pack.entries[copy.sequence]
+    return StoredPartition(
+        digest=extent.digest.hex(),
+        length=extent.length,
+        partition_length=extent.partition_length,
+        pack=None if copy is None else copy.pack.header.pack_id.hex(),
+        frame=None if copy is None else copy.sequence,
+        codec=None if entry is None else CODECS[int(entry["codec"])],
+        stored_length=None if entry is None else int(entry["stored_length"]),
+    )

@@ -6,9 +6,11 @@ import dataclasses
 import time
 
 from asymcheck.config import WRITER
-from asymcheck.errors import FormatError, HeadRecordError, StorageError
+from asymcheck.errors import UNKNOWING, FormatError, HeadRecordError, StorageError
 from asymcheck.format.record import HeadRecord
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef
 
 
@@ -29,7 +31,7 @@ class Line:
         return limit is None or ref <= limit
 
 
-def read_line(tier: NvmeTier, run: str, generation: int | None = None) -> Line:
+def read_line(tier: ReadTier, run: str, generation: int | None = None) -> Line:
     """Follow the head records of a run from the present, or from another generation as if it were the present one.
 
     Raises:
@@ -46,10 +48,12 @@ def read_line(tier: NvmeTier, run: str, generation: int | None = None) -> Line:
         generation, limit = head.parent.generation, head.parent
 
 
-def _read_head(tier: NvmeTier, run: str, generation: int) -> HeadRecord | None:
+def _read_head(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
     remedy = "name the step to restore (step=…)"
     try:
         found = tier.manifests.read_head(run, generation)
+    except UNKNOWING:
+        raise
     except (FormatError, StorageError) as error:
         raise HeadRecordError(f"which checkpoint of run {run} is newest cannot be known: {error}; {remedy}") from error
     if found is None:

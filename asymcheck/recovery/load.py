@@ -13,7 +13,6 @@ from asymcheck.errors import (
     DigestMismatchError,
     FormatError,
     InconsistentCheckpointError,
-    InvalidInputError,
     PartialRestoreError,
     StateMismatchError,
 )
@@ -22,9 +21,12 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.assemble import Assembly, Placement
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
+from asymcheck.recovery.outlook import read_outlook
+from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
-from asymcheck.recovery.shape import read_shape, rows_in, select, with_tensors
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.recovery.shape import with_tensors
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef, Digest
 
 _SHOWN = 8
@@ -42,9 +44,11 @@ class Loaded:
     ref: CheckpointRef
     """The checkpoint that was read."""
     manifest: Manifest
-    """Its manifest."""
+    """Its manifest: of several, that of rank 0."""
     skipped: tuple[str, ...]
     """Newer checkpoints that were passed over, with the reasons."""
+    others: tuple[Manifest, ...] = ()
+    """The manifests of the other ranks."""
 
 
 Finish = Callable[[], object]
@@ -65,9 +69,13 @@ class Wanted:
     """Where new tensors are made."""
     fall_back: bool = False
     """Whether a checkpoint that turns out to be damaged half-way gives way to the next older one in place, too."""
+    rank: int | None = None
+    """Who reads; None for all that the ranks have together."""
+    grows: bool = False
+    """Whether mappings inside of :attr:`into` get back what they lack."""
 
 
-def load(tier: NvmeTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
+def load(tier: ReadTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
     """Read a checkpoint, every byte verified, into new tensors or existing ones.
 
     Raises:
@@ -78,7 +86,7 @@ def load(tier: NvmeTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
     return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
 
-def read_first(tier: NvmeTier, run: str, step: int | None, read: Read, *, fall_back: bool = False) -> Loaded:
+def read_first(tier: ReadTier, run: str, step: int | None, read: Read, *, fall_back: bool = False) -> Loaded:
     """Read the newest checkpoint that can be read, or that of ``step``.
 
     With ``fall_back``, one whose damage shows when something was overwritten already gives way, too: the next one
@@ -112,7 +120,7 @@ def read_first(tier: NvmeTier, run: str, step: int | None, read: Read, *, fall_b
 
 
 def _first(
-    tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str], read: Read, *, fall_back: bool
+    tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], read: Read, *, fall_back: bool
 ) -> Loaded | None:
     """Read the first of the checkpoints that can be read; append to ``skipped`` why others were passed over."""
     attempts = resolve_each(tier, listings, skipped)
@@ -136,42 +144,31 @@ def _first(
                 message = f"{spoilt}. The next older one does not fit: {error}"
                 raise PartialRestoreError(message, spoilt.overwritten, None) from error
         # Not inside the try: what an object refuses now, it would refuse of an older checkpoint, too.
-        return Loaded(finish(), resolved.run, resolved.ref, resolved.manifests[0], tuple(skipped))
+        first, *others = resolved.manifests
+        return Loaded(finish(), resolved.run, resolved.ref, first, tuple(skipped), tuple(others))
     if spoilt is not None:
         raise _with_next_step(spoilt, attempts) from spoilt
     return None
 
 
-def the_manifest(resolved: Resolved) -> Manifest:
-    """Return the manifest of a checkpoint that one rank saved.
-
-    Raises:
-        InvalidInputError: several ranks did.
-    """
-    if len(resolved.manifests) != 1:
-        raise InvalidInputError(
-            f"{resolved.ref} was saved by {len(resolved.manifests)} ranks; this version restores those of one rank"
-        )
-    return resolved.manifests[0]
-
-
-def _load_one(tier: NvmeTier, wanted: Wanted, resolved: Resolved) -> Finish:
+def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     """Read all tensors, and return what makes the state of them."""
-    manifest = the_manifest(resolved)
-    shape = select(read_shape(manifest), wanted.tensors)
-    filler = None if wanted.into is None else Filler(wanted.into, shape, manifest, wanted.tensors)
-    rows = rows_in(shape) if filler is None else list(filler.rows)
-    assembly = Assembly(manifest, rows, {} if filler is None else filler.existing, wanted.device)
-    try:
-        fetch_all(tier, resolved, assembly)
-    except DamagedPartitionError as error:
-        overwritten = assembly.overwritten()
-        if overwritten:
-            raise PartialRestoreError(str(error), overwritten, None) from error
-        raise
-    if filler is None:
-        return partial(with_tensors, shape, assembly.tensors())
+    if wanted.into is None:
+        return _load_anew(tier, wanted, resolved)
+    parts = Parts(resolved.manifests, (wanted.rank or 0) % len(resolved.manifests))
+    filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
+    assembly = Assembly(filler.demands, wanted.device)
+    fetch_in_place(tier, resolved, assembly)
     return partial(_finish, filler, assembly)
+
+
+def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
+    outlook = read_outlook(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
+    demands = {number: outlook.demand(number) for number in outlook.numbers}
+    assembly = Assembly(demands.values(), wanted.device)
+    fetch_all(tier, resolved, assembly)
+    tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
+    return partial(with_tensors, outlook.shape, tensors)
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
@@ -181,8 +178,8 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
         StateMismatchError: it does not fit; nothing was overwritten.
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
-    filler = Filler(into, read_shape(manifest), manifest)
-    assembly = Assembly(manifest, list(filler.rows), filler.existing, torch.device("cpu"))
+    filler = Filler(into, Parts([manifest]), grows=True)
+    assembly = Assembly(filler.demands, torch.device("cpu"))
     for name in assembly.wanted:
         data = payload(name)
         if digest(data) != name:
@@ -192,7 +189,7 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
     return _finish(filler, assembly)
 
 
-def fetch_all(tier: NvmeTier, resolved: Resolved, placement: Placement) -> None:
+def fetch_all(tier: ReadTier, resolved: Resolved, placement: Placement) -> None:
     """Read, check and place all bytes that ``placement`` wants.
 
     Raises:
@@ -206,9 +203,25 @@ def fetch_all(tier: NvmeTier, resolved: Resolved, placement: Placement) -> None:
     placement.put_inline()
 
 
+def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> None:
+    """Do as :func:`fetch_all` does, for tensors that may be somebody's already.
+
+    Raises:
+        DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
+        PartialRestoreError: the same, when something was.
+    """
+    try:
+        fetch_all(tier, resolved, assembly)
+    except DamagedPartitionError as error:
+        overwritten = assembly.overwritten()
+        if overwritten:
+            raise PartialRestoreError(str(error), overwritten, None) from error
+        raise
+
+
 def _finish(filler: Filler, assembly: Assembly) -> object:
     try:
-        return filler.finish(assembly.tensors())
+        return filler.finish(assembly)
     except PartialRestoreError as error:
         names = assembly.overwritten()
         raise PartialRestoreError(f"{error}. {_overwritten(names)}", names, None) from error.__cause__

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import AsymcheckError, MissingPartitionError, TooManyFilesError, UnsupportedFormatError
+from asymcheck.errors import UNKNOWING, AsymcheckError, MissingPartitionError, UnsupportedFormatError
+from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.manifest import Manifest
-from asymcheck.tiers.nvme import NvmeTier, PackFile
+from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.types import Digest, PackId
 
 _FRAME_BITS = 32
@@ -24,14 +26,27 @@ _NOWHERE = -1
 class Copy:
     """One place where a partition lies."""
 
-    pack: PackFile
+    pack: OpenPack
     """The open pack."""
     sequence: int
     """Number of the frame in it."""
 
+    def kind(self) -> int:
+        """Return the number of the frame's kind."""
+        return int(self.pack.entries["kind"][self.sequence])
+
+    def bases(self) -> set[Digest]:
+        """Return the digest of its base; nothing for a full frame."""
+        return _bases_of(self.pack, np.array([self.sequence]))
+
     def __str__(self) -> str:
         """Name it as errors do."""
         return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
+
+
+def _bases_of(pack: OpenPack, frames: npt.NDArray[np.int64]) -> set[Digest]:
+    entries = pack.entries[frames]
+    return {Digest(base.tobytes()) for base in entries["base_digest"][entries["kind"] != registry.KIND_FULL]}
 
 
 class Needs:
@@ -58,7 +73,7 @@ class Needs:
 class Sources:
     """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
-    def __init__(self, tier: NvmeTier, needs: Needs, hints: Iterable[PackId], *, must_be_complete: bool = True) -> None:
+    def __init__(self, tier: ReadTier, needs: Needs, hints: Iterable[PackId], *, must_be_complete: bool = True) -> None:
         """Find everything that is needed, in the packs of ``hints`` first.
 
         Raises:
@@ -68,16 +83,20 @@ class Sources:
         """
         self._tier = tier
         self._needs = needs
-        self._packs: dict[PackId, PackFile] = {}
+        self._packs: dict[PackId, OpenPack] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
         # For each partition a number, pack and frame: of a million, an object for each costs more than all the rest.
         self._places = np.full(len(needs.digests), _NOWHERE, dtype=np.int64)
         self._missing = len(self._places)
-        self._numbered: list[PackFile] = []
+        self._numbered: list[OpenPack] = []
+        self._bases: dict[Digest, list[Copy]] = {}
+        self._packs_of_bases: list[OpenPack] = []
+        self._searching = threading.Lock()
         try:
-            self._search(hints)
+            self._search(tier.hinted(hints))
             self._search_all()
+            self._search_bases()
             if must_be_complete:
                 self._check_complete()
         except BaseException:
@@ -105,12 +124,12 @@ class Sources:
                 del self._packs[pack_id]
                 pack.close()
 
-    def _open(self, pack_id: PackId) -> PackFile | None:
+    def _open(self, pack_id: PackId) -> OpenPack | None:
         if pack_id in self._packs or pack_id in self._problems:
             return None
         try:
             self._packs[pack_id] = self._tier.open_pack(pack_id)
-        except TooManyFilesError:
+        except UNKNOWING:
             # Nothing is wrong with the pack. Taken for damage, this would give an older checkpoint for the newest.
             raise
         except AsymcheckError as error:
@@ -118,7 +137,7 @@ class Sources:
             return None
         return self._packs[pack_id]
 
-    def _take(self, pack: PackFile) -> bool:
+    def _take(self, pack: OpenPack) -> bool:
         """Note what the pack has of what is still needed; return whether that is anything."""
         numbers = self._needs.digests.numbers(pack.entries["digest"])
         frames = np.flatnonzero(numbers >= 0)
@@ -132,6 +151,64 @@ class Sources:
         self._missing -= len(np.unique(numbers[new]))
         self._numbered.append(pack)
         return True
+
+    def _search_bases(self) -> None:
+        """Find the frames that those found are encoded against, and what these are encoded against."""
+        wanted: set[Digest] = set()
+        for number, pack in enumerate(self._numbered):
+            if pack.entries["kind"].any():
+                frames = self._places[self._places >> _FRAME_BITS == number] & _FRAME_MASK
+                wanted |= _bases_of(pack, frames)
+        while wanted:
+            found = self._all_copies(wanted)
+            self._bases.update(found)
+            wanted = {
+                base for copies in found.values() for copy in copies for base in copy.bases()
+            } - self._bases.keys()
+
+    def _all_copies(self, names: set[Digest], *, keep: bool = False) -> dict[Digest, list[Copy]]:
+        """Return every copy of partitions, full ones first, by looking into every pack once."""
+        found: dict[Digest, list[Copy]] = {name: [] for name in names}
+        digests = DigestSet(as_column(sorted(names)))
+        for pack_id in self._tier.pack_ids():
+            pack = self._packs.get(pack_id) or self._open(pack_id)
+            if pack is None:
+                continue
+            frames = np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0)
+            for frame in frames.tolist():
+                found[Digest(pack.entries["digest"][frame].tobytes())].append(Copy(pack, frame))
+            if len(frames):
+                self._packs_of_bases.append(pack)
+            elif not keep and pack not in self._numbered and pack not in self._packs_of_bases:
+                del self._packs[pack_id]
+                pack.close()
+        return {name: sorted(copies, key=Copy.kind) for name, copies in found.items()}
+
+    def base_copies(self, digest: Digest) -> list[Copy]:
+        """Return all copies of a partition that another one is encoded against, full ones first. Thread-safe."""
+        with self._searching:
+            if digest not in self._bases:
+                # A further copy of a damaged partition may have another base.
+                self._bases.update(self._all_copies({digest}, keep=True))
+            return self._bases[digest]
+
+    def _lost_base(self) -> tuple[Digest, Digest] | None:
+        """Return a partition that cannot be decoded for want of a base, with that base."""
+        lost = {name for name, copies in self._bases.items() if not copies}
+        while more := {
+            name
+            for name, copies in self._bases.items()
+            if name not in lost and all(lost.intersection(copy.bases()) for copy in copies)
+        }:
+            lost |= more
+        if lost:
+            for number in range(len(self._places)):
+                copy = self._copy(int(self._places[number]))
+                for base in lost.intersection(copy.bases()):
+                    name = self._needs.digests[number]
+                    if all(lost.intersection(other.bases()) for other in self.other_copies(name, copy)):
+                        return name, base
+        return None
 
     def _copy(self, place: int) -> Copy:
         return Copy(self._numbered[place >> _FRAME_BITS], place & _FRAME_MASK)
@@ -150,6 +227,12 @@ class Sources:
                 f"{first.hex()}{problems}",
                 first,
             )
+        if (lost := self._lost_base()) is not None:
+            problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
+            raise MissingPartitionError(
+                f"partition {lost[0].hex()} needs base {lost[1].hex()}, which cannot be read from any pack{problems}",
+                lost[0],
+            )
 
     def copy(self, digest: Digest) -> Copy:
         """Return the first copy of a partition."""
@@ -157,7 +240,8 @@ class Sources:
 
     def find(self, digest: Digest) -> Copy | None:
         """Return the first copy of a partition, or None when it lies in no readable pack."""
-        place = int(self._places[self._needs.digests.number(digest)])
+        number = self._needs.digests.number(digest)
+        place = _NOWHERE if number < 0 else int(self._places[number])
         return None if place == _NOWHERE else self._copy(place)
 
     def largest(self, digests: Sequence[Digest]) -> int:
@@ -183,6 +267,13 @@ class Sources:
         """Return digests in the order in which their frames lie, pack by pack."""
         order = np.argsort(self._places[self._needs.digests.numbers(as_column(digests))], kind="stable")
         return [digests[place] for place in order.tolist()]
+
+    def expect(self, digests: Sequence[Digest]) -> None:
+        """Tell the packs which frames will be read."""
+        places = self._places[self._needs.digests.numbers(as_column(digests))]
+        packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
+        for number in np.unique(packs).tolist():
+            self._numbered[number].expect(frames[packs == number].tolist())
 
     def close(self) -> None:
         """Close all packs."""

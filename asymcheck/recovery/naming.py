@@ -8,7 +8,8 @@ import re
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
 from asymcheck.format import layout
 from asymcheck.recovery.resolve import candidates
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 
 _SHOWN = 4
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
@@ -25,7 +26,7 @@ class Named:
     """Further checkpoints of the same step, newest first; a save id would name them."""
 
 
-def find_checkpoint(tier: NvmeTier, name: int | str, run: str) -> Named:
+def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> Named:
     """Return the checkpoint of a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
 
     A step that was saved several times means the checkpoint that a restore would take: the newest attempt on the line,
@@ -57,14 +58,14 @@ def find_checkpoint(tier: NvmeTier, name: int | str, run: str) -> Named:
     return _by_save_id(tier, run, digits[1])
 
 
-def _by_step(tier: NvmeTier, run: str, step: int) -> Named:
+def _by_step(tier: ReadTier, run: str, step: int) -> Named:
     chosen = candidates(tier, run, step)[0]
     same = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == step]
     others = [listing for listing in reversed(same) if listing.ref != chosen.ref]
     return Named(chosen, tuple(others))
 
 
-def _by_save_id(tier: NvmeTier, run: str, digits: str) -> Named:
+def _by_save_id(tier: ReadTier, run: str, digits: str) -> Named:
     found = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
     if not found:
         raise CheckpointNotFoundError(f"store {tier.root} has no checkpoint of run {run!r} whose save id is {digits}…")

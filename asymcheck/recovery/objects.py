@@ -1,14 +1,14 @@
-"""What ``load_state_dict`` of a module or an optimizer would refuse, told before a byte is overwritten."""
+"""What modules and optimizers make of a stored state: what they would refuse, told before a byte is overwritten."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
-from asymcheck.recovery.shape import RowRef
+from asymcheck.recovery.shape import RowRef, like_mapping, merge
 
 # torch has no public name for these. An object that has hooks, or loads in its own way, may accept what differs.
 _MODULE_HOOKS = "_load_state_dict_pre_hooks"
@@ -16,13 +16,13 @@ _MODULE_LOADER = "_load_from_state_dict"
 _OPTIMIZER_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
 
-def misfits(current: object, stored: Mapping[Key, object], rows: Sequence[TensorRow]) -> Iterator[str]:
-    """Yield what in a stored state, whose tensors are ``rows``, an object will refuse.
+def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
+    """Yield what in a stored state, whose tensors ``row_of`` gives, an object will refuse.
 
     Nothing when only the object itself can tell.
     """
     if isinstance(current, torch.nn.Module) and _module_loads_by_name(current):
-        yield from _module_misfits(current, stored, rows)
+        yield from _module_misfits(current, stored, row_of)
     elif isinstance(current, torch.optim.Optimizer) and _optimizer_loads_by_group(current):
         given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))
         if given != kept:
@@ -41,7 +41,9 @@ def _optimizer_loads_by_group(optimizer: torch.optim.Optimizer) -> bool:
     return is_plain and not getattr(optimizer, _OPTIMIZER_HOOKS, None)
 
 
-def _module_misfits(module: torch.nn.Module, stored: Mapping[Key, object], rows: Sequence[TensorRow]) -> Iterator[str]:
+def _module_misfits(
+    module: torch.nn.Module, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]
+) -> Iterator[str]:
     state = module.state_dict()
     for key, value in state.items():
         if key not in stored:
@@ -49,10 +51,10 @@ def _module_misfits(module: torch.nn.Module, stored: Mapping[Key, object], rows:
             continue
         item = stored[key]
         if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
-            row = rows[item.row]
-            if tuple(value.shape) != row.shape:
+            row = row_of(item.row)
+            if tuple(value.shape) != row.global_shape:
                 dtype = str(value.dtype).removeprefix("torch.")
-                yield f"{key}: {dtype} {list(value.shape)} is given, but {row.dtype} {list(row.shape)} is stored"
+                yield f"{key}: {dtype} {list(value.shape)} is given, but {row.dtype} {list(row.global_shape)} is stored"
     yield from (f"{key}: is stored, but not in the given module" for key in stored if key not in state)
 
 
@@ -60,3 +62,36 @@ def _group_sizes(groups: object) -> list[int]:
     if not isinstance(groups, list):
         return []
     return [len(group["params"]) for group in groups if isinstance(group, dict) and "params" in group]
+
+
+def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mapping[str, object]) -> dict[Key, object]:
+    """Return which of the states that several ranks stored under one name an object gets: the first.
+
+    A module whose ranks stored different tensors (the stages of a pipeline) gets those of ``state``, which it has.
+    """
+    first = stored[0]
+    if not isinstance(current, torch.nn.Module) or all(one.keys() == first.keys() for one in stored):
+        return first
+    merged = merge(stored)
+    if not isinstance(merged, dict):
+        return first
+    return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
+
+
+def parameters_of(optimizer: object, stored: Mapping[Key, object]) -> Iterator[tuple[RowRef, torch.Tensor]]:
+    """Yield the tensors of an optimizer's stored state, each with the present parameter that it belongs to."""
+    groups, states = stored.get("param_groups"), stored.get("state")
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):
+        return
+    keys = [key for group in groups if isinstance(group, dict) for key in _items(group.get("params"))]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=False):
+        for value in _items(states.get(key)):
+            if isinstance(value, RowRef):
+                yield value, parameter
+
+
+def _items(container: object) -> Sequence[object]:
+    if isinstance(container, dict):
+        return list(container.values())
+    return container if isinstance(container, (list, tuple)) else ()

@@ -7,14 +7,15 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 
+from asymcheck.codecs.chain import base_reader
 from asymcheck.config import WRITER
-from asymcheck.errors import AsymcheckError, DigestMismatchError
+from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.frame import frame_length
 from asymcheck.format.pack import PackHeader
 from asymcheck.recovery.survey import PackContent, read_payload
-from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.tiers.nvme import BaseFrames, Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location
 
 _CHANGED = "the store changed while it was being repaired"
@@ -85,7 +86,7 @@ class Replacement:
                 reason = self._enter(header, locations) if held else _HELD
                 if not reason and not self._keep:
                     self._remove()
-        except DigestMismatchError as error:
+        except (DigestMismatchError, BaseDamagedError) as error:
             return Replaced(busy=f"it reads differently each time ({error})")
         if reason:
             return Replaced(busy=reason)
@@ -119,7 +120,7 @@ class Replacement:
         if not self._copies:
             yield None, {}
             return
-        lengths = {name: int(self._content.entries["plain_length"][at]) for name, at in self._copies.items()}
+        lengths = {name: int(self._content.entries["stored_length"][at]) for name, at in self._copies.items()}
         writer = self._tier.start_pack(sum(map(frame_length, lengths.values())))
         try:
             try:
@@ -139,10 +140,14 @@ class Replacement:
     def _copy(self, writer: PackWriter, lengths: Mapping[Digest, int]) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
             slot = Slot(max(lengths.values()))
+            read_base = base_reader(BaseFrames(self._tier).copies_of)
             for name, sequence in self._copies.items():
-                if sequence >= len(pack.entries) or not read_payload(pack, sequence, name, slot):
+                found = None
+                if sequence < len(pack.entries):
+                    found = read_payload(pack, sequence, name, slot, read_base)
+                if found is None:
                     raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {self._pack_id.hex()}")
-                writer.write(slot, FrameDescriptor.identity(name, lengths[name]))
+                writer.write(slot, found)
 
     def _enter(self, header: PackHeader | None, locations: Mapping[Digest, Location]) -> str:
         """Say in the catalog where the partitions lie now, in one transaction, or return why not."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from asymcheck.errors import (
+    UNKNOWING,
     CheckpointNotFoundError,
     FormatError,
     InconsistentCheckpointError,
     MissingPartitionError,
     RecoveryError,
     StorageError,
-    TooManyFilesError,
     UnsupportedFormatError,
 )
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import check_generations, read_line
 from asymcheck.recovery.locate import Needs, Sources
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef, PackId
 
 _SHOWN = 3
@@ -40,7 +41,7 @@ class Resolved:
     """Where its partitions lie; the caller closes it."""
 
 
-def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFiles]:
+def candidates(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFiles]:
     """Return the checkpoints that may be restored, the one to try first in front.
 
     Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
@@ -79,7 +80,7 @@ def candidates(tier: NvmeTier, run: str, step: int | None) -> list[CheckpointFil
     return found
 
 
-def what_is_there(tier: NvmeTier, run: str, listings: list[CheckpointFiles]) -> str:
+def what_is_there(tier: ReadTier, run: str, listings: list[CheckpointFiles]) -> str:
     """Say for an error what could be asked for instead."""
     return alternatives({listing.ref.step for listing in listings}, set(tier.manifests.runs()) - {run})
 
@@ -94,7 +95,7 @@ def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
     return f"; it has runs {', '.join(sorted(runs))}" if runs else "; it is empty"
 
 
-def check_run_exists(root: Path, run: str, runs: Collection[str]) -> None:
+def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> None:
     """Refuse a run that is none of a store's.
 
     Raises:
@@ -104,7 +105,7 @@ def check_run_exists(root: Path, run: str, runs: Collection[str]) -> None:
         raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 
 
-def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:
+def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:
     """Yield the consistent ones among ``listings`` in order; append to ``skipped`` why others were passed over.
 
     The consumer closes the ``sources`` of each.
@@ -116,14 +117,14 @@ def resolve_each(tier: NvmeTier, listings: list[CheckpointFiles], skipped: list[
     for listing in listings:
         try:
             yield resolve_one(tier, listing)
-        except (UnsupportedFormatError, TooManyFilesError):
+        except (UnsupportedFormatError, *UNKNOWING):
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:
             skipped.append(f"{listing.ref}: {error}")
 
 
-def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+def resolve_one(tier: ReadTier, listing: CheckpointFiles) -> Resolved:
     """Check that one checkpoint is consistent and open the packs that it needs.
 
     Raises:
@@ -146,7 +147,7 @@ def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
 def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes | None) -> str:
     """Say for an error which tensors need a partition, and what to do."""
     names = [
-        row.name
+        row.name + (f" of rank {manifest.header.rank}" if len(manifests) > 1 else "")
         for manifest in manifests
         for row in manifest.rows(range(len(manifest)))
         if any(extent.digest == digest for extent in row.extents)
@@ -154,7 +155,7 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
     return f"needed by tensor {', '.join(names[:_SHOWN])}, {ref}; run asymcheck verify"
 
 
-def read_manifests(tier: NvmeTier, listing: CheckpointFiles) -> list[Manifest]:
+def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
     """Read the manifests of all ranks.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -35,13 +35,16 @@ class RowRef:
     """A placeholder for the tensor of a row."""
 
     row: int
-    """Row of the manifest."""
+    """Row of the manifest; of several, the number of the tensor that :class:`asymcheck.recovery.parts.Parts` gives."""
     as_array: bool
     """Whether it was a numpy array."""
 
 
 class _ShapeBuilder:
     """Builds containers of the original types, with a :class:`RowRef` for each tensor."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
 
     def plain(self, value: object) -> object:
         return value
@@ -58,7 +61,7 @@ class _ShapeBuilder:
         return ordered
 
     def tensor(self, row: int, as_array: bool) -> object:  # noqa: FBT001 - as in the protocol
-        return RowRef(row, as_array)
+        return RowRef(self._first + row, as_array)
 
     def tagged(self, kind: str, value: object) -> object:
         if kind == "z":
@@ -88,8 +91,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def read_shape(manifest: Manifest) -> object:
-    """Return the state of a manifest with placeholders for its tensors.
+def read_shape(manifest: Manifest, first: int = 0) -> object:
+    """Return the state of a manifest with placeholders for its tensors, numbered from ``first``.
 
     Raises:
         FormatError: the tree breaks a rule of the format.
@@ -97,7 +100,7 @@ def read_shape(manifest: Manifest) -> object:
     """
     header = manifest.header
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
-    return decode(header.tree, len(manifest), _ShapeBuilder(), where)
+    return decode(header.tree, len(manifest), _ShapeBuilder(first), where)
 
 
 def rows_in(shape: object) -> list[int]:
@@ -136,16 +139,46 @@ def _array(tensor: torch.Tensor) -> object:
         raise StateMismatchError(f"the state has an array of {tensor.dtype} {shape}, which numpy lacks") from error
 
 
-def with_tensors(shape: object, tensors: Mapping[int, torch.Tensor]) -> object:
+def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
     """Return the state: a shape with its tensors put in; tied tensors are one object."""
     arrays: dict[int, object] = {}
 
     def make(ref: RowRef) -> object:
-        if not ref.as_array:
-            return tensors[ref.row]
-        return arrays.setdefault(ref.row, _array(tensors[ref.row]))
+        value = tensors[ref.row]
+        if not ref.as_array or not isinstance(value, torch.Tensor):
+            return value
+        return arrays.setdefault(ref.row, _array(value))
 
     return replace_rows(shape, make)
+
+
+def merge(shapes: Sequence[object]) -> object:
+    """Return the union of what several ranks have: mappings by key, sequences of one length by item, else the first."""
+    first = shapes[0]
+    if len(shapes) == 1:
+        return first
+    if isinstance(first, dict):
+        mappings = [shape for shape in shapes if isinstance(shape, dict)]
+        keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+        merged = {key: merge([mapping[key] for mapping in mappings if key in mapping]) for key in keys}
+        return like_mapping(first, merged, merge_metadata=mappings)
+    if type(first) in (list, tuple):
+        alike = [shape for shape in shapes if type(shape) is type(first) and len(shape) == len(first)]  # type: ignore[arg-type]  # the type was just compared
+        return type(first)(merge(items) for items in zip(*alike, strict=True))  # type: ignore[call-arg]  # as above
+    return first
+
+
+def like_mapping(
+    like: dict[Key, object], items: dict[Key, object], merge_metadata: Sequence[object] = ()
+) -> dict[Key, object]:
+    """Return items as a mapping of the type of ``like``, with its metadata, merged with that of others."""
+    if not isinstance(like, OrderedDict):
+        return items
+    ordered = OrderedDict(items)
+    found = [metadata for one in (like, *merge_metadata) if (metadata := _metadata(one)) is not None]
+    if found:
+        _set_metadata(ordered, merge(found))
+    return ordered
 
 
 class _Absent:
@@ -171,6 +204,18 @@ def select(shape: object, pattern: str) -> object:
     return kept
 
 
+def select_each(shapes: Sequence[object], pattern: str) -> list[object]:
+    """Do as :func:`select` does with what several ranks have; those of whom nothing matches are left out.
+
+    Raises:
+        InvalidInputError: no name matches.
+    """
+    if len(shapes) == 1 or pattern == "*":
+        return [select(shape, pattern) for shape in shapes]
+    kept = [found for shape in shapes if (found := _select(shape, pattern, ())) is not _ABSENT]
+    return kept or [select(merge(shapes), pattern)]
+
+
 def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
     if isinstance(shape, dict):
         kept = {
@@ -178,12 +223,7 @@ def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
         }
         if not kept:
             return _ABSENT
-        if not isinstance(shape, OrderedDict):
-            return kept
-        ordered = OrderedDict(kept)
-        if _metadata(shape) is not None:
-            _set_metadata(ordered, _metadata(shape))
-        return ordered
+        return like_mapping(shape, kept)
     if type(shape) in (list, tuple):
         items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
         if all(item is _ABSENT for item in items):

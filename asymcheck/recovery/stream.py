@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from asymcheck.format.manifest import TensorRow
-from asymcheck.recovery.assemble import ByteTarget, Placement
-from asymcheck.recovery.load import Finish, Loaded, fetch_all, read_first, the_manifest
+import numpy as np
+
+from asymcheck.format.manifest import Manifest, TensorRow
+from asymcheck.partition.boxes import Region
+from asymcheck.recovery.assemble import ByteTarget, Demand, Placement
+from asymcheck.recovery.load import Finish, Loaded, fetch_all, read_first
+from asymcheck.recovery.outlook import Outlook, read_outlook
 from asymcheck.recovery.resolve import Resolved
-from asymcheck.recovery.shape import read_shape, rows_in, select
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Digest, Progress
+
+_GATHERED_BYTES = 256 << 20
+"""Most bytes of tensors that are put together in memory at once; one of more is alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,44 +47,122 @@ class Sink(Protocol):
 
 
 def stream(
-    tier: NvmeTier, run: str, step: int | None, tensors: str, sink: Sink, progress: Progress | None = None
+    tier: ReadTier,
+    run: str,
+    step: int | None,
+    tensors: str,
+    sink: Sink,
+    progress: Progress | None = None,
+    *,
+    rank: int | None = None,
 ) -> Loaded:
     """Read a checkpoint, every byte verified, and hand it to ``sink``.
+
+    With ``rank``, what that rank saved; else what all ranks have together, parts put together to whole tensors.
 
     A damaged candidate gives way to the next older one, as in :func:`asymcheck.recovery.load.load`.
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as there.
     """
-    return read_first(tier, run, step, partial(_stream_one, tier, tensors=tensors, sink=sink, progress=progress))
+    read = partial(_stream_one, tier, tensors=tensors, rank=rank, sink=sink, progress=progress)
+    return read_first(tier, run, step, read)
 
 
-def _stream_one(tier: NvmeTier, resolved: Resolved, *, tensors: str, sink: Sink, progress: Progress | None) -> Finish:
-    manifest = the_manifest(resolved)
-    shape = select(read_shape(manifest), tensors)
-    rows = rows_in(shape)
+def _stream_one(
+    tier: ReadTier, resolved: Resolved, *, tensors: str, rank: int | None, sink: Sink, progress: Progress | None
+) -> Finish:
+    outlook = read_outlook(resolved.manifests, resolved.ref, rank, tensors)
+    return _hand_on(outlook, sink, progress, partial(fetch_all, tier, resolved))
+
+
+def hand_on(
+    manifest: Manifest, tensors: str, sink: Sink, progress: Progress | None, fetch: Callable[[Placement], None]
+) -> Finish:
+    """Hand what ``fetch`` places, all bytes of a placement, to ``sink``; when that fails, the sink keeps nothing."""
+    return _hand_on(read_outlook([manifest], manifest.header.ref, None, tensors), sink, progress, fetch)
+
+
+def _hand_on(outlook: Outlook, sink: Sink, progress: Progress | None, fetch: Callable[[Placement], None]) -> Finish:
+    demands = {number: outlook.demand(number) for number in outlook.numbers}
     try:
-        targets = sink.begin(Outline(shape, dict(zip(rows, manifest.rows(rows), strict=True))))
-        placement = _Counting(targets, progress)
-        fetch_all(tier, resolved, placement)
+        targets = sink.begin(Outline(outlook.shape, {number: demand.row for number, demand in demands.items()}))
+        wanted = {demands[number]: target for number, target in targets.items()}
+        # Bytes of a tensor that lie apart in it are put together in memory, some tensors at a time.
+        direct = [demand for demand in wanted if demand.in_runs]
+        rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
+        meter = _Meter(progress, sum(demand.row.nbytes for demand in wanted))
+        for batch in filter(None, rounds):
+            fetch(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], meter))
     except BaseException:
         sink.abandon()
         raise
     return sink.finish
 
 
+def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
+    batch: list[Demand] = []
+    for demand in demands:
+        if batch and sum(one.row.nbytes for one in (*batch, demand)) > _GATHERED_BYTES:
+            yield batch
+            batch = []
+        batch.append(demand)
+    if batch:
+        yield batch
+
+
+class _Whole:
+    """Hands a tensor on to a sink: as its bytes come, or all at once where they lie apart."""
+
+    def __init__(self, target: ByteTarget, demand: Demand) -> None:
+        self.row = demand.row
+        self._target = target
+        self._gathered = None if demand.in_runs else np.empty(demand.row.nbytes, dtype=np.uint8)
+        self._left = demand.row.nbytes
+        self._lock = threading.Lock()
+
+    def put(self, start: int, data: memoryview) -> None:
+        self._target.put(start, data)
+
+    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
+        done = 0
+        for region in regions:
+            if self._gathered is not None:
+                region.copy(data, self._gathered)
+            else:
+                self._target.put(region.target, data[region.source : region.source + region.nbytes])
+            done += region.nbytes
+        with self._lock:
+            self._left -= done
+            is_complete = self._left == 0
+        if is_complete and self._gathered is not None:
+            self._target.put(0, self._gathered.data)
+            self._gathered = None
+
+
+class _Meter:
+    """Says how far the reading is."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        if self._progress is not None:
+            # Not exact when threads meet here; it is for the eye.
+            self._done += count
+            self._progress(min(self._done, self._total), self._total)
+
+
 class _Counting(Placement):
     """A placement that says how far it is."""
 
-    def __init__(self, targets: Mapping[int, ByteTarget], progress: Progress | None) -> None:
-        super().__init__(targets.values())
-        self._progress = progress
-        self._done = 0
+    def __init__(self, targets: Iterable[ByteTarget], meter: _Meter) -> None:
+        super().__init__(targets)
+        self._meter = meter
 
     def put(self, name: Digest, data: memoryview) -> None:
         """Place one partition's bytes, and report."""
         super().put(name, data)
-        if self._progress is not None:
-            # Not exact when threads meet here; it is for the eye.
-            self._done += sum(length for *_, length in self._places[name])
-            self._progress(min(self._done, self.total_bytes), self.total_bytes)
+        self._meter.add(sum(length for *_, length in self._places[name]))

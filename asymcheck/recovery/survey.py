@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from asymcheck.codecs.chain import BaseReader, base_reader, decode_checked
 from asymcheck.errors import (
     AsymcheckError,
+    BaseDamagedError,
     DigestMismatchError,
     FormatError,
     MissingPartitionError,
@@ -15,11 +17,13 @@ from asymcheck.errors import (
     UnsupportedFormatError,
 )
 from asymcheck.format.digest import digest as digest_of
+from asymcheck.format.digest import sum8
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.recovery.fetch import read_checked
 from asymcheck.recovery.locate import Copy
-from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
+from asymcheck.tiers.nvme import BaseFrames, NvmeTier, PackFile, Slot
 from asymcheck.types import Digest, Location, PackId, Progress
 
 
@@ -40,7 +44,7 @@ class PackContent:
     rescued: set[int] = dataclasses.field(default_factory=set)
     """Those of them whose payload has the digest all the same, so that nothing is lost with the rest of the frame."""
     unread: set[int] = dataclasses.field(default_factory=set)
-    """Those of them that the device did not give: they may be intact."""
+    """Those of them that the device did not give, or whose base is lost: they may be intact."""
 
     @property
     def is_sound(self) -> bool:
@@ -63,7 +67,8 @@ class PackContent:
         """Return where a frame lies, as the catalog says it."""
         row = self.entries[["offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm"]]
         offset, stored, plain, kind, codec, algorithm = row[sequence].tolist()
-        return Location(self.header.pack_id, offset, stored, plain, kind, codec, algorithm)
+        base = self.entries["base_digest"][sequence].tobytes()
+        return Location(self.header.pack_id, offset, stored, plain, kind, codec, algorithm, base)
 
 
 @dataclasses.dataclass
@@ -135,8 +140,9 @@ def examine(tier: NvmeTier, pack_id: PackId) -> PackContent:
     with contextlib.closing(tier.open_pack_to_repair(pack_id)) as pack:
         content = _content(pack)
         slot = Slot(max((int(length) for length in content.entries["stored_length"]), default=0))
+        read_base = base_reader(BaseFrames(tier).copies_of)
         for sequence, name in enumerate(content.names):
-            _check(content, pack, sequence, name, slot)
+            _check(content, pack, sequence, name, slot, read_base)
         return content
 
 
@@ -144,33 +150,54 @@ def _content(pack: PackFile) -> PackContent:
     return PackContent(pack.header, pack.entries, pack.digests(), "" if pack.damage is None else str(pack.damage))
 
 
-def _check(content: PackContent, pack: PackFile, sequence: int, name: Digest, slot: Slot) -> None:
+def _check(
+    content: PackContent, pack: PackFile, sequence: int, name: Digest, slot: Slot, read_base: BaseReader
+) -> None:
     try:
         if content.damage:
             # Found by scanning: the header was checked, and its place in a damaged pack does not matter.
-            if not read_payload(pack, sequence, name, slot):
+            if read_payload(pack, sequence, name, slot, read_base) is None:
                 raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {content.header.pack_id.hex()}")
         else:
-            read_checked(Copy(pack, sequence), name, slot)
+            read_checked(Copy(pack, sequence), name, slot, read_base)
     except UnsupportedFormatError:
         raise
+    except BaseDamagedError as error:
+        # Nothing is wrong with this frame, and the next save may bring its base back.
+        content.wrong[sequence] = str(error)
+        content.unread.add(sequence)
     except FormatError as error:
         content.wrong[sequence] = str(error)
         with contextlib.suppress(FormatError, StorageError):
-            if read_payload(pack, sequence, name, slot):
+            if read_payload(pack, sequence, name, slot, read_base) is not None:
                 content.rescued.add(sequence)
     except StorageError as error:
         content.wrong[sequence] = str(error)
         content.unread.add(sequence)
 
 
-def read_payload(pack: PackFile, sequence: int, name: Digest, slot: Slot) -> bool:
-    """Read one frame and tell whether its payload has the digest, whatever else is wrong with the frame.
+def read_payload(
+    pack: PackFile, sequence: int, name: Digest, slot: Slot, read_base: BaseReader
+) -> FrameDescriptor | None:
+    """Read one frame; describe its payload if that gives the digest, whatever else is wrong with the frame, else None.
 
     Raises:
         TruncatedError: the file ends before the frame does.
+        BaseDamagedError: what the frame is encoded against cannot be had.
         StorageError: the device refused.
     """
     entry = pack.entries[sequence]
     pack.read_frame(sequence, slot)
-    return int(entry["codec"]) == CODEC_IDENTITY and digest_of(slot.payload(int(entry["stored_length"]))) == name
+    stored, plain, kind, codec = (int(entry[field]) for field in ("stored_length", "plain_length", "kind", "codec"))
+    payload = slot.payload(stored)
+    if codec == CODEC_IDENTITY:
+        return FrameDescriptor.identity(name, stored) if digest_of(payload) == name else None
+    base = entry["base_digest"].tobytes()
+    described = FrameDescriptor(name, plain, stored, sum8(payload), kind, codec, base_digest=base)
+    try:
+        decode_checked(name, described, payload, f"frame {sequence} of pack {pack.path.name}", read_base)
+    except BaseDamagedError:
+        raise
+    except FormatError:
+        return None
+    return described

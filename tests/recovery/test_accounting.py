@@ -233,6 +233,7 @@ def test_partitions_that_lie_in_two_packs_count_twice(store_path: Path, tmp_path
             twin.save({"model": {"0": torch.full((3000,), 0.0), "1": torch.full((3000,), 1.0)}}, step=0)
             (pack,) = (tmp_path / "twin" / "packs").iterdir()
         (store_path / "packs" / pack.name).write_bytes(pack.read_bytes())
+        store.rebuild()
         after = store.accounting()
         dry = store.gc(dry_run=True)
     shared = sum(one.stored_bytes for one in after.checkpoints) > sum(one.stored_bytes for one in before.checkpoints)

@@ -1,0 +1,302 @@
+"""Boxes: which part of a whole tensor, over all ranks, one rank holds; and the bytes that two parts have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import LimitError
+
+_Ints = npt.NDArray[np.int64]
+_MOST_LEFT = 1 << 12
+"""Pieces into which parts that overlap without any order may cut what is still wanted. No layout of ranks does that."""
+_WIDEST = 8
+"""Bytes of the widest word that is copied at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: ``whole[offset[0]:offset[0] + shape[0], …]``."""
+
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the part begins in it, for each dimension."""
+    shape: tuple[int, ...]
+    """Shape of the part."""
+
+    @classmethod
+    def of_whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box of a tensor that no other rank has a part of."""
+        return cls(shape, (0,) * len(shape), shape)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it lies within its whole."""
+        return len(self.whole) == len(self.offset) == len(self.shape) and all(
+            first >= 0 and size >= 0 and first + size <= most
+            for most, first, size in zip(self.whole, self.offset, self.shape, strict=True)
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.shape == self.whole
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements; a scalar has one."""
+        return math.prod(self.shape)
+
+    def covers(self, other: Box) -> bool:
+        """Tell whether all elements of another part of the same whole are in this one."""
+        return not other.elements or all(
+            mine <= its and its + count <= mine + size
+            for mine, size, its, count in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
+    def common(self, other: Box) -> Box | None:
+        """Return what two parts of one whole have in common; None when that is nothing."""
+        first = tuple(map(max, self.offset, other.offset))
+        ends = map(min, self._ends(), other._ends())
+        shape = tuple(end - start for start, end in zip(first, ends, strict=True))
+        return Box(self.whole, first, shape) if all(size > 0 for size in shape) else None
+
+    def without(self, other: Box) -> list[Box]:
+        """Return what is left of this part when another is taken out of it, as parts that have nothing in common."""
+        hole = self.common(other)
+        if hole is None:
+            return [self]
+        left, offset, shape = [], list(self.offset), list(self.shape)
+        for dim, (start, size) in enumerate(zip(hole.offset, hole.shape, strict=True)):
+            end = offset[dim] + shape[dim]
+            for first, last in ((offset[dim], start), (start + size, end)):
+                if first < last:
+                    place = (*offset[:dim], first, *offset[dim + 1 :])
+                    left.append(Box(self.whole, place, (*shape[:dim], last - first, *shape[dim + 1 :])))
+            offset[dim], shape[dim] = start, size
+        return left
+
+    def _ends(self) -> Iterator[int]:
+        return (first + size for first, size in zip(self.offset, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        """Name it as errors do, for instance ``[0:2, 0:8] of [4, 8]``."""
+        ranges = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offset, self.shape, strict=True))
+        return f"[{ranges}] of {list(self.whole)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """From which parts each element of a box is taken."""
+
+    tiles: tuple[tuple[int, Box], ...]
+    """Number of a part and what is taken from it; no two have an element in common."""
+    missing: Box | None
+    """Some elements that no part has; None when there are none."""
+
+
+def tile(box: Box, parts: Sequence[Box]) -> Tiling:
+    """Cover a box by parts of the same whole; of several that have an element, the first is taken.
+
+    Raises:
+        LimitError: they overlap as no layout of ranks does; to go on would take very long.
+    """
+    if not box.elements:
+        return Tiling((), None)
+    first = parts[0].common(box) if parts else None
+    if first == box:
+        return Tiling(((0, box),), None)
+    starts = np.array([part.offset for part in parts], dtype=np.int64).reshape(len(parts), len(box.whole))
+    ends = starts + np.array([part.shape for part in parts], dtype=np.int64).reshape(starts.shape)
+    own = np.array(box.offset, dtype=np.int64)
+    starts, ends = np.maximum(starts, own), np.minimum(ends, own + np.array(box.shape, dtype=np.int64))
+    numbers = np.flatnonzero((starts < ends).all(axis=1))
+    if not len(numbers):
+        return Tiling((), box)
+    # Replicas have the same box: of each the first is kept.
+    _, chosen = np.unique(np.hstack([starts, ends])[numbers], axis=0, return_index=True)
+    numbers = numbers[np.sort(chosen)]
+    starts, ends = starts[numbers], ends[numbers]
+    tiles = [
+        (number, Box(box.whole, tuple(start), tuple(end - first for first, end in zip(start, stop, strict=True))))
+        for number, start, stop in zip(numbers.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    ]
+    if _are_apart(starts, ends) and sum(part.elements for _, part in tiles) == box.elements:
+        return Tiling(tuple(tiles), None)
+    return _tile_one_by_one(box, tiles)
+
+
+def _are_apart(starts: _Ints, ends: _Ints) -> bool:
+    """Tell whether different boxes lie in a grid, so that no two have an element in common."""
+    for first, last in zip(starts.T, ends.T, strict=True):
+        spans = np.unique(np.stack([first, last], axis=1), axis=0)
+        if (spans[1:, 0] < spans[:-1, 1]).any():
+            return False
+    return True
+
+
+def _tile_one_by_one(box: Box, parts: Sequence[tuple[int, Box]]) -> Tiling:
+    tiles, left = [], [box]
+    for number, part in parts:
+        found = [common for rest in left if (common := rest.common(part)) is not None]
+        if found:
+            tiles += [(number, common) for common in found]
+            left = [piece for rest in left for piece in rest.without(part)]
+        if not left:
+            break
+        if len(left) > _MOST_LEFT:
+            raise LimitError(f"parts of {list(box.whole)} overlap in more ways than a reader looks into")
+    return Tiling(tuple(tiles), left[0] if left else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Bytes in rows at regular distances, in two places."""
+
+    source: int
+    """First byte in the one place."""
+    target: int
+    """First byte in the other."""
+    shape: tuple[int, ...]
+    """How many; the last is of bytes that follow each other."""
+    source_strides: tuple[int, ...]
+    """Distances in bytes in the one place; the last is 1."""
+    target_strides: tuple[int, ...]
+    """Distances in bytes in the other; the last is 1."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return math.prod(self.shape)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether all its bytes follow each other, in both places."""
+        return len(self.shape) == 1
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield first byte in the one place, first byte in the other, and bytes of each row."""
+        for place in np.ndindex(self.shape[:-1]):
+            source = sum(map(int.__mul__, place, self.source_strides))
+            target = sum(map(int.__mul__, place, self.target_strides))
+            yield self.source + source, self.target + target, self.shape[-1]
+
+    def copy(self, source: memoryview, target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes from one place into the other, a writable array of bytes. Releases the GIL for large ones."""
+        if self.is_run:
+            count = self.shape[0]
+            found = np.frombuffer(source, dtype=np.uint8, count=count, offset=self.source)
+            np.copyto(target[self.target : self.target + count], found)
+            return
+        unit = math.gcd(_WIDEST, self.shape[-1])
+        shape = (*self.shape[:-1], self.shape[-1] // unit)
+        found, there = (
+            np.ndarray(shape, f"u{unit}", place, first, (*steps[:-1], unit))
+            for place, first, steps in (
+                (source, self.source, self.source_strides),
+                (target.data, self.target, self.target_strides),
+            )
+        )
+        np.copyto(there, found)
+
+
+class Crossing:
+    """What two parts of one whole have in common, as bytes of each: elements lie in row-major order in both."""
+
+    def __init__(self, source: Box, target: Box, common: Box, width: int) -> None:
+        """Map bytes of ``source`` to bytes of ``target``.
+
+        Args:
+            source: the part that bytes come from.
+            target: the part that they go to.
+            common: elements of both; not none.
+            width: bytes of an element.
+        """
+        self.nbytes = common.elements * width
+        """Bytes in common."""
+        # Dimensions that both have whole, or of one element, are no dimensions: what is left is few, as a rule one.
+        dims = [(width, width, width, 0, 0)]
+        for p, q, c, start, a, b in zip(
+            reversed(source.shape),
+            reversed(target.shape),
+            reversed(common.shape),
+            reversed(common.offset),
+            reversed(source.offset),
+            reversed(target.offset),
+            strict=True,
+        ):
+            p_in, q_in, c_in = dims[-1][:3]
+            if p_in == c_in == q_in:
+                dims[-1] = (p * p_in, q * q_in, c * c_in, (start - a) * p_in, (start - b) * q_in)
+            elif p != 1 or q != 1:
+                dims.append((p, q, c, start - a, start - b))
+        columns = list(zip(*reversed(dims), strict=True))
+        self._sizes, target_sizes, self._counts, self._starts, self._target_starts = columns
+        self._strides = _strides(self._sizes)
+        self._target_strides = _strides(target_sizes)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the bytes in common follow each other, in both parts."""
+        return len(self._counts) == 1 or all(count == 1 for count in self._counts[:-1])
+
+    def touches(self, start: int, stop: int) -> bool:
+        """Tell whether bytes of the source from ``start`` to ``stop`` have any in common with the target."""
+        return next(self.regions(start, stop), None) is not None
+
+    def regions(self, start: int, stop: int) -> Iterator[Region]:
+        """Yield where bytes of the source go; ``Region.source`` is counted from ``start``."""
+        for firsts, counts in _boxes_of_range(self._sizes, start, stop):
+            lows = tuple(map(max, firsts, self._starts))
+            ends = (
+                min(first + count, mine + most)
+                for first, count, mine, most in zip(firsts, counts, self._starts, self._counts, strict=True)
+            )
+            shape = tuple(end - low for low, end in zip(lows, ends, strict=True))
+            if all(size > 0 for size in shape):
+                yield self._region(lows, shape, start)
+
+    def _region(self, lows: tuple[int, ...], shape: tuple[int, ...], start: int) -> Region:
+        source = sum(map(int.__mul__, lows, self._strides)) - start
+        inside = (low - mine + its for low, mine, its in zip(lows, self._starts, self._target_starts, strict=True))
+        target = sum(map(int.__mul__, inside, self._target_strides))
+        kept = [dim for dim, size in enumerate(shape[:-1]) if size > 1] + [len(shape) - 1]
+        return Region(
+            source,
+            target,
+            tuple(shape[dim] for dim in kept),
+            tuple(self._strides[dim] for dim in kept),
+            tuple(self._target_strides[dim] for dim in kept),
+        )
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _boxes_of_range(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and counts of the few boxes that make up a range of a row-major array."""
+    if start >= stop:
+        return
+    if len(sizes) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = math.prod(sizes[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        for offsets, counts in _boxes_of_range(sizes[1:], head, tail):
+            yield (first, *offsets), (1, *counts)
+        return
+    if head:
+        for offsets, counts in _boxes_of_range(sizes[1:], head, inner):
+            yield (first, *offsets), (1, *counts)
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])
+    for offsets, counts in _boxes_of_range(sizes[1:], 0, tail):
+        yield (last, *offsets), (1, *counts)

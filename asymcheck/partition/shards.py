@@ -1,0 +1,128 @@
+"""Shards: tensors of which each rank holds a part, as torch and its users describe them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from asymcheck.errors import UnsupportedValueError
+from asymcheck.partition.boxes import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+_DTENSORS = "torch.distributed.tensor"
+_SPLITS = "split_factor"
+"""What a placement is called by, of which another mesh dimension cuts the same dimension of the tensor before."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TensorShard:
+    """This rank's part of a tensor that several ranks hold together; stands in a state where the tensor would.
+
+    A ``DTensor`` need not be wrapped: it says the same by itself.
+    """
+
+    local: torch.Tensor
+    """The part that is here."""
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor, of as many dimensions as the part."""
+    offset: tuple[int, ...]
+    """Where the part begins in the whole, for each dimension."""
+
+    @property
+    def box(self) -> Box:
+        """The part, without its bytes."""
+        return Box(tuple(self.global_shape), tuple(self.offset), tuple(self.local.shape))
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Tell whether a tensor is sharded by torch, without importing that part of torch for those who do not use it."""
+    module = sys.modules.get(_DTENSORS)
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def shard_of(tensor: DTensor, path: str) -> TensorShard:
+    """Return the part of a DTensor that this rank holds; of a replicated one, all of it.
+
+    Raises:
+        UnsupportedValueError: its values are partial sums, or what is here is no box; names ``path``.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedValueError(
+            path, f"the tensor has placements {tensor.placements}: reduce its partial sums first"
+        )
+    with torch.no_grad():
+        local = tensor.to_local()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        # A rank outside the mesh has an empty part, whatever the mesh would give it.
+        return TensorShard(local, tuple(tensor.shape), (0,) * tensor.ndim)
+    spans = [[range(size)] for size in tensor.shape]
+    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if not placement.is_replicate():
+            dim = _dimension(placement, tensor.ndim, path)
+            spans[dim] = _share(spans[dim], place, size, getattr(placement, _SPLITS, 1))
+    if tuple(map(_count, spans)) != tuple(local.shape) or any(len(span) > 1 for span in spans):
+        raise UnsupportedValueError(
+            path,
+            f"with placements {tensor.placements} on a mesh of {list(tensor.device_mesh.shape)}, this rank's part of "
+            f"{list(tensor.shape)} is no box of rows that follow each other; shard a dimension that the ranks divide",
+        )
+    return TensorShard(local, tuple(tensor.shape), tuple(span[0].start if span else 0 for span in spans))
+
+
+def _dimension(placement: Placement, dims: int, path: str) -> int:
+    dim = getattr(placement, "dim", None)
+    if type(dim) is not int or not -dims <= dim < dims:
+        raise UnsupportedValueError(path, f"the tensor has the placement {placement}, which says not what is here")
+    return dim % dims
+
+
+def _share(span: Sequence[range], place: int, size: int, splits: int) -> list[range]:
+    """Return what one of ``size`` ranks has of a dimension, cut as torch cuts it.
+
+    With ``splits`` above 1 another mesh dimension cut it before (FSDP over tensor parallelism), into so many parts, and
+    the rank has its share of each.
+    """
+    shares = [part for number in range(splits) for part in _chunk(_chunk(span, number, splits), place, size)]
+    joined: list[range] = []
+    for part in shares:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = range(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _chunk(span: Sequence[range], number: int, count: int) -> list[range]:
+    """Return one of ``count`` chunks: all have the same length but the last ones, which may be shorter or empty."""
+    length = -(-_count(span) // count)
+    skipped, found = number * length, []
+    for part in span:
+        chosen = part[skipped : skipped + length]
+        skipped = max(skipped - len(part), 0)
+        length -= len(chosen)
+        if chosen:
+            found.append(chosen)
+    return found
+
+
+def _count(span: Sequence[range]) -> int:
+    return sum(map(len, span))
+
+
+def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor of the shape and placements of another one, of which this rank holds ``local``."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only there for those who use it
+
+    # Not the strides of the other one: the new part lies in row-major order.
+    strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim))
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=strides
+    )

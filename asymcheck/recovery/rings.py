@@ -1,0 +1,188 @@
+"""Rings on the way up: what killed processes left in memory, told and read without taking it up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    DamagedPartitionError,
+    FormatError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    LockTimeoutError,
+)
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.ring import CaptureEntry
+from asymcheck.recovery.assemble import Placement
+from asymcheck.recovery.load import Finish, Loaded
+from asymcheck.recovery.resolve import alternatives
+from asymcheck.recovery.stream import Sink, hand_on
+from asymcheck.tiers.dram_ring import RingCapture, RingFile, RingReader, left_rings, look_at
+from asymcheck.tiers.owners import describe as describe_owner
+from asymcheck.tiers.owners import is_dead
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import CheckpointRef, Progress
+
+
+def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
+    """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
+
+    def is_stored(run: str, ref: CheckpointRef, rank: int) -> bool:
+        return tier.manifests.listing(run, ref).has(rank)
+
+    looked = [look_at(path, is_stored, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
+    return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
+
+
+def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCapture]:
+    """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
+
+    Of several ranks, one that all of them have.
+    """
+    ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
+    captures: dict[tuple[str, CheckpointRef], RingCapture] = {}
+    for ring in rings:
+        for capture in () if ring.is_alive else ring.captures:
+            if capture.ref is not None:
+                ranks.setdefault((capture.run, capture.ref), set()).add(ring.rank)
+                captures[capture.run, capture.ref] = capture
+    newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].world_size}
+    found = []
+    for run, ref in newest.items():
+        stored = [listing.ref for listing in tier.manifests.checkpoints(run)]
+        if not captures[run, ref].is_durable and all(ref > other for other in stored):
+            found.append(captures[run, ref])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RingWanted:
+    """What is to be read from rings."""
+
+    run: str
+    """The run."""
+    step: int | None
+    """Which step; None for the newest."""
+    tensors: str
+    """A glob of the dotted names that are wanted."""
+
+
+class _Found:
+    """The rings of a store in one folder, and the captures of one run in them."""
+
+    def __init__(self, tier: ReadTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
+        self.captures: list[tuple[CheckpointRef, RingReader, CaptureEntry]] = []
+        self.in_use: list[str] = []
+        self.damaged: list[str] = []
+        self.runs: set[str] = set()
+        for path in left_rings(folder, tier.descriptor.store_id):
+            try:
+                # Not held: a training that starts meanwhile has to take it up.
+                reader = stack.enter_context(RingReader(path, hold=False))
+            except FileNotFoundError:
+                continue
+            except FormatError as error:
+                self.damaged.append(str(error))
+                continue
+            self.runs.add(reader.header.run)
+            if reader.header.run != run:
+                continue
+            if reader.is_owned:
+                self.in_use.append(_user(reader))
+            else:
+                self._take(reader)
+        self.captures.sort(key=lambda found: found[0], reverse=True)
+
+    def _take(self, reader: RingReader) -> None:
+        for entry in reader.captures:
+            try:
+                ref = reader.manifest(entry)[0].header.ref
+            except FormatError as error:
+                self.damaged.append(str(error))
+            else:
+                self.captures.append((ref, reader, entry))
+
+
+def _user(reader: RingReader) -> str:
+    owner = reader.header.owner
+    if is_dead(owner):
+        return f"ring {reader.path} is being taken up by a training that starts"
+    return f"ring {reader.path} is in use by {describe_owner(owner)}"
+
+
+def stream_from_rings(
+    tier: ReadTier, folder: Path, wanted: RingWanted, sink: Sink, progress: Progress | None = None
+) -> Loaded:
+    """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
+
+    A damaged one gives way to the next older one; a step, to another attempt at it.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InconsistentCheckpointError: all are damaged; lists the reasons.
+        LockTimeoutError: it may lie in a ring that is in use.
+    """
+    with contextlib.ExitStack() as stack:
+        found = _Found(tier, folder, wanted.run, stack)
+        skipped = [*found.in_use, *found.damaged]
+        tried = [one for one in found.captures if wanted.step in (None, one[0].step)]
+        for ref, reader, entry in tried:
+            try:
+                manifest, _ = reader.manifest(entry)
+                finish = _read_one(reader, manifest, wanted, sink, progress)
+            except (DamagedPartitionError, FormatError) as error:
+                skipped.append(f"{ref}: {error}")
+                continue
+            return Loaded(finish(), wanted.run, ref, manifest, tuple(skipped))
+    raise _nothing(tier, folder, wanted, found, skipped)
+
+
+def _nothing(
+    tier: ReadTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
+) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
+    """Return the error that says why nothing could be read."""
+    what = f"run {wanted.run!r}" if wanted.step is None else f"step {wanted.step} of run {wanted.run!r}"
+    if found.in_use:
+        return LockTimeoutError(
+            f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
+            "what is durable (without --tier dram)"
+        )
+    if skipped:
+        message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
+        return InconsistentCheckpointError(message, skipped)
+    there = alternatives({ref.step for ref, *_ in found.captures}, found.runs - {wanted.run})
+    if not found.runs:
+        there = "; no ring of this store is there"
+    return CheckpointNotFoundError(
+        f"no killed process left {what} of store {tier.root} complete in memory in {folder}{there}"
+    )
+
+
+def _read_one(
+    reader: RingReader, manifest: Manifest, wanted: RingWanted, sink: Sink, progress: Progress | None
+) -> Finish:
+    if manifest.header.world_size != 1:
+        raise InvalidInputError(
+            f"{manifest.header.ref} was saved by {manifest.header.world_size} ranks; this version restores those of one"
+        )
+    return hand_on(manifest, wanted.tensors, sink, progress, partial(_fetch, reader, manifest))
+
+
+def _fetch(reader: RingReader, manifest: Manifest, placement: Placement) -> None:
+    """Check and place all bytes that ``placement`` wants.
+
+    Raises:
+        DamagedPartitionError: a partition lies in no intact frame of the ring.
+    """
+    places, lengths = reader.offsets(), manifest.partitions()
+    for name in placement.wanted:
+        intact = reader.intact(places.get(name, []), name, lengths[name])
+        if intact is None:
+            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {reader.path}", name)
+        placement.put(name, intact[1])
+    placement.put_inline()

@@ -1,0 +1,274 @@
+"""Together: what the Checkpointers of several ranks do as one, beside saving: they go back to the same checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from asymcheck.errors import (
+    AsymcheckError,
+    CheckpointNotFoundError,
+    FormatError,
+    InconsistentCheckpointError,
+    LostCheckpointError,
+    RankFailedError,
+    RanksError,
+    RecoveryError,
+    UnsupportedFormatError,
+)
+from asymcheck.pipeline.background import Background
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.request import new_save_id
+from asymcheck.ranks import Ranks, Session
+from asymcheck.ranks.session import reason_of
+from asymcheck.store import Store
+from asymcheck.types import Checkpoint, CheckpointRef, Part, SaveId
+
+_REASONS_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """Where all ranks have gone back to."""
+
+    checkpoint: Checkpoint
+    """The checkpoint, as this rank has read it."""
+    generation: int
+    """The line of training that was opened from it."""
+    skipped: tuple[str, ...]
+    """On rank 0: what was passed over, with the reasons."""
+
+
+class Together:
+    """This rank among those that train one state."""
+
+    def __init__(self, store: Store, run: str, ranks: Ranks, is_ending: Callable[[], bool]) -> None:
+        """Prepare; the ranks find each other when they are needed first. ``is_ending``: this process is to end."""
+        self._store, self._run, self._ranks, self._is_ending = store, run, ranks, is_ending
+        self._session: Session | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._ranks.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return self._ranks.world_size
+
+    def part(self) -> Part:
+        """Return this rank's part of a checkpoint that is begun now; the save id of rank 0 is that of all."""
+        return Part(self.rank, self.world_size, new_save_id().hex())
+
+    def session(self) -> Session:
+        """Return what the ranks agree by.
+
+        Raises:
+            RanksMissingError: some are not there.
+            RankFailedError: they are about to do different things.
+        """
+        if self._session is None:
+            terms = {"store": self._store.store_id, "ranks": str(self._ranks.world_size)}
+            self._session = Session.join(self._ranks, self._run, terms)
+            self._session.is_ending = self._is_ending
+        return self._session
+
+    def close(self) -> None:
+        """End what the ranks agree by; they find each other again when they are needed again."""
+        session, self._session = self._session, None
+        if session is not None:
+            # What is to be known is known by now.
+            with contextlib.suppress(RanksError):
+                session.leave()
+
+    def restore(self, step: int | None, into: object, prepare: Callable[[], object]) -> Returned | None:
+        """Restore the newest checkpoint that all ranks can read, or that of ``step``; None when there is none yet.
+
+        Rank 0 calls ``prepare`` first, while the others wait.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError: on rank 0, as :meth:`Store.load`.
+            RankFailedError: on the others, and when another one could not restore.
+            RanksMissingError: some did not come so far in time.
+        """
+        session = self.session()
+        number = session.next_number()
+        skipped: list[str] = []
+        proposals = self._proposals(step, skipped, prepare) if self.is_first else iter(())
+        part = 0
+        while True:
+            ref = self._proposed(session, (number, part), proposals, step)
+            if ref is None:
+                return None
+            read = partial(self._read, ref, into)
+            returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
+            if returned is not None:
+                return dataclasses.replace(returned, skipped=tuple(skipped))
+            part += 2
+
+    def _proposals(
+        self, step: int | None, skipped: list[str], prepare: Callable[[], object]
+    ) -> Iterator[CheckpointRef]:
+        prepare()
+        seen = set[int]()
+        for ref in self._store.restorable(self._run, step, skipped):
+            # Checkpoints are read by their step: of several attempts that is the one to try first.
+            if ref.step not in seen:
+                seen.add(ref.step)
+                yield ref
+        if seen or skipped:
+            what = "no checkpoint" if step is None else f"step {step}"
+            message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
+            raise InconsistentCheckpointError(message, skipped)
+
+    def _proposed(
+        self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None
+    ) -> CheckpointRef | None:
+        """Return what rank 0 wants to restore next; None when there is nothing."""
+        if not self.is_first:
+            return _ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
+        try:
+            ref = next(proposals, None)
+        except CheckpointNotFoundError as error:
+            if step is not None:
+                session.post(at, reason_of(error).encode(), failed=True)
+                raise
+            ref = None
+        except BaseException as error:
+            session.post(at, f"rank 0: {reason_of(error)}".encode(), failed=True)
+            raise
+        session.post(at, json.dumps(_named(ref)).encode())
+        return ref
+
+    def _read(self, ref: CheckpointRef, into: object) -> Checkpoint:
+        read = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True).checkpoint
+        if read.ref != ref:
+            raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
+        return read
+
+    def _try(
+        self,
+        session: Session,
+        at: tuple[int, int],
+        ref: CheckpointRef,
+        read: Callable[[], Checkpoint],
+        skipped: list[str] | None,
+    ) -> Returned | None:
+        """Go back to a checkpoint by ``read``, all ranks or none; None: one found it damaged, so another is tried.
+
+        Without ``skipped``, to which rank 0 appends why, there is no other to be tried.
+        """
+        checkpoint, failure, is_damage = None, None, False
+        try:
+            checkpoint = read()
+        except AsymcheckError as error:
+            failure = error
+            is_damage = isinstance(error, (RecoveryError, FormatError)) and not isinstance(
+                error, UnsupportedFormatError
+            )
+        except BaseException as error:
+            session.report(at, reason_of(error).encode(), failed=True)
+            raise
+        mine = {"failed": None if failure is None else reason_of(failure), "is_damage": is_damage}
+
+        def decide(reports: Sequence[bytes]) -> bytes:
+            found: list[Mapping[str, object]] = [json.loads(report) for report in reports]
+            failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if one["failed"] is not None]
+            if not failed and checkpoint is not None:
+                generation = self._store.begin_generation(checkpoint, run=self._run)
+                return json.dumps({"generation": generation}).encode()
+            reasons = "; ".join(failed[:_REASONS_SHOWN])
+            if skipped is not None and all(one["failed"] is None or one["is_damage"] for one in found):
+                skipped.append(f"{ref}: {reasons}")
+                return json.dumps({"again": True}).encode()
+            return json.dumps({"failed": f"{ref} could not be restored: {reasons}"}).encode()
+
+        what = f"restore of step {ref.step} of run {self._run!r}"
+        said = json.loads(session.agree(at, json.dumps(mine).encode(), decide, what))
+        if "again" in said:
+            return None
+        if failure is not None:
+            raise failure
+        if checkpoint is None or "failed" in said:
+            raise RankFailedError(f"{said['failed']}; no rank may train on from it")
+        return Returned(checkpoint, said["generation"], ())
+
+    def rollback(self, background: Background | None, into: object) -> Returned:
+        """Go back to the newest checkpoint on the line that is complete in the memory of all ranks.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            RanksError
+        """
+        session = self.session()
+        number = session.next_number()
+        mine = [_named(ref) for ref in (() if background is None else background.in_ring())]
+
+        def decide(reports: Sequence[bytes]) -> bytes:
+            everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
+            on_line = self._store.line(self._run)
+            newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
+            return json.dumps(_named(newest)).encode()
+
+        what = f"rollback of run {self._run!r}"
+        ref = _ref_of(json.loads(session.agree((number, 0), json.dumps(mine).encode(), decide, what)))
+        if ref is None or background is None:
+            raise CheckpointNotFoundError(
+                f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
+                "the store"
+            )
+
+        def read() -> Checkpoint:
+            found = background.newest_in_ring(lambda one: one == ref)
+            if found is None:
+                raise RanksError(f"{ref} is not in memory any more")
+            return self._store.load_captured(*found, into=into)
+
+        returned = self._try(session, (number, 1), ref, read, None)
+        if returned is None:
+            raise RankFailedError(f"{ref} could not be restored")
+        return returned
+
+
+def saved(capture: Capture) -> Checkpoint:
+    """Return the checkpoint that a capture of all ranks became.
+
+    Raises:
+        LostCheckpointError: it became none.
+    """
+    ref, request = capture.ref, capture.request
+    if ref is None:
+        raise LostCheckpointError(f"step {request.step} of run {request.run!r} was not saved: {capture.error}")
+    return Checkpoint(
+        run=request.run,
+        step=ref.step,
+        generation=ref.generation,
+        save_id=ref.save_id.hex(),
+        world_size=request.world_size,
+        complete=True,
+        on_line=True,
+        created_ns=int.from_bytes(ref.save_id[:8], "big"),
+        state_bytes=capture.state_bytes,
+        written_bytes=capture.written_bytes,
+        metrics=request.metrics,
+    )
+
+
+def _named(ref: CheckpointRef | None) -> list[object] | None:
+    return None if ref is None else [ref.generation, ref.step, ref.save_id.hex()]
+
+
+def _ref_of(named: object) -> CheckpointRef | None:
+    if not isinstance(named, list):
+        return None
+    generation, step, save_id = named
+    return CheckpointRef(generation, step, SaveId(bytes.fromhex(save_id)))

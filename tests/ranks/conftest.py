@@ -1,0 +1,13 @@
+"""Where the ranks of a test find each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks.job import Meeting
+
+
+@pytest.fixture(scope="session")
+def meeting() -> Meeting:
+    """One for all tests, as the agent of torchrun is one for all attempts: what was said there before stays."""
+    return Meeting()

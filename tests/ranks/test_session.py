@@ -1,0 +1,250 @@
+"""Sessions: ranks find each other and agree, as threads of one process, by a store in its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from asymcheck import Ranks
+from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
+from asymcheck.ranks import KeyStore, Session
+from asymcheck.ranks.ranks import find_ranks
+
+_T = TypeVar("_T")
+_TERMS = {"store": "a"}
+
+
+def ranks_of(store: KeyStore, world_size: int, timeout_s: float = 20.0) -> list[Ranks]:
+    """Return all ranks, with one store."""
+    return [Ranks(rank, world_size, store, timeout_s=timeout_s) for rank in range(world_size)]
+
+
+def each(count: int, work: Callable[[int], _T]) -> list[_T]:
+    """Return what all ranks make at the same time."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 20.0) -> list[Session]:
+    """Return the sessions of ranks that have found each other."""
+    ranks = ranks_of(store, world_size, timeout_s)
+    return each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+
+
+def joined(reports: Sequence[bytes]) -> bytes:
+    """Decide for all of them."""
+    return b"+".join(reports)
+
+
+def test_everyone_gets_the_verdict_on_all_reports() -> None:
+    """In order of rank, round after round."""
+    sessions = sessions_of(dist.HashStore(), 5)
+    for number in range(1, 4):
+        verdicts = each(5, lambda rank: sessions[rank].agree((number, 1), b"%d" % rank, joined, "test"))  # noqa: B023 - used at once
+        assert verdicts == [b"0+1+2+3+4"] * 5
+
+
+def test_each_rank_can_get_a_verdict_of_its_own() -> None:
+    """Also a large one, which goes in pieces."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    large = os.urandom((9 << 20) + 5)
+
+    def decide(reports: Sequence[bytes]) -> list[bytes]:
+        return [large + report for report in reports]
+
+    verdicts = each(3, lambda rank: sessions[rank].agree((1, 1), large[: (5 << 20) + rank], decide, "test"))
+    assert verdicts == [large + large[: (5 << 20) + rank] for rank in range(3)]
+
+
+def test_nothing_that_was_said_stays_for_long() -> None:
+    """A server of a long training does not fill up, whatever was said and however large."""
+    store = dist.HashStore()
+    sessions = sessions_of(store, 3)
+    counts = []
+    for number in range(1, 30):
+
+        def work(rank: int, number: int = number) -> None:
+            if rank == 0:
+                sessions[0].post((number, 0), bytes(5 << 20))
+            else:
+                sessions[rank].hear((number, 0), "test")
+            sessions[rank].agree((number, 1), b"", lambda reports: [b"x"] * len(reports), "test")
+            sessions[rank].agree((number, 2), b"", joined, "test")
+
+        each(3, work)
+        counts.append(store.num_keys())
+    assert max(counts) == counts[1]
+
+
+def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:
+    """With its reason."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    sessions[2].report((1, 1), b"its disk is full", failed=True)
+
+    def work(rank: int) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            sessions[rank].agree((1, 1), b"", joined, "test")
+        return str(caught.value)
+
+    assert each(2, work) == ["rank 2: its disk is full"] * 2
+
+
+def test_what_rank_0_cannot_decide_fails_for_all() -> None:
+    """Its own error there."""
+    sessions = sessions_of(dist.HashStore(), 2)
+
+    def decide(_reports: Sequence[bytes]) -> bytes:
+        message = "no room for a head record"
+        raise InvalidInputError(message)
+
+    def work(rank: int) -> str:
+        with pytest.raises((InvalidInputError, RankFailedError)) as caught:
+            sessions[rank].agree((1, 1), b"", decide, "test")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    reason = "no room for a head record"
+    assert each(2, work) == [f"InvalidInputError: {reason}", f"RankFailedError: rank 0: {reason}"]
+
+
+def test_missing_ranks_are_named_on_all_others() -> None:
+    """Also on those that began to wait before rank 0 did."""
+    sessions = sessions_of(dist.HashStore(), 4, timeout_s=0.3)
+
+    def work(number: int) -> tuple[int, ...]:
+        with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not answer") as caught:
+            sessions[(0, 2)[number]].agree((1, 1), b"", joined, "save of step 7")
+        return caught.value.missing
+
+    assert each(2, work) == [(1, 3), (1, 3)]
+
+
+def test_a_rank_that_was_missing_is_waited_for_again() -> None:
+    """It may have been slow; the round that it missed is over."""
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.3)
+    with pytest.raises(RanksMissingError):
+        sessions[0].agree((1, 1), b"", joined, "test")
+    with pytest.raises(RanksMissingError):
+        sessions[1].agree((1, 1), b"", joined, "test")
+    assert each(2, lambda rank: sessions[rank].agree((2, 1), b"%d" % rank, joined, "test")) == [b"0+1"] * 2
+
+
+def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it would wait else."""
+    monkeypatch.setattr("asymcheck.ranks.session._ENDING_S", 0.05)
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=1000)
+    other = sessions[0].for_thread()
+    other.is_ending = lambda: True
+    with pytest.raises(RanksMissingError):
+        other.agree((1, 1), b"", joined, "test")
+
+
+def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
+    """Their store is there still, with their meeting and half a round."""
+    store = dist.HashStore()
+    before = sessions_of(store, 3)
+    before[1].report((1, 1), b"old")
+    before[0].post((1, 0), b"old")
+    # A process that ended while it looked for the others.
+    with pytest.raises(RanksMissingError):
+        Session.join(Ranks(0, 3, store, timeout_s=0.05), "run", _TERMS)
+    # Or one that was answered, and ended before it heard that.
+    left = Ranks(0, 3, store).connect()
+    left.put("run/meet", b"left")
+    for rank in (1, 2):
+        left.put(f"run/meet/left/to/{rank}", b"0123456789abcdef")
+    begun = threading.Barrier(3)
+    ranks = ranks_of(store, 3)
+
+    def work(rank: int) -> bytes:
+        begun.wait()
+        if rank == 0:
+            # The others see what is left first.
+            threading.Event().wait(0.2)
+        session = Session.join(ranks[rank], "run", _TERMS)
+        return session.agree((1, 1), b"new%d" % rank, joined, "test")
+
+    assert each(3, work) == [b"new0+new1+new2"] * 3
+
+
+def test_rank_0_leaves_last_and_nothing_stays() -> None:
+    """Its process may hold the store, and what it said last has to be heard before that ends."""
+    store = dist.HashStore()
+    sessions = sessions_of(store, 3)
+    before = store.num_keys()
+    each(3, lambda rank: sessions[rank].agree((1, 1), b"", joined, "test"))
+    left = [threading.Thread(target=sessions[rank].leave) for rank in range(3)]
+    left[0].start()
+    left[1].start()
+    left[1].join()
+    left[0].join(0.1)
+    assert left[0].is_alive()
+    left[2].start()
+    left[0].join()
+    assert store.num_keys() == before
+
+
+def test_ranks_with_different_terms_do_not_save_together() -> None:
+    """For instance with two stores."""
+    ranks = ranks_of(dist.HashStore(), 2)
+
+    def work(rank: int) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            Session.join(ranks[rank], "run", {"store": str(rank)})
+        return str(caught.value)
+
+    first, second = each(2, work)
+    assert first == second
+    assert "rank 1 has {'store': '1'}, rank 0 has {'store': '0'}" in first
+
+
+def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
+    """And not one of torch, of which nobody knows what it means."""
+
+    class Broken:
+        def set(self, key: str, value: bytes) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+        def get(self, key: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+        def delete_key(self, key: str) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RanksError, match=r"store of the ranks does not answer .*: Connection reset by peer"):
+        Session.join(Ranks(0, 2, Broken()), "run", _TERMS)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "store", "timeout_s"),
+    [
+        (2, 2, None, 1),
+        (-1, 2, None, 1),
+        (0, 100_000, None, 1),
+        (True, 2, None, 1),
+        (0, 2, object(), 1),
+        (0, 2, None, 0),
+    ],
+)
+def test_what_are_no_ranks_is_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:
+    """At once, and by name."""
+    with pytest.raises(InvalidInputError):
+        Ranks(rank, world_size, store or dist.HashStore(), timeout_s=timeout_s)  # type: ignore[arg-type]  # what is tested
+
+
+def test_one_process_alone_has_no_ranks() -> None:
+    """Whether it says so, or there is nobody else."""
+    assert find_ranks("auto") is None
+    assert find_ranks(None) is None
+    assert find_ranks(Ranks(0, 1, dist.HashStore())) is None
+    with pytest.raises(InvalidInputError, match="ranks="):
+        find_ranks(json)

@@ -1,1 +1,4 @@
-"""Other formats: safetensors files, Hugging Face folders and torch files, to and from a store, in bounded memory."""
+"""Other formats and other loops, each optional: files of safetensors, torch and DCP; trainers of other libraries.
+
+Nothing here is imported with the package: a library is needed by those who use it.
+"""

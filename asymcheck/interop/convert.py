@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.files import Draft, SourceFile
 from asymcheck.interop.hugging_face import other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
@@ -79,7 +80,7 @@ class Output:
         return SafetensorsSink(draft, lambda shape: pick(shape, part), max_shard_bytes=shard_bytes, files=files)
 
 
-def export_checkpoint(
+def export_checkpoint(  # noqa: PLR0913 - each says something else of what is read
     store: Store,
     output: Output,
     *,
@@ -87,6 +88,8 @@ def export_checkpoint(
     run: str = DEFAULT_RUN,
     part: str | None = None,
     tensors: str = "*",
+    rank: int | None = None,
+    ring_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Write a checkpoint to a file or folder, every byte verified, in bounded memory however large it is.
@@ -98,15 +101,24 @@ def export_checkpoint(
         run: whose checkpoint.
         part: dotted name of a part of the state, for instance ``model``; its name is taken off the tensors' names.
         tensors: a glob of names in the whole state.
+        rank: of a checkpoint that several ranks saved, what this one saved, parts of tensors as they are; by default
+            what they saved together, whole tensors.
+        ring_folder: read what killed processes left complete in the rings here, and nothing else.
         progress: is told bytes done and bytes in all.
 
     Raises:
         InvalidInputError: the path is taken, there is no such part, or the format lacks a dtype; nothing was written.
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`Store.load`.
+        LockTimeoutError: a ring is in use.
         OutOfSpaceError: there is no room for it; nothing was written.
     """
     sink = output.sink(part)
-    restored = store.stream(sink, step, tensors=tensors, run=run, progress=progress)
+    if ring_folder is None:
+        restored = store.stream(sink, step, tensors=tensors, run=run, rank=rank, progress=progress)
+    else:
+        restored = store.stream_from_memory(
+            sink, step, tensors=tensors, run=run, ring_folder=ring_folder, progress=progress
+        )
     flat = sink if isinstance(sink, SafetensorsSink) else None
     return Exported(
         path=output.path,
@@ -139,9 +151,9 @@ class _Meter:
 def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[object]:
     """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
 
-    A torch file keeps its structure. Of a safetensors file or a Hugging Face folder, the tensors go under ``model``,
-    and under ``safetensors`` the metadata and the small files of the folder, so that :func:`export_checkpoint` can
-    bring all of it back.
+    A torch file or a folder of torch's DCP keeps its structure. Of a safetensors file or a Hugging Face folder, the
+    tensors go under ``model``, and under ``safetensors`` the metadata and the small files of the folder, so that
+    :func:`export_checkpoint` can bring all of it back.
 
     Raises:
         InvalidInputError: there is no such file, or it is of no known format.
@@ -155,7 +167,9 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
         def opened(name: Path) -> SourceFile:
             return stack.enter_context(SourceFile(name, meter.add))
 
-        if path.is_dir():
+        if is_dcp_folder(path):
+            state = read_dcp_folder(path, opened)
+        elif path.is_dir():
             folder = read_folder(path)
             small = {name: opened(path / name) for name in folder.others}
             files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
@@ -166,7 +180,7 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
         elif format_of(path) == "torch":
             state = read_torch_file(opened(path))
         else:
-            raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a Hugging Face folder")
+            raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a folder")
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         yield state

@@ -8,6 +8,7 @@ torch's notes on serialization). This is the one module that calls ``torch.save`
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import mmap
 import pickle
@@ -53,15 +54,61 @@ def read_torch_file(file: SourceFile) -> object:
     Raises:
         ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
     """
-    magic = bytearray(min(len(_ZIP_MAGIC), file.size))
-    file.read(0, memoryview(magic))
+    return read_torch_slice(file, 0, file.size)
+
+
+def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
+    """Do as :func:`read_torch_file` does with a file of ``torch.save`` that lies within another one.
+
+    Raises:
+        ForeignFileError: as there.
+    """
+    source: Any = _Slice(file, start, length)
+    magic = source.read(len(_ZIP_MAGIC))
+    source.seek(0)
     with refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS):
         if magic != _ZIP_MAGIC:
-            return torch.load(file.path, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True)
         with FakeTensorMode():
-            fake: object = torch.load(file.path, map_location="cpu", weights_only=True)
+            fake: object = torch.load(source, map_location="cpu", weights_only=True)
         known: dict[tuple[object, ...], object] = {}
-        return _replace(fake, lambda tensor: _in_file(tensor, file, known))
+        return _replace(fake, lambda tensor: _in_file(tensor, file, start, known))
+
+
+class _Slice(io.BufferedIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: SourceFile, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self._length = max(0, min(length, file.size - start))
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        data = bytearray(left if size is None or size < 0 else min(size, left))
+        self._file.read(self._start + self._at, memoryview(data))
+        self._at += len(data)
+        return bytes(data)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any writable buffer, as torch gives one
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _problem(error: Exception) -> str:
@@ -70,11 +117,12 @@ def _problem(error: Exception) -> str:
     return first_line(error) if named is None else f"it holds a pickled object of {named[1]}, which is never run"
 
 
-def _in_file(tensor: torch.Tensor, file: SourceFile, known: dict[tuple[object, ...], object]) -> object:
+def _in_file(tensor: torch.Tensor, file: SourceFile, begin: int, known: dict[tuple[object, ...], object]) -> object:
     storage = tensor.untyped_storage()
     offset: int | None = getattr(storage, "_checkpoint_offset", None)
     if offset is None:
         raise ForeignFileError(file.path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
+    offset += begin
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if tensor.dtype not in TORCH_NAMES or not plain:
         raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} and {tensor.layout}", _REMEDY)
@@ -217,6 +265,14 @@ def _plain_numbers(value: object) -> object:
     if type(value) in (list, tuple):
         return type(value)(_plain_numbers(item) for item in value)  # type: ignore[call-arg, attr-defined]  # the type was just compared
     return value
+
+
+def value_file(value: object) -> io.BytesIO:
+    """Return a plain value as a file that ``torch.load`` reads, for who takes values in no other form."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:

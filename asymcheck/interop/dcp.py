@@ -1,0 +1,369 @@
+"""torch.distributed.checkpoint: a storage writer and a storage reader, so that its callers change one line.
+
+A checkpoint is an ordinary one of the store: each rank commits its part under one save id, which the coordinator
+chooses and DCP's own exchange of plans brings to the others. Parts of tensors and plain values stand in the nesting
+from which DCP took them; nothing is pickled. A reader tells DCP that every tensor is one piece, and puts the pieces
+that it is asked for together from whatever parts were saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import (
+    InconsistentCheckpointError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+    UnsupportedValueError,
+    warn_user,
+)
+from asymcheck.format.tree import Key, join_name
+from asymcheck.interop.torch_file import value_file
+from asymcheck.partition.boxes import Box
+from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.partition.shards import TensorShard
+from asymcheck.recovery.assemble import Assembly, Demand
+from asymcheck.recovery.load import Finish, fetch_in_place
+from asymcheck.recovery.parts import Parts
+from asymcheck.recovery.resolve import Resolved
+from asymcheck.recovery.shape import RowRef, rows_in, with_tensors
+from asymcheck.store import Store
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import Checkpoint, CheckpointRef, Part
+
+_CPU = torch.device("cpu")
+_Path = tuple[Key, ...]
+
+
+class AsymcheckWriter(StorageWriter):
+    """Saves what DCP plans: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
+
+    Make a new one for each checkpoint. All ranks write to stores at one location. ``dcp.async_save`` takes it as well,
+    with its threads; a process of its own cannot share the store.
+    """
+
+    def __init__(
+        self, store: Store, *, step: int, run: str = DEFAULT_RUN, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Save to ``store`` as :meth:`asymcheck.Store.save` does.
+
+        Raises:
+            InvalidInputError: that is no opened store.
+        """
+        self._store = _opened(store)
+        self._step = step
+        self._run = run
+        self._metrics = metrics
+        self.checkpoint: Checkpoint | None = None
+        """What this rank has saved, when it has."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin; the store says where, so DCP's ``checkpoint_id`` is not used."""
+        self.checkpoint = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
+        """Refuse what leaves ranks no way to agree.
+
+        Raises:
+            InvalidInputError
+        """
+        if kwargs.get("use_collectives") is False:
+            raise InvalidInputError(
+                "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank its part of one checkpoint, with one save id for all.
+
+        Raises:
+            InvalidInputError: the planner keeps plans for the next time, and with them their save id.
+        """
+        save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
+        if not all(plan.usable for plan in plans):
+            raise InvalidInputError("DCP caches its plans: give the planner enable_plan_caching=False")
+        return [
+            dataclasses.replace(plan, storage_data=Part(rank, len(plans), save_id)) for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save this rank's part; when this returns it survives power loss.
+
+        Raises:
+            InvalidInputError: DCP plans in a way that the store does not take part in.
+            UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
+        """
+        if getattr(planner, "_enable_plan_caching", False):
+            raise InvalidInputError("DCP caches its plans: give the planner enable_plan_caching=False")
+        if not isinstance(plan.storage_data, Part):
+            raise InvalidInputError(
+                "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
+            )
+        state = _state_of(plan, planner)
+        self.checkpoint = self._store.save(
+            state, step=self._step, run=self._run, metrics=self._metrics, part=plan.storage_data
+        )
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: a checkpoint is complete when the part of every rank is there, and says so itself."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Take no ``checkpoint_id``: which store it is must be said."""
+        return False
+
+
+def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
+    """Return what a rank saves, in the nesting from which the planner took it."""
+    paths: Mapping[str, tuple[str | int, ...]] = getattr(planner, "mappings", {})
+    state: dict[Key, Any] = {}
+    for item in plan.items:
+        name = item.index.fqn
+        *above, last = paths.get(name, (name,))
+        place = state
+        for key in above:
+            place = place.setdefault(key, {})
+        if last in place:
+            raise UnsupportedValueError(name, "this rank holds several parts of one tensor; give it one DTensor")
+        place[last] = _value(item, planner)
+    only = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
+    return _with_lists(state) if only else state  # type: ignore[return-value]  # DCP's top keys are strings
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> object:
+    if item.type == WriteItemType.BYTE_IO:
+        look_up: Callable[[object], object] | None = getattr(planner, "lookup_object", None)
+        if look_up is None:
+            raise InvalidInputError(
+                f"the planner {type(planner).__name__} pickles values; derive it from DefaultSavePlanner"
+            )
+        return look_up(item.index)
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
+        raise InvalidInputError(f"the planner {type(planner).__name__} makes no tensor of {item.index.fqn}")
+    box = Box(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets), tuple(tensor.shape))
+    return tensor.detach() if box == Box.of_whole(box.whole) else TensorShard(tensor.detach(), box.whole, box.offset)
+
+
+def _with_lists(value: Any) -> Any:  # noqa: ANN401 - a nested state
+    """Return what DCP took apart with its lists as lists; of several ranks each has some of the items."""
+    if type(value) is not dict:
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    is_list = bool(items) and all(type(key) is int for key in items)
+    return [items[index] for index in range(len(items))] if is_list else items
+
+
+class AsymcheckReader(StorageReader):
+    """Loads what DCP asks for: ``dcp.load(state, storage_reader=AsymcheckReader(store))``.
+
+    Any number of ranks may read what any number saved, and with other placements. Checkpoints need not have been saved
+    by DCP: its name of a tensor is the dotted name in the state.
+    """
+
+    def __init__(self, store: Store, *, step: int | None = None, run: str = DEFAULT_RUN) -> None:
+        """Read from ``store`` the checkpoint of ``step``; without one, the newest consistent one.
+
+        Raises:
+            InvalidInputError: that is no opened store.
+        """
+        self._store = _opened(store)
+        self._step = step
+        self._run = run
+        self.checkpoint: Checkpoint | None = None
+        """What is being read."""
+        self._ref: CheckpointRef | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin; the store says where, so DCP's ``checkpoint_id`` is not used."""
+        self._ref = self.checkpoint = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's way
+        """Choose the checkpoint, and describe it.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`asymcheck.Store.load`.
+
+        Warns:
+            SkippedCheckpointWarning: a newer checkpoint was passed over.
+        """
+        restored = self._store.read(self._describe, self._step, run=self._run)
+        for reason in restored.skipped:
+            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
+        self.checkpoint = restored.checkpoint
+        metadata = restored.state
+        assert isinstance(metadata, Metadata)  # noqa: S101 - what _describe made
+        return metadata
+
+    def _describe(self, _tier: ReadTier, resolved: Resolved) -> Finish:
+        self._ref = resolved.ref
+        contents = _Contents(Parts(resolved.manifests))
+        metadata = Metadata(
+            {name: contents.describe(name) for name in contents.leaves}, planner_data=dict(contents.paths)
+        )
+        return lambda: metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
+        """Do nothing: all ranks do the same."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say which checkpoint this rank has found."""
+        return dataclasses.replace(plan, storage_data=self._ref)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse ranks that have found different ones: another was saved in between.
+
+        Raises:
+            InconsistentCheckpointError
+        """
+        found = {plan.storage_data for plan in plans}
+        if len(found) > 1:
+            named = ", ".join(sorted(map(str, found)))
+            raise InconsistentCheckpointError(f"ranks found different checkpoints ({named}): give all the same step=")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank asks for, every byte verified.
+
+        Raises:
+            InconsistentCheckpointError, PartialRestoreError: see :meth:`asymcheck.Store.load`.
+        """
+        ref = self._ref
+        assert ref is not None  # noqa: S101 - metadata comes first
+
+        def read(tier: ReadTier, resolved: Resolved) -> Finish:
+            if resolved.ref != ref:
+                message = f"{ref} is gone, and {resolved.ref} in its place: load again"
+                raise InconsistentCheckpointError(message)
+            return _read(tier, resolved, plan, planner)
+
+        self._store.read(read, ref.step, run=self._run)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Take no ``checkpoint_id``: which store it is must be said."""
+        return False
+
+
+class _Contents:
+    """What a checkpoint holds, by DCP's names."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.leaves: dict[str, object] = {}
+        self.paths: dict[str, _Path] = {}
+        for shape in parts.shapes():
+            for path, leaf in _leaves(shape, ()):
+                name = join_name(path)
+                if name not in self.leaves:
+                    self.leaves[name] = leaf
+                    self.paths[name] = path
+
+    def describe(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        """Describe a tensor as one piece, whoever saved it."""
+        leaf = self.leaves[name]
+        if not isinstance(leaf, RowRef) or leaf.as_array:
+            return BytesStorageMetadata()
+        row = self.parts.row(leaf.row)
+        size = torch.Size(row.global_shape)
+        piece = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        return TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[row.dtype]), size, [piece])
+
+
+def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
+    """Yield the values of a state that DCP knows by a name of their own, by the rules by which it takes one apart."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and not _is_one(value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_one(items: list[object]) -> bool:
+    return not any(
+        isinstance(item, dict)
+        or (isinstance(item, RowRef) and not item.as_array)
+        or (isinstance(item, list) and not _is_one(item))
+        for item in items
+    )
+
+
+def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> Finish:
+    """Read tensors in place; return what puts the rest in place."""
+    parts = Parts(resolved.manifests)
+    contents = _Contents(parts)
+    # By the place that is filled, since two may want the same box.
+    wanted: list[tuple[ReadItem, torch.Tensor, Demand]] = []
+    values: list[tuple[ReadItem, object, dict[int, Demand]]] = []
+    for item in plan.items:
+        leaf = contents.leaves[item.storage_index.fqn]
+        if item.type == LoadItemType.BYTE_IO:
+            inside = {number: Demand.of(parts, number, parts.whole(number)) for number in rows_in(leaf)}
+            values.append((item, leaf, inside))
+        elif isinstance(leaf, RowRef):
+            target = planner.resolve_tensor(item).detach()
+            box = Box(parts.row(leaf.row).global_shape, tuple(item.storage_offsets), tuple(item.lengths))
+            demand = Demand.of(parts, leaf.row, box)
+            if TORCH_DTYPES[demand.row.dtype] == target.dtype:
+                demand.existing.append(target)
+            wanted.append((item, target, demand))
+    assembly = Assembly([demand for *_, demand in wanted] + [one for *_, some in values for one in some.values()], _CPU)
+    fetch_in_place(tier, resolved, assembly)
+
+    def finish() -> object:
+        for item, target, demand in wanted:
+            if not demand.existing:
+                target.copy_(assembly.tensor(demand))
+            planner.commit_tensor(item, target)
+        for item, leaf, inside in values:
+            tensors = {number: assembly.tensor(demand) for number, demand in inside.items()}
+            # DCP unpickles what it is given for a value: this file has just been made of a plain one.
+            planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))
+        return None
+
+    return finish
+
+
+def _opened(store: object) -> Store:
+    if not isinstance(store, Store):
+        raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
+    return store

@@ -1,0 +1,257 @@
+"""The Trainer of Lightning: checkpoints in the background, and an exact resume.
+
+How far its loops are is noted where Lightning's own checkpoints note it, at the end of a batch or of an epoch. The
+rest of the checkpoint is taken where the next batch or epoch begins: what validations in between did to schedulers,
+callbacks and random numbers is then part of it, and on a resume they are not run again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+from asymcheck.checkpointer import Checkpointer, OnError
+from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.errors import InvalidInputError
+from asymcheck.interop.deferred import Deferred, State
+from asymcheck.partition.rng import RngState
+from asymcheck.pipeline.report import CheckpointReport
+from asymcheck.policies.interval import AutoInterval
+from asymcheck.policies.retention import Retention
+from asymcheck.store import Store
+from asymcheck.types import is_stateful
+
+
+class AsymcheckCallback(Callback):
+    """Saves the whole state of a fit every so many optimizer steps, and resumes from the newest checkpoint.
+
+    Use it so::
+
+        trainer = Trainer(..., callbacks=[AsymcheckCallback(store, every=50)])
+        trainer.fit(module)
+
+    A checkpoint holds ``model``, ``optimizers``, ``schedulers``, ``precision``, ``callbacks``, ``loops``, ``rng`` and
+    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. One process trains.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        every: int | Literal["auto"] | AutoInterval = 500,
+        keep: Retention | None = None,
+        run: str = DEFAULT_RUN,
+        on_error: OnError = "raise",
+        capture: CaptureConfig | None = None,
+        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        resume: int | bool = True,
+    ) -> None:
+        """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it.
+
+        ``resume`` says what a fit begins with: True for the newest consistent checkpoint, if there is one; the number
+        of a step; or False for nothing, so that what is stored is abandoned.
+        """
+        super().__init__()
+        self._store = store
+        self._options: dict[str, Any] = {
+            "every": every,
+            "keep": keep,
+            "run": run,
+            "on_error": on_error,
+            "capture": capture,
+            "on_checkpoint": on_checkpoint,
+        }
+        self._resume = resume
+        self._fit: _Fit | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring everything back.
+
+        Raises:
+            InvalidInputError: the trainer is one that cannot be resumed so; the message says why.
+            CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
+            HeadRecordError: see :meth:`asymcheck.Checkpointer.restore`.
+        """
+        self._end()
+        if trainer.world_size > 1:
+            raise InvalidInputError(f"the Trainer trains in {trainer.world_size} processes; the callback works in one")
+        if trainer.ckpt_path is not None and self._resume is not False:
+            raise InvalidInputError(
+                f"fit() was given ckpt_path={trainer.ckpt_path!r} too: leave it out, or resume=False"
+            )
+        fit = _Fit(trainer, self)
+        fit.checkpointer = Checkpointer(self._store, fit.state(pl_module), **self._options)
+        self._fit = fit
+        if self._resume is not False:
+            restored = fit.checkpointer.restore(None if self._resume is True else self._resume)
+            if restored is not None:
+                fit.go_on()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the checkpoint of the last step of the epoch before."""
+        self._under_way().reach("epoch")
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,  # noqa: ANN401 - Lightning's way
+        batch_idx: int,
+    ) -> None:
+        """Take the checkpoint of the step before."""
+        self._under_way().reach("step")
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: Any,  # noqa: ANN401 - Lightning's way
+        batch_idx: int,
+    ) -> None:
+        """Note how far training is, when an optimizer has stepped."""
+        self._under_way().note_batch()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note how far training is."""
+        self._under_way().note_epoch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step, if that was not done, and wait until all is durable."""
+        self._under_way().finish()
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Wait until what was begun is durable."""
+        self._end()
+
+    def _under_way(self) -> _Fit:
+        if self._fit is None:
+            raise InvalidInputError("the callback was added while the Trainer trained; give it to Trainer(callbacks=…)")
+        return self._fit
+
+    def _end(self) -> None:
+        if self._fit is not None:
+            fit, self._fit = self._fit, None
+            fit.checkpointer.close()
+
+
+class _Fit:
+    """One call of ``fit()``: the parts of its state, and where it is."""
+
+    checkpointer: Checkpointer
+
+    def __init__(self, trainer: Trainer, own: Callback) -> None:
+        self._trainer = trainer
+        self._own = own
+        self._step = trainer.global_step
+        self._is_due = False
+        self._place = "step"
+        self._resumed = ""
+        self._progress: State = {}
+        self._loops = Deferred(lambda: {"fit": self._progress, "place": self._place}, self._put_loops)
+        self._callbacks = Deferred(self._callback_states, self._put_callbacks)
+        rng = RngState()
+        self._rng = Deferred(rng.state_dict, rng.load_state_dict)
+        self._waiting = (self._loops, self._callbacks, self._rng)
+
+    def state(self, module: LightningModule) -> dict[str, object]:
+        trainer = self._trainer
+        datamodule = getattr(trainer, "datamodule", None)
+        return {
+            "model": module,
+            "optimizers": list(trainer.optimizers),
+            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "precision": trainer.precision_plugin,
+            "datamodule": {} if datamodule is None else datamodule,
+            "callbacks": self._callbacks,
+            "loops": self._loops,
+            "rng": self._rng,
+        }
+
+    def go_on(self) -> None:
+        """Put back what was restored, but random numbers."""
+        self._loops.put_back()
+        self._callbacks.put_back()
+        self._step = self._trainer.global_step
+        self._resumed = self._place
+
+    def note_batch(self) -> None:
+        if self._trainer.global_step != self._step:
+            self._step, self._is_due = self._trainer.global_step, True
+            self._note()
+
+    def note_epoch(self) -> None:
+        if self._is_due:
+            self._note()
+        if self._resumed == "step":
+            self._resumed = ""
+            # Lightning steps those that listen to a metric at the end of no epoch that was resumed.
+            if self._knows_what_schedulers_ask():
+                self._trainer.fit_loop._restarting = False  # noqa: SLF001 - its setter does nothing with max_steps
+
+    def _knows_what_schedulers_ask(self) -> bool:
+        asked = [config.monitor for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        return all(name in self._trainer.callback_metrics for name in asked)
+
+    def _note(self) -> None:
+        # A copy: loaders that can be resumed give out what they go on changing.
+        self._progress = copy.deepcopy(self._trainer.fit_loop.state_dict())
+
+    def reach(self, place: Literal["epoch", "step"]) -> None:
+        """Take a checkpoint if a step was done; put the random numbers back if training goes on from here."""
+        if self._is_due:
+            self._begin(place, self.checkpointer.step)
+        elif place == "step":
+            self._rng.put_back()
+        elif self._resumed == "epoch":
+            self._resumed = ""
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Let the loaders begin the epoch where the one before left them, which Lightning does within an epoch only."""
+        loop = self._trainer.fit_loop
+        states: Any = self._progress["state_dict"]
+        loaders: list[Any] = [
+            item for item in CombinedLoader(self._trainer.train_dataloader).flattened if is_stateful(item)
+        ]
+        for loader, state in zip(loaders, states.get("combined_loader", ()), strict=False):
+            loader.load_state_dict(copy.deepcopy(state))
+            # The Trainer, which counts, may have left it with nothing to give, but before it knew that.
+            if next(iter(loader), self) is not self:
+                loader.load_state_dict(copy.deepcopy(state))
+        # Else the iterators of before are used; there is no other way to say so.
+        loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
+        self._rng.put_back()
+
+    def finish(self) -> None:
+        if self._step and self.checkpointer.last_step != self._step:
+            self._begin("epoch", self.checkpointer.save)
+
+    def _begin(self, place: str, save: Callable[[int, Mapping[str, float]], object]) -> None:
+        self._is_due, self._place = False, place
+        for part in self._waiting:
+            part.is_live = True
+        metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
+        save(self._step, metrics)
+
+    def _put_loops(self, state: State) -> None:
+        self._place = str(state["place"])
+        self._progress = dict(state["fit"])  # type: ignore[call-overload]  # as it was stored
+        self._trainer.fit_loop.load_state_dict(self._progress)
+
+    def _callback_states(self) -> State:
+        states = {item.state_key: item.state_dict() for item in self._others()}
+        return {key: state for key, state in states.items() if state}
+
+    def _put_callbacks(self, state: State) -> None:
+        for item in self._others():
+            if item.state_key in state:
+                item.load_state_dict(state[item.state_key])  # type: ignore[arg-type]  # what it gave out
+
+    def _others(self) -> list[Callback]:
+        return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector

@@ -1,0 +1,135 @@
+"""A fit of Lightning that was killed and resumed goes through the same numbers as one that was not."""
+
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from asymcheck import AbandonedCheckpointsWarning, Store
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.interop.lightning import AsymcheckCallback
+from tests.interop import small_fit
+from tests.interop.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Module, Trainer, fit
+from tests.store.equality import assert_same
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "epochs": {},
+    "steps": {"max_steps": STEPS, "max_epochs": -1},
+    "plateau": {"plateau": True},
+}
+
+
+def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
+    """All that a resume must not change."""
+    return {
+        "model": dict(module.state_dict()),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "where": (trainer.global_step, trainer.current_epoch),
+    }
+
+
+class Run:
+    """A run that was not stopped, with a checkpoint of each step."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.options = KINDS[kind]
+        self.folder = folder
+        plain = fit(folder, **self.options)
+        self.losses, self.outcome = dict(plain[1].losses), outcome(*plain)
+        with Store.open(folder / "store") as store:
+            saved = fit(folder, AsymcheckCallback(store, every=1), **self.options)
+        assert dict(saved[1].losses) == self.losses
+        assert_same(outcome(*saved), self.outcome)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One for each way to end and to schedule."""
+    return Run(request.param, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS_IN_EPOCH, STEPS_IN_EPOCH + 1, 2 * STEPS_IN_EPOCH, STEPS - 1])
+def test_resumed_at_any_place(step: int, run: Run) -> None:
+    """In an epoch, behind a validation and at the end of an epoch; the rest is trained with the same losses."""
+    with Store.open(run.folder / "store") as store:
+        trainer, module = fit(run.folder, AsymcheckCallback(store, every=1, resume=step), **run.options)
+    first = step // STEPS_IN_EPOCH * BATCHES + step % STEPS_IN_EPOCH * ACCUMULATE
+    assert dict(module.losses) == {index: loss for index, loss in run.losses.items() if index >= first}
+    assert_same(outcome(trainer, module), run.outcome)
+
+
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    """SIGKILL in the second epoch, behind a checkpoint; every loss and every bit is the same."""
+    whole = fit(tmp_path)
+    script = str(Path(small_fit.__file__).resolve())
+    killed = subprocess.run([sys.executable, script, str(tmp_path), "4", "10"], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with Store.open(tmp_path / "store") as store:
+        trainer, module = fit(tmp_path, AsymcheckCallback(store, every=4))
+        assert [item.step for item in store.checkpoints()] == [4, 8, 12, 16, STEPS]
+        assert store.checkpoints()[-1].metrics.keys() == {"val_loss"}
+    losses = dict(whole[1].losses)
+    assert min(dict(module.losses)) == STEPS_IN_EPOCH * 2 + 2 * ACCUMULATE
+    assert dict(module.losses).items() <= losses.items()
+    assert_same(outcome(trainer, module), outcome(*whole))
+
+
+def test_resumed_when_all_is_done(tmp_path: Path) -> None:
+    """Nothing is trained, and the model is the trained one."""
+    with Store.open(tmp_path / "store") as store:
+        _, trained = fit(tmp_path, AsymcheckCallback(store))
+        _, again = fit(tmp_path, AsymcheckCallback(store))
+    assert again.losses == []
+    assert_same(dict(again.state_dict()), dict(trained.state_dict()))
+
+
+def test_states_of_other_callbacks(tmp_path: Path) -> None:
+    """A callback that stops when nothing gets better goes on counting where it was."""
+
+    def stopping() -> EarlyStopping:
+        return EarlyStopping("val_loss", patience=100, min_delta=10)
+
+    with Store.open(tmp_path / "store") as store:
+        whole, again = stopping(), stopping()
+        fit(tmp_path, AsymcheckCallback(store, every=1), whole)
+        fit(tmp_path, AsymcheckCallback(store, every=1, resume=8), again)
+    assert again.wait_count == whole.wait_count > 1
+
+
+class Fails(Callback):
+    """Raises after some steps."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Raise."""
+        if trainer.global_step == 5:
+            raise InvalidInputError("on purpose")
+
+
+def test_what_was_begun_is_durable_when_the_fit_fails(tmp_path: Path) -> None:
+    """The exception comes through, and the checkpoints taken before it are in the store."""
+    with Store.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInputError, match="on purpose"):
+            fit(tmp_path, AsymcheckCallback(store, every=2), Fails())
+        assert [item.step for item in store.checkpoints()] == [2, 4]
+
+
+def test_not_resumed_unless_asked(tmp_path: Path) -> None:
+    """resume=False begins from nothing, and says that what is stored is abandoned."""
+    with Store.open(tmp_path / "store") as store:
+        _, first = fit(tmp_path, AsymcheckCallback(store))
+        with pytest.warns(AbandonedCheckpointsWarning):
+            _, second = fit(tmp_path, AsymcheckCallback(store, resume=False))
+        assert first.losses == second.losses
+        with pytest.raises(CheckpointNotFoundError):
+            fit(tmp_path, AsymcheckCallback(store, resume=7))

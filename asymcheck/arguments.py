@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
+from asymcheck.types import Part
+
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def check_location(location: object) -> Path:
@@ -26,7 +30,7 @@ def check_location(location: object) -> Path:
     if not isinstance(text, str) or not text:
         raise InvalidInputError(f"location {location!r:.100}: give the path of a directory")
     if "://" in text:
-        raise InvalidInputError(f"location {text!r}: this version stores in directories of a local drive; give a path")
+        raise InvalidInputError(f"location {text!r}: a directory of a local drive is wanted here; give a path")
     return Path(text).expanduser()
 
 
@@ -42,6 +46,44 @@ def check_step(step: object) -> int:
         number = None
     if number is None or not 0 <= number <= registry.STEP_MAX:
         raise InvalidInputError(f"step {step!r:.100}: give an integer from 0 to {registry.STEP_MAX}")
+    return number
+
+
+def check_part(part: object) -> None:
+    """Refuse what names no part of a checkpoint.
+
+    Raises:
+        InvalidInputError
+    """
+    if not isinstance(part, Part):
+        raise InvalidInputError(f"part={part!r:.100}: give asymcheck.Part(rank, world_size, save_id)")
+    rank, size = _integer(part.rank), _integer(part.world_size)
+    if rank is None or size is None or not 0 <= rank < size <= registry.WORLD_SIZE_MAX:
+        raise InvalidInputError(
+            f"{part}: ranks go from 0 to the world size less 1, and the world size up to {registry.WORLD_SIZE_MAX}"
+        )
+    if not _SAVE_ID.fullmatch(str(part.save_id)):
+        raise InvalidInputError(f"{part!r:.200}: a save id has 32 hexadecimal digits, the same for all ranks")
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def check_rank(rank: object) -> int | None:
+    """Return a rank as an int, also one of numpy; None stays None.
+
+    Raises:
+        InvalidInputError: it is no integer, or out of range.
+    """
+    if rank is None:
+        return None
+    try:
+        number = None if isinstance(rank, bool) else operator.index(rank)  # type: ignore[arg-type]  # as in check_step
+    except TypeError:
+        number = None
+    if number is None or not 0 <= number < registry.WORLD_SIZE_MAX:
+        raise InvalidInputError(f"rank {rank!r:.100}: give an integer from 0, or None")
     return number
 
 

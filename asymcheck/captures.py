@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from asymcheck.arguments import check_metrics, check_step
+from asymcheck.arguments import check_metrics, check_part, check_step
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import InvalidInputError, StepOrderWarning, warn_user
+from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StepOrderWarning, warn_user
+from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.pipeline.adopt import Adopted, adopt
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.policies.retention import Retention
+from asymcheck.pruning import Pruner
+from asymcheck.ranks import Session
 from asymcheck.recovery.line import read_line
 from asymcheck.recovery.load import load_captured
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.reports import Reports
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Checkpoint, CheckpointRef, Digest
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part, SaveId
 
 
 class Captures(Reports):
     """An opened store, as far as background saving needs it; :class:`asymcheck.Store` adds the rest."""
 
-    def __init__(self, tier: NvmeTier) -> None:
+    def __init__(self, tier: ReadTier) -> None:
         """Wrap an opened tier; use :meth:`Store.open`."""
         super().__init__(tier)
         self._backgrounds: list[Background] = []
+        config = tier.config
+        self._encoder = Encoder(config.compression, "nvme", config.pack_bytes)
 
-    def request(self, run: str, step: int, metrics: Mapping[str, float] | None) -> SaveRequest:
-        """Check what a checkpoint is to be called, and that the store takes one.
+    def request(
+        self, run: str, step: int, metrics: Mapping[str, float] | None, part: Part | None = None
+    ) -> SaveRequest:
+        """Check what a checkpoint, or a rank's part of one, is to be called, and that the store takes one.
 
         Raises:
             InvalidInputError, ClosedStoreError, ReadOnlyStoreError
         """
-        self._tier.check_writable()
-        return SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}))
+        self._writable()
+        request = SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}))
+        if part is None:
+            return request
+        check_part(part)
+        return dataclasses.replace(
+            request, rank=part.rank, world_size=part.world_size, save_id=SaveId(bytes.fromhex(part.save_id))
+        )
 
-    def _place(self, run: str, generation: int | None) -> Place:
+    def _place(self, run: str, generation: int | None, before: SaveId | None = None) -> Place:
         """Return where on its line a checkpoint goes.
+
+        With ``before``, its save id, it is one of several ranks, of which others may be further than this one.
 
         Raises:
             InvalidInputError: nobody opened that generation.
@@ -50,7 +69,7 @@ class Captures(Reports):
         if generation is not None:
             self._check_generation(run, generation)
         present = read_line(self._tier, run).generation if generation is None else generation
-        return Place(present, self._newest_before(run, present))
+        return Place(present, self._newest_before(run, present, before))
 
     def _check_generation(self, run: str, generation: int) -> None:
         """Refuse a generation without a head record: a checkpoint of it would hide which one is newest."""
@@ -59,8 +78,8 @@ class Captures(Reports):
                 f"generation {generation!r} of run {run!r} was never opened; see begin_generation()"
             )
 
-    def _newest_before(self, run: str, generation: int) -> CheckpointRef | None:
-        newest = self._tier.manifests.newest(run, generation)
+    def _newest_before(self, run: str, generation: int, before: SaveId | None) -> CheckpointRef | None:
+        newest = self._nvme.manifests.newest(run, generation, before)
         if newest is None:
             head = self._tier.manifests.read_head(run, generation)
             return head[0].parent if head is not None else None
@@ -74,24 +93,44 @@ class Captures(Reports):
         """
         return read_line(self._tier, run).__contains__
 
-    def background(self, run: str, config: CaptureConfig, generation: Callable[[], int]) -> Background:
+    def background(
+        self, run: str, config: CaptureConfig, generation: Callable[[], int], session: Session | None = None
+    ) -> Background:
         """Return what saves states of a run in the background; :class:`asymcheck.Checkpointer` keeps it for you.
 
-        ``generation`` is asked when a checkpoint is all but committed.
+        ``generation`` is asked when a checkpoint is all but committed; of the ranks of ``session``, on rank 0.
         """
-        self._tier.check_writable()
+        tier = self._writable()
         layout.check_run(run)
 
-        def placing(_capture: Capture) -> Place:
-            return self._place(run, generation())
+        def placing(capture: Capture) -> Place:
+            return self._place(run, generation(), None if session is None else capture.request.save_id)
 
-        background = Background(self._tier, self._catalog(), placing, run, config)
+        background = Background(tier, self._catalog(), self._encoder, placing, run, config, session)
         self._backgrounds.append(background)
+        background.on_close = self._forget
         return background
+
+    def pruner(self, run: str, retention: Retention) -> Pruner:
+        """Return what deletes the checkpoints of a run that ``retention`` does not keep.
+
+        :class:`asymcheck.Checkpointer` keeps it for you; :meth:`Store.prune` does it once.
+
+        Raises:
+            InvalidInputError: that is no retention.
+        """
+        tier = self._writable()
+        if not isinstance(retention, Retention):
+            raise InvalidInputError(f"retention {retention!r:.100}: give asymcheck.Retention(keep_last=…)")
+        return Pruner(tier, self._catalog(), layout.check_run(run), retention)
+
+    def _forget(self, background: Background) -> None:
+        if background in self._backgrounds:
+            self._backgrounds.remove(background)
 
     def settle(self) -> None:
         """Wait until everything that is being saved in the background is durable, or lost."""
-        for background in self._backgrounds:
+        for background in tuple(self._backgrounds):
             background.wait("nvme")
 
     def finish(self) -> None:
@@ -130,18 +169,33 @@ class Captures(Reports):
         Raises:
             StorageError: the device refused; what was left stays there.
         """
-        self._tier.check_writable()
+        tier = self._writable()
 
         def placing(header: ManifestHeader) -> Place:
-            return self._place(header.run, header.ref.generation)
+            before = header.ref.save_id if header.world_size > 1 else None
+            return self._place(header.run, header.ref.generation, before)
 
-        return adopt(self._tier, self._catalog(), Path(ring_folder), placing)
+        with timed("adopt"):
+            return adopt(tier, self._catalog(), self._encoder, Path(ring_folder), placing)
 
     def _catalog(self) -> Catalog:
-        return self._tier.open_catalog(self._populate)
+        return self._nvme.open_catalog(self._populate)
 
     def _populate(self, transaction: Transaction) -> None:
-        rebuild(self._tier, transaction)
+        rebuild(self._nvme, transaction)
+
+    def _writable(self) -> NvmeTier:
+        """Return the tier, to be written to.
+
+        Raises:
+            ReadOnlyStoreError: it was opened to be read only, or lies in a remote location.
+        """
+        if not isinstance(self._tier, NvmeTier):
+            raise ReadOnlyStoreError(
+                f"store {self.location} can only be read there; save on a local drive, and push from that"
+            )
+        self._tier.check_writable()
+        return self._tier
 
 
 def warn_of_order(run: str, newest: int, step: int) -> None:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import signal
-import threading
-import weakref
+import contextlib
+import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import Literal
 
 from asymcheck.captures import warn_of_order
+from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import (
-    AbandonedCheckpointsWarning,
-    CheckpointNotFoundError,
-    InvalidInputError,
-    LostCheckpointError,
-    LostCheckpointWarning,
-    SkippedCheckpointWarning,
-    StaleStateWarning,
-    warn_user,
-)
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.last_step import LastStep
+from asymcheck.migration.beside import Beside
+from asymcheck.migration.pushing import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.ending import Ending
+from asymcheck.pipeline.pacing import pacer_of
+from asymcheck.pipeline.report import CheckpointReport, report_of
+from asymcheck.policies.interval import AutoInterval, ChosenInterval
+from asymcheck.policies.pushing import Push, check_push
+from asymcheck.policies.retention import Retention, check_retention
+from asymcheck.pruning import Upkeep
+from asymcheck.ranks.ranks import Ranks, find_ranks
 from asymcheck.store import Store
+from asymcheck.together import Returned, Together, saved
 from asymcheck.types import Checkpoint
 
 OnError = Literal["raise", "warn"]
+_NONE_RESTORED = "all are abandoned, so none is restored; restore(step=…) goes on from one of them"
+_POLL_S = 2.0  # Commits of this process are seen at once; those of other ranks by looking.
 _RESTORE_FIRST = "call restore() first to go on from the newest"
 
 
@@ -50,15 +55,19 @@ class Checkpointer:
     thread, the training thread, calls the methods.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a training loop makes one, and says everything there
         self,
         store: Store,
         state: dict[str, object],
         *,
-        every: int = 1,
+        every: int | Literal["auto"] | AutoInterval = 1,
+        keep: Retention | None = None,
+        push: Push | None = None,
         run: str = DEFAULT_RUN,
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
+        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        ranks: Ranks | Literal["auto"] | None = "auto",
     ) -> None:
         """Watch ``state``, whose objects and tensors stay the caller's; save to ``store`` under the name ``run``.
 
@@ -66,30 +75,57 @@ class Checkpointer:
             store: an opened, writable store, which stays the caller's.
             state: as :meth:`Store.save` takes it. Optimizers given as objects make saving cheap: what they own is
                 copied beside the training.
-            every: number of steps between two checkpoints.
+            every: number of steps between two checkpoints. ``"auto"`` measures what they cost and chooses, see
+                :attr:`interval`; an :class:`asymcheck.AutoInterval` says what it is to aim at.
+            keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on the
+                thread that commits, the others are deleted and their packs freed, for later saves to overwrite.
+            push: which checkpoints go to a remote location, on a thread beside the training; see :attr:`pushed`.
+                ``keep`` leaves alone what is still to be sent, up to ``Push.hold`` checkpoints.
             run: whose checkpoints.
-            on_error: what happens in the training loop when a checkpoint could not be stored.
+            on_error: what happens in the training loop when a checkpoint could not be stored, or those that ``keep``
+                does not keep could not be removed.
             capture: knobs of the background.
+            on_checkpoint: called with what each checkpoint of the background has cost, once it is durable or lost: by
+                the next :meth:`step`, :meth:`wait`, :meth:`save` or :meth:`close`, before that raises what went wrong.
+                ``print`` prints one line each.
+            ranks: who saves the state together; ``"auto"``, the ranks of ``torch.distributed`` if it is initialised,
+                else this process alone, as with None. Each of them then makes a Checkpointer like this one and calls
+                the same methods with the same steps.
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         if type(state) is not dict:
             raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
-        if type(every) is not int or every < 1:
-            raise InvalidInputError(f"every={every}: give the number of steps between two checkpoints, 1 or more")
+        self._pacer = pacer_of(every)
         if on_error not in ("raise", "warn"):
             raise InvalidInputError(f"on_error={on_error!r}: give 'raise' or 'warn'")
+        if on_checkpoint is not None and not callable(on_checkpoint):
+            raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
         self._store = store
         self._state = state
-        self._every = every
+        self._every = every if isinstance(every, int) else 0
+        pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
+        pushing = None if push is None else partial(store.pushing, check_push(push), run=run, poll_s=_POLL_S)
         self._run = run
-        self._on_error = on_error
+        self._complaints = Complaints(run, raises=on_error == "raise")
         self._config = capture or CaptureConfig()
+        self._on_checkpoint = on_checkpoint
         self._generation: int | None = None
-        self._last: int | None = None
+        self._last = LastStep()
         self._background: Background | None = None
         self._statistics = Statistics()
-        self._ending = _Ending(self)
+        self._ending = Ending(self.close)
+        found = find_ranks(ranks)
+        if found is not None and self._pacer is not None:
+            what = f"every={every!r:.100}: with {found.world_size} ranks give a number of steps"
+            raise InvalidInputError(f"{what}, so that all of them save the same ones")
+        self._together = None if found is None else Together(store, run, found, self._ending.is_due)
+        if self._together is not None and not self._together.is_first:
+            # Rank 0 pushes and removes, when all have committed.
+            pruner = pushing = None
+        # Last: from here on a thread pushes what the training before has left.
+        self._beside = Beside(pushing)
+        self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
         """Bring the state back from the newest consistent checkpoint, or from that of ``step``.
@@ -108,23 +144,37 @@ class Checkpointer:
         """
         self.wait()
         self._store.settle()
-        for adopted in self._store.adopt(self._config.ring_folder):
-            if adopted.ref is None:
-                what = "a checkpoint" if adopted.step is None else f"step {adopted.step}"
-                of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
-                message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
-                warn_user(message, SkippedCheckpointWarning)
+        if self._together is not None:
+            with self._ending:
+                return self._went_back(self._together.restore(step, self._state, self._prepare))
+        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.still():
+            return self._restored(step)
+
+    def _restored(self, step: int | None) -> Checkpoint | None:
+        self._complaints.tell_of_adopted(self._store.adopt(self._config.ring_folder))
         try:
-            restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True)
+            restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True, grows=True)
         except CheckpointNotFoundError:
             if step is not None:
                 raise
-            self._warn_of_abandoned("all are abandoned, so none is restored; restore(step=…) goes on from one of them")
+            self._warn_of_abandoned(_NONE_RESTORED)
             return None
-        for reason in restored.skipped:
-            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
+        self._complaints.tell_of_skipped(restored.skipped)
         self._go_on_from(restored.checkpoint)
         return restored.checkpoint
+
+    def _prepare(self) -> None:
+        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.still():
+            self._complaints.tell_of_adopted(self._store.adopt(self._config.ring_folder))
+
+    def _went_back(self, returned: Returned | None) -> Checkpoint | None:
+        if returned is None:
+            self._warn_of_abandoned(_NONE_RESTORED)
+            return None
+        self._complaints.tell_of_skipped(returned.skipped)
+        self._generation = returned.generation
+        self._last.kept(returned.checkpoint.step)
+        return returned.checkpoint
 
     def rollback(self) -> Checkpoint:
         """Bring the state back from the newest checkpoint on the line that is complete in memory.
@@ -138,6 +188,11 @@ class Checkpointer:
             StateMismatchError, DigestMismatchError
         """
         self.wait()
+        if self._together is not None:
+            with self._ending:
+                returned = self._together.rollback(self._background, self._state)
+                self._went_back(returned)
+                return returned.checkpoint
         on_line = self._store.line(self._run)
         found = None if self._background is None else self._background.newest_in_ring(on_line)
         if found is None:
@@ -148,46 +203,91 @@ class Checkpointer:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         self._generation = self._store.begin_generation(checkpoint, run=self._run)
-        self._last = checkpoint.step
+        self._last.kept(checkpoint.step)
+        if self._pacer is not None:
+            self._pacer.restart(checkpoint.step)
+
+    @property
+    def interval(self) -> ChosenInterval:
+        """After how many steps the next checkpoint is begun, and why; ``str()`` of it is a sentence."""
+        if self._pacer is None:
+            return ChosenInterval(self._every, "so it was asked for")
+        return self._pacer.chosen
+
+    def _is_due(self, step: int) -> bool:
+        if self._pacer is None:
+            return step % self._every == 0
+        return self._pacer.is_due(step, time.perf_counter(), self.statistics())
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Say that training step ``step`` is done; return whether a checkpoint of it was begun.
 
-        One is begun when ``step`` is a multiple of ``every``.
+        One is begun when ``step`` is a multiple of ``every``, or when the chosen interval is over.
 
         Raises:
             LostCheckpointError: an earlier checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
+            PruneError: those that ``keep`` does not keep could not be removed, likewise. Once for each reason.
             UnsupportedValueError, InvalidInputError: something in the state, or an argument, cannot be stored.
         """
-        with self._ending.held():
+        with self._ending:
             self._report()
-            if step % self._every:
+            if not self._is_due(step):
                 return False
-            if self._last is not None and step < self._last:
-                warn_of_order(self._run, self._last, step)
-            if self._background is None:
-                if self._generation is None and not self._warn_of_abandoned(
-                    f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}"
-                ):
-                    # At once: nothing is abandoned, and what is in memory can be resumed only on a line that is there.
-                    self._opened()
-                self._background = self._store.background(self._run, self._config, self._opened)
-                self._background.statistics = self._statistics
-                self._background.held = self._ending.held()
-                self._ending.arm(self._background)
-            self._background.begin(self._state, self._store.request(self._run, step, metrics), self._generation)
-            self._last = step
+            if self._last.value is not None and step < self._last.value:
+                warn_of_order(self._run, self._last.value, step)
+            self._begin(step, metrics)
+            if self._pacer is not None:
+                self._pacer.began(step)
             return True
 
+    def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
+        if self._background is None:
+            self._background = self._started()
+        part = None if self._together is None else self._together.part()
+        request = self._store.request(self._run, step, metrics, part)
+        capture = self._background.begin(self._state, request, self._generation)
+        if self._together is not None and capture.generation is not None:
+            # As rank 0 has it.
+            self._generation = capture.generation
+        self._last.begun(step)
+        return capture
+
+    def _started(self) -> Background:
+        session = None if self._together is None else self._together.session()
+        if (
+            self._generation is None
+            and (session is None or session.is_first)
+            and not self._warn_of_abandoned(f"they are abandoned by the next checkpoint; {_RESTORE_FIRST}")
+        ):
+            # At once: nothing is abandoned, and what is in memory can be resumed only on a line that is there.
+            self._opened()
+        background = self._store.background(self._run, self._config, self._opened, session)
+        background.statistics = self._statistics
+        background.held = self._ending
+        background.on_commit = partial(self._beside.after_commit, self._upkeep)
+        self._beside.start()
+        self._ending.arm(background)
+        return background
+
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
-        """Save now, whatever ``every`` says; when this returns, the checkpoint is durable."""
-        with self._ending.held():
+        """Save now, whatever ``every`` says; when this returns, the checkpoint is durable, and what goes is gone."""
+        with self._ending:
             self.wait()
+            if self._together is not None:
+                return self._saved_together(step, metrics)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._generation
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
-            self._last = checkpoint.step
+            self._last.kept(checkpoint.step)
+            self._beside.after_commit(self._upkeep)
+            self._report()
             return checkpoint
+
+    def _saved_together(self, step: int, metrics: Mapping[str, float] | None) -> Checkpoint:
+        """Save by the way of :meth:`step`, which shares the work among the ranks, and wait for it."""
+        capture = self._begin(step, metrics)
+        self.wait()
+        return saved(capture)
 
     def _opened(self) -> int:
         """Return the generation of this training; one without a restore opens its own, a line from nothing."""
@@ -201,71 +301,90 @@ class Checkpointer:
 
     def _warn_of_abandoned(self, what: str) -> bool:
         """Warn when the run has checkpoints; return whether it has."""
-        steps = [checkpoint.step for checkpoint in self._store.checkpoints(self._run)]
-        if steps:
-            message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
-            warn_user(message, AbandonedCheckpointsWarning)
-        return bool(steps)
+        return self._complaints.tell_of_abandoned(self._store.checkpoints(self._run), what)
 
     def fence(self) -> None:
         """Wait until the state may be changed by something else than an optimizer of it."""
         if self._background is not None:
-            with self._ending.held():
+            with self._ending:
                 self._background.fence()
 
-    def wait(self, tier: TierName = "nvme") -> None:
-        """Wait until every checkpoint begun is durable (``"nvme"``), or complete in memory (``"dram"``).
+    def wait(self, tier: TierName | Literal["hdfs"] = "nvme") -> None:
+        """Wait until every checkpoint begun is durable (``"nvme"``), or survives this process (``"dram"``).
+
+        With ``"hdfs"``, until all of them that ``push`` chooses lie there, too.
+
+        One survives as soon as it is complete in memory, where :meth:`restore` of the next process finds it. One that
+        cannot be found there is waited for until it is durable: when the ring is smaller than the state, when more than
+        64 wait for the store already, and when training began without :meth:`restore` on a run that has checkpoints.
 
         Raises:
             LostCheckpointError: one could not be stored, unless ``on_error`` is ``"warn"``.
+            RemoteUnreachableError, StorageError: one could not be pushed, likewise.
         """
-        if tier not in ("dram", "nvme"):
-            raise InvalidInputError(f"tier {tier!r}: give 'dram' or 'nvme'")
-        if self._background is not None:
-            with self._ending.held():
-                self._background.wait(tier)
+        if tier not in ("dram", "nvme", "hdfs"):
+            raise InvalidInputError(f"tier {tier!r}: give 'dram', 'nvme' or 'hdfs'")
+        with self._ending:
+            if self._background is not None:
+                self._background.wait("dram" if tier == "dram" else "nvme")
                 self._report()
+            if tier == "hdfs":
+                self._beside.wait(raises=self._complaints.raises)
 
     def _report(self) -> None:
         """Bring what went wrong in the background to the training loop."""
         settled = [] if self._background is None else self._background.settled()
-        for capture in settled:
-            if capture.is_stale:
-                what = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before it"
-                warn_user(
-                    f"{what}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
-                )
-        lost = [capture for capture in settled if capture.error is not None]
-        for capture in lost:
-            message = f"step {capture.request.step} of run {self._run!r} was not saved: {capture.error}"
-            if self._on_error == "raise":
-                raise LostCheckpointError(message) from capture.error
-            warn_user(message, LostCheckpointWarning)
+        try:
+            self._last.settle(settled)
+            if self._on_checkpoint is not None:
+                for capture in settled:
+                    self._on_checkpoint(report_of(capture))
+        finally:
+            # Also when the caller's function raises.
+            self._complaints.tell(settled)
+            self._complaints.tell_of_pruning(None if self._upkeep is None else self._upkeep.new_failure())
+            self._beside.tell()
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
         return self._statistics if self._background is None else self._background.statistics
 
     @property
+    def pushed(self) -> PushStatistics:
+        """What ``push`` has done so far, and what waits."""
+        return self._beside.statistics()
+
+    @property
     def last_step(self) -> int | None:
-        """The step saved or restored last; None before either."""
-        return self._last
+        """The step saved or restored last, without those that are known to be lost; None before either."""
+        return self._last.value
 
     def close(self) -> None:
         """Make everything durable and give the memory back. The store stays open: it is the caller's.
 
+        What ``push`` chooses and is not there yet is sent, for at most ``Push.close_s``.
+
         Raises:
             LostCheckpointError: a checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
+
+        Warns:
+            UnreachableRemoteWarning: some were not pushed; the next training sends them.
         """
-        with self._ending.held():
-            self._ending.disarm()
-            if self._background is not None:
-                self._background.close()
-                try:
-                    self._report()
-                finally:
-                    self._statistics = self._background.statistics
-                    self._background = None
+        try:
+            with self._ending:
+                self._ending.disarm()
+                if self._background is not None:
+                    self._background.close()
+                    try:
+                        self._report()
+                    finally:
+                        self._statistics = self._background.statistics
+                        self._background = None
+                        if self._together is not None:
+                            self._together.close()
+        finally:
+            # Everything is durable here: a signal may end that.
+            self._beside.close()
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -274,72 +393,6 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish."""
+        """Finish; when training has failed, do not wait for long for ranks that may have ended."""
+        self._ending.is_hurried = error is not None
         self.close()
-
-
-class _Ending:
-    """Drains at exit and on SIGTERM, but never in the middle of a call."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = weakref.ref(checkpointer)
-        self._background: Callable[[], Background | None] = lambda: None
-        self._pid = os.getpid()
-        self._depth = 0
-        self._terminating = False
-        self._armed = False
-
-    def held(self) -> _Ending:
-        """Return a context in which SIGTERM waits."""
-        return self
-
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(self, *_error: object) -> None:
-        self._depth -= 1
-        if self._terminating and not self._depth:
-            self._terminate()
-
-    def arm(self, background: Background) -> None:
-        """Drain at exit; on SIGTERM too, unless the program has a handler of its own."""
-        self._background = weakref.ref(background)
-        atexit.register(self._close)
-        self._armed = True
-        on_main = threading.current_thread() is threading.main_thread()
-        if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_signal)
-
-    def disarm(self) -> None:
-        """Leave exit and SIGTERM as they were."""
-        if self._armed:
-            atexit.unregister(self._close)
-            self._armed = False
-            # A bound method is a new object each time it is looked up, but equal.
-            if signal.getsignal(signal.SIGTERM) == self._on_signal and not self._terminating:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _close(self) -> None:
-        if os.getpid() != self._pid:
-            # A forked child, for instance of a data loader, has none of the threads; what is under way is its parent's.
-            return
-        checkpointer, background = self._checkpointer(), self._background()
-        if checkpointer is not None:
-            checkpointer.close()
-        elif background is not None:
-            # A function that trains may have returned without closing; what it began is still under way.
-            background.close()
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._terminating = True
-        if not self._depth or os.getpid() != self._pid:
-            self._terminate()
-
-    def _terminate(self) -> None:
-        # What is held from now on does not end in another termination.
-        self._depth += 1
-        try:
-            self._close()
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -4,43 +4,30 @@
 
     AsymcheckError
     ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
-    │   ├── UnsupportedValueError          a leaf of the state cannot be stored
-    │   ├── StateMismatchError             the given state does not fit the stored one
-    │   └── ForeignFileError               a file of another format cannot be read as one
+    │   └── UnsupportedValueError, StateMismatchError, ForeignFileError
     ├── NotFoundError                  what was asked for is not there
-    │   ├── StoreNotFoundError
-    │   └── CheckpointNotFoundError
+    │   └── StoreNotFoundError, CheckpointNotFoundError
     ├── FormatError                    stored bytes are not what the format says
-    │   ├── BadMagicError
-    │   ├── ChecksumError
-    │   ├── DigestMismatchError
-    │   ├── StructureError
-    │   ├── TruncatedError
-    │   ├── LimitError
+    │   ├── BadMagicError, ChecksumError, DigestMismatchError, StructureError, TruncatedError
+    │   ├── LimitError, BaseDamagedError
     │   └── UnsupportedFormatError         intact, but of a kind that this program does not know
-    │       ├── UnsupportedVersionError
-    │       ├── UnsupportedFeatureError
-    │       └── UnsupportedCodecError
+    │       └── UnsupportedVersionError, UnsupportedFeatureError, UnsupportedCodecError
     ├── RecoveryError                  no intact copy of something that is needed
-    │   ├── MissingPartitionError
-    │   ├── DamagedPartitionError
-    │   ├── InconsistentCheckpointError
-    │   ├── HeadRecordError
+    │   ├── MissingPartitionError, DamagedPartitionError, InconsistentCheckpointError, HeadRecordError
     │   └── PartialRestoreError            tensors were overwritten before the failure
     ├── TornCaptureError               the state changed while it was captured; nothing was committed
-    ├── LostCheckpointError            a checkpoint of the background could not be stored
+    ├── LostCheckpointError            checkpoints of the background could not be stored
+    ├── PruneError                     old checkpoints could not be removed; none was lost
+    ├── RanksError                     ranks that save or restore together did not come to an end together
+    │   └── RanksMissingError, RankFailedError
+    ├── GivenUpError                   an upload was ended before it was done; nothing was committed by it
     └── StorageError                   the place where bytes lie refused
-        ├── OutOfSpaceError
-        ├── UnsupportedFileSystemError
-        ├── ReadOnlyStoreError
-        ├── LockTimeoutError
-        ├── TooManyFilesError
-        ├── CatalogError
-        ├── ClosedStoreError
-        └── ForkedStoreError
+        ├── OutOfSpaceError, UnsupportedFileSystemError, ReadOnlyStoreError, LockTimeoutError
+        └── TooManyFilesError, RemoteUnreachableError, CatalogError, ClosedStoreError, ForkedStoreError
 
 Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`,
-:class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`.
+:class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`, :class:`PruneWarning`,
+:class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`, :class:`SilentDivergenceWarning`.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -160,6 +147,12 @@ class LimitError(FormatError):
     kind = "limit-exceeded"
 
 
+class BaseDamagedError(FormatError):
+    """A frame is decoded from another partition, which is missing, damaged, or no base that a frame may have."""
+
+    kind = "damaged-base"
+
+
 class UnsupportedFormatError(FormatError):
     """Bytes are intact, but need a newer program; recovery stops here instead of passing them over."""
 
@@ -248,9 +241,44 @@ class TornCaptureError(AsymcheckError):
 
 
 class LostCheckpointError(AsymcheckError):
-    """A checkpoint that was begun in the background could not be stored; its cause says why, and later ones may be."""
+    """Checkpoints that were begun in the background could not be stored; later ones may be.
+
+    The message names all since the last report; the cause is that of the first.
+    """
 
     kind = "lost-checkpoint"
+
+
+class PruneError(AsymcheckError):
+    """Checkpoints that retention does not keep could not be removed, or their packs not be freed; none was lost.
+
+    The cause is what went wrong. It is tried again after the next checkpoint.
+    """
+
+    kind = "prune"
+
+
+class RanksError(AsymcheckError):
+    """Ranks that save or restore one state together did not come to an end together."""
+
+    kind = "ranks"
+
+
+class RanksMissingError(RanksError):
+    """Some ranks did not answer in time: they have ended, hang, or do something else than this one."""
+
+    kind = "ranks-missing"
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        """Keep the numbers of the missing ranks."""
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class RankFailedError(RanksError):
+    """Another rank failed; the message has its reason. What was begun together was given up by all."""
+
+    kind = "rank-failed"
 
 
 class StorageError(AsymcheckError):
@@ -287,6 +315,22 @@ class TooManyFilesError(StorageError):
     """This process, or the system, may not open more files; nothing is wrong with the store."""
 
     kind = "too-many-files"
+
+
+class RemoteUnreachableError(StorageError):
+    """A remote location did not answer, or not in time: nothing is known of what lies there."""
+
+    kind = "unreachable"
+
+
+class GivenUpError(AsymcheckError):
+    """An upload was ended before it was done: another one of the same push failed, or there was no more time."""
+
+    kind = "given-up"
+
+
+UNKNOWING = (TooManyFilesError, RemoteUnreachableError)
+"""Errors after which nothing is known of the stored bytes: who takes them for damage would pass over a sound one."""
 
 
 class CatalogError(StorageError):
@@ -331,9 +375,25 @@ class LostCheckpointWarning(UserWarning):
     """A checkpoint that was begun in the background could not be stored; training went on."""
 
 
+class SilentDivergenceWarning(UserWarning):
+    """A tensor of which several ranks had equal copies is not equal on them any more."""
+
+
+class PruneWarning(UserWarning):
+    """Checkpoints that retention does not keep could not be removed; training went on."""
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Give a warning that points at the line outside of this package which led to it."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("asymcheck."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+class UnreachableRemoteWarning(UserWarning):
+    """A remote location did not answer; what it may have is not known, and work went on without it."""
+
+
+class RemoteCopyWarning(UserWarning):
+    """Something was missing or damaged on this machine, and was read from a remote location instead."""

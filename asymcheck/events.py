@@ -1,15 +1,18 @@
-"""Typed events: what happened, in order, for traces, tests and progress bars.
+"""Typed events: what happened, in order, and how long it took, for traces, tests and progress bars.
 
-Observers are called synchronously on the thread that does the work, right after the step named by the event; an
-observer that raises
-aborts that work, so keep observers short.
+There are two kinds. An :class:`Event` is a step that is done; its observers are called synchronously on the thread that
+does the work, right after the step, and one that raises aborts that work. An :class:`Interval` is work with its
+beginning and its end; its watchers are called when it has ended, and cannot abort anything. Keep both short.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,18 @@ COMMIT_ORDER = (
 )
 """Events of one save in the order of SPEC.md §8.1; crash tests stop the process at each."""
 
+REMOTE_ORDER = (
+    "remote.pack_begun",
+    "remote.piece_sent",
+    "remote.pack_closed",
+    "remote.pack_checked",
+    "remote.pack_renamed",
+    "remote.small_closed",
+    "remote.head_renamed",
+    "remote.manifest_renamed",
+)
+"""Events of one push in the order of SPEC.md §8.6, as far as they come the first time; likewise."""
+
 Observer = Callable[[Event], None]
 _observers: list[Observer] = []
 
@@ -61,3 +76,138 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+Detail = Mapping[str, str | int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Some work, from its beginning to its end."""
+
+    name: str
+    """One of :data:`INTERVALS`, or a name of the caller of :func:`timed`."""
+    start_s: float
+    """When it began, in seconds of ``time.perf_counter()``."""
+    seconds: float
+    """How long it took."""
+    thread: int
+    """``threading.get_ident()`` of the thread that did it, or for a window and a checkpoint, that tells of it."""
+    thread_name: str
+    """The name of that thread."""
+    detail: Detail
+    """What it concerns, such as ``run``, ``step``, ``partition`` (its number), ``window`` and ``tensor``."""
+    bytes: int
+    """Payload bytes concerned; 0 when none are, or when they are not known."""
+
+
+INTERVALS = {
+    "step": "``Checkpointer.step()`` when it begins a checkpoint",
+    "witness": "in ``step()``: digests of the source are taken",
+    "compare": "in ``step()``: what no optimizer owns is digested, to find out what an earlier capture has already",
+    "fence": "an optimizer step, or ``fence()``, waits until the state is copied",
+    "room": "waiting for room in a full ring (back-pressure)",
+    "wait": "``wait()``, and what begins with it: ``save()``, ``restore()`` and ``rollback()``",
+    "close": "``close()``",
+    "window": "training between two boundaries of modules; its ``phase`` is ``forward`` or ``backward``",
+    "copy": "one partition is copied from its tensors",
+    "proof": "witnesses of one partition are compared with its copy",
+    "digest": "one partition is digested, and then complete in the ring",
+    "encode": "a partition is encoded for the tier below",
+    "write": "one frame is written to a pack, or found to be in the store already (``known``)",
+    "sync": "one pack is made durable",
+    "commit": "a checkpoint becomes visible: packs, catalog and manifest",
+    "checkpoint": "from the beginning of ``step()`` until the checkpoint is durable, or lost",
+    "save": "a save that the caller waits for",
+    "restore": "a checkpoint is read back",
+    "adopt": "what a killed process left in memory is made durable",
+}
+"""The names of intervals, and what each means."""
+
+Watcher = Callable[[Interval], None]
+_watchers: list[Watcher] = []
+
+
+class Span:
+    """What :func:`timed` returns: a ``with`` block that is timed when somebody watches. This one is for nobody."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """End."""
+
+
+class _Timed(Span):
+    """A block that somebody watches."""
+
+    __slots__ = ("_began", "_detail", "_name", "_size")
+
+    def __init__(self, name: str, size: int, detail: Callable[[], Detail] | None) -> None:
+        self._name, self._size, self._detail = name, size, detail
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        ended = time.perf_counter()
+        detail = self._detail
+        failed = {} if kind is None else {"failed": kind.__name__}
+        tell(self._name, self._began, ended, self._size, lambda: {**(detail() if detail else {}), **failed})
+
+
+_FOR_NOBODY = Span()
+
+
+def timed(name: str, size: int = 0, detail: Callable[[], Detail] | None = None) -> Span:
+    """Return a ``with`` block that becomes an :class:`Interval`; costs one comparison when nobody watches.
+
+    Args:
+        name: what is done in it.
+        size: payload bytes concerned.
+        detail: called at the end, if somebody watches. An exception that leaves the block adds ``failed``, its class.
+    """
+    return _Timed(name, size, detail) if _watchers else _FOR_NOBODY
+
+
+def is_watched() -> bool:
+    """Tell whether anybody watches: else nothing need be gathered for :func:`tell`."""
+    return bool(_watchers)
+
+
+def tell(name: str, start_s: float, end_s: float, size: int = 0, detail: Callable[[], Detail] | None = None) -> None:
+    """Tell every watcher of an interval that was measured otherwise; costs one comparison when there is none.
+
+    A watcher that raises is told nothing any more, and ``threading.excepthook`` reports it as what ended a thread.
+    """
+    if not _watchers:
+        return
+    thread = threading.current_thread()
+    found = {} if detail is None else detail()
+    interval = Interval(name, start_s, end_s - start_s, threading.get_ident(), thread.name, found, size)
+    for watcher in tuple(_watchers):
+        try:
+            watcher(interval)
+        except Exception:  # noqa: BLE001 - who only looks on must not break what it looks at
+            _leave_out(watcher, thread)
+
+
+def _leave_out(watcher: Watcher, thread: threading.Thread) -> None:
+    # Two threads may find out at once; and a hook that raises is of no more importance than a watcher.
+    with contextlib.suppress(Exception):
+        _watchers.remove(watcher)
+        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+
+
+@contextlib.contextmanager
+def watch(watcher: Watcher) -> Iterator[None]:
+    """Call ``watcher`` for every interval that ends inside the ``with`` block, on the thread that did the work."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _watchers.remove(watcher)

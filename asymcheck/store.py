@@ -6,42 +6,40 @@ It wires the ways down and up to a tier and holds no engine of its own.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import torch
-
-from asymcheck.arguments import check_device, check_glob, check_location, check_step
-from asymcheck.captures import Captures, warn_of_order
-from asymcheck.config import DEFAULT_RUN, StoreConfig
+from asymcheck.arguments import check_location, check_step
+from asymcheck.captures import warn_of_order
+from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
 from asymcheck.errors import (
-    CatalogError,
     CheckpointNotFoundError,
-    SkippedCheckpointWarning,
-    warn_user,
 )
+from asymcheck.events import timed
 from asymcheck.format import layout
-from asymcheck.format.catalog import manifest_key
 from asymcheck.partition.state import flatten
-from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.request import Place
+from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
+from asymcheck.pipeline.commit import remove
+from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.pipeline.save import save
-from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
+from asymcheck.policies.retention import Retention
+from asymcheck.pruning import Pruned
+from asymcheck.recovery.describe import describe, is_on_line, known_line
 from asymcheck.recovery.line import begin_generation
-from asymcheck.recovery.load import Loaded, Wanted, load
-from asymcheck.recovery.rebuild import Rebuilt, rebuild, reconcile
-from asymcheck.recovery.repair import repair
-from asymcheck.recovery.repaired import Repaired
-from asymcheck.recovery.resolve import what_is_there
-from asymcheck.recovery.stream import Sink, stream
-from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Checkpoint, Progress, Restored
+from asymcheck.recovery.rebuild import Rebuilt, reconcile
+from asymcheck.recovery.resolve import check_run_exists, what_is_there
+from asymcheck.restores import Restores
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
+from asymcheck.types import Checkpoint, Part
 
 _T = TypeVar("_T")
 
 
-class Store(Captures):
+class Store(Restores):
     """A checkpoint store in a directory on a local drive.
 
     Open it with :meth:`open`; threads may share it, forked children may not.
@@ -49,22 +47,39 @@ class Store(Captures):
 
     @classmethod
     def open(
-        cls, location: str | os.PathLike[str], *, read_only: bool = False, config: StoreConfig | None = None
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        config: StoreConfig | None = None,
+        remote: str | None = None,
     ) -> Store:
         """Open the store at ``location``, a directory; create it when it is missing or empty, unless ``read_only``.
+
+        A URI, such as ``hdfs://namenode:8020/checkpoints`` or ``file:///mnt/checkpoints``, names what :meth:`push` has
+        sent there: it is read like a store, and never created or written to here. The same URI as ``remote`` of a store
+        on a local drive stands behind that: what is missing or damaged here is read from there, with a warning, and
+        :meth:`repair` brings it back.
 
         Raises:
             StoreNotFoundError: there is none and ``read_only``, or the directory holds something else.
             UnsupportedFileSystemError: the directory is on a network file system.
             FormatError: the store is damaged, or of a version or with a feature that this program does not know.
             InvalidInputError: ``location`` or a value of ``config`` cannot be used.
+            RemoteUnreachableError: a remote location did not answer.
         """
-        return cls(NvmeTier(check_location(location), config or StoreConfig(), read_only=read_only))
+        if is_uri(location):
+            return cls(RemoteTier(parse_location(location), config or StoreConfig()))
+        behind = None if remote is None else parse_location(remote)
+        store = cls(NvmeTier(check_location(location), config or StoreConfig(), read_only=read_only))
+        if behind is not None:
+            store._stand_behind(behind)
+        return store
 
     def __repr__(self) -> str:
         """Name the directory and how it was opened."""
-        mode = ", read-only" if self._tier.read_only else ""
-        return f"<asymcheck.Store {str(self.path)!r}{mode}>"
+        mode = "" if isinstance(self._tier, NvmeTier) and not self._tier.read_only else ", read-only"
+        return f"<asymcheck.Store {self.location!r}{mode}>"
 
     def save(
         self,
@@ -74,6 +89,7 @@ class Store(Captures):
         metrics: Mapping[str, float] | None = None,
         run: str = DEFAULT_RUN,
         generation: int | Callable[[], int] | None = None,
+        part: Part | None = None,
     ) -> Checkpoint:
         """Store a state durably: when this returns, the checkpoint survives power loss.
 
@@ -85,24 +101,27 @@ class Store(Captures):
             run: whose checkpoint it is.
             generation: the line of training; the present one by default. A function is asked when all but the
                 manifest is durable. :class:`asymcheck.Checkpointer` keeps it for you.
+            part: this rank's part, when several save one checkpoint: each calls this for itself, all with the same
+                save id. It is complete when the last one has returned, and is restored only then.
 
         Raises:
             UnsupportedValueError: something in the state cannot be stored; nothing was written.
             InvalidInputError: another argument cannot be used; nothing was written.
             StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
         """
-        self._tier.check_writable()
-        request = self.request(run, step, metrics)
+        tier = self._writable()
+        request = self.request(run, step, metrics, part)
         flat = flatten(state)
-        placing = self._placing(run, generation, request.step)
-        done = save(self._tier, self._catalog(), flat, request, placing)
+        placing = self._placing(request, generation)
+        with timed("save", 0, lambda: {"run": run, "step": request.step}):
+            done = save(tier, self._catalog(), self._encoder, flat, request, placing)
         return Checkpoint(
             run=run,
             step=done.ref.step,
             generation=done.ref.generation,
             save_id=done.ref.save_id.hex(),
-            world_size=1,
-            complete=True,
+            world_size=request.world_size,
+            complete=part is None or tier.manifests.listing(run, done.ref).is_complete,
             on_line=generation is None or is_on_line(self._tier, run, done.ref),
             created_ns=int.from_bytes(done.ref.save_id[:8], "big"),
             state_bytes=done.state_bytes,
@@ -110,93 +129,16 @@ class Store(Captures):
             metrics=request.metrics,
         )
 
-    def _placing(self, run: str, generation: int | Callable[[], int] | None, step: int) -> Callable[[], Place]:
+    def _placing(self, request: SaveRequest, generation: int | Callable[[], int] | None) -> Callable[[], Place]:
+        run, step = request.run, request.step
+        before = request.save_id if request.world_size > 1 else None
         if callable(generation):
-            return lambda: self._place(run, generation())
+            return lambda: self._place(run, generation(), before)
         # At once: what is wrong with it is an error before anything is written.
-        place = self._place(run, generation)
+        place = self._place(run, generation, before)
         if place.parent is not None and place.parent.generation == place.generation and place.parent.step > step:
             warn_of_order(run, place.parent.step, step)
         return lambda: place
-
-    def load(
-        self,
-        step: int | None = None,
-        *,
-        tensors: str = "*",
-        into: object = None,
-        device: str | torch.device | None = None,
-        run: str = DEFAULT_RUN,
-    ) -> object:
-        """Return a stored state, every byte verified: that of ``step``, or the newest consistent one on the line.
-
-        Args:
-            step: which one; None for the newest.
-            tensors: a glob of dotted names, for instance ``"model.*"``; only what matches is read and returned.
-            into: a state whose tensors are filled in place, without a second copy in memory; objects in it get
-                ``load_state_dict``. It may be a part
-                of what is stored, for instance ``{"model": model}``.
-            device: where new tensors are made; CPU by default.
-            run: whose checkpoint.
-
-        Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
-            HeadRecordError
-
-        Warns:
-            SkippedCheckpointWarning: a newer checkpoint was passed over.
-        """
-        restored = self.restore(step, tensors=tensors, into=into, device=device, run=run)
-        for reason in restored.skipped:
-            warn_user(f"run {run!r}: passed over {reason}", SkippedCheckpointWarning)
-        return restored.state
-
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        tensors: str = "*",
-        into: object = None,
-        device: str | torch.device | None = None,
-        run: str = DEFAULT_RUN,
-        fall_back: bool = False,
-    ) -> Restored:
-        """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over.
-
-        With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
-        to the next older one, which overwrites it again; without, that is a PartialRestoreError.
-        """
-        self._tier.check_usable()
-        layout.check_run(run)
-        step = None if step is None else check_step(step)
-        check_glob(tensors)
-        wanted = Wanted(tensors, into, check_device(device), fall_back)
-        return self._restored(load(self._tier, run, step, wanted), step)
-
-    def stream(
-        self,
-        sink: Sink,
-        step: int | None = None,
-        *,
-        tensors: str = "*",
-        run: str = DEFAULT_RUN,
-        progress: Progress | None = None,
-    ) -> Restored:
-        """Hand a checkpoint to ``sink`` as it is read, every byte verified, in bounded memory however large it is.
-
-        The state of the result is what ``sink.finish()`` returned.
-
-        Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
-        """
-        self._tier.check_usable()
-        layout.check_run(run)
-        step = None if step is None else check_step(step)
-        check_glob(tensors)
-        return self._restored(stream(self._tier, run, step, tensors, sink, progress), step)
-
-    def _restored(self, loaded: Loaded, step: int | None) -> Restored:
-        return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
 
     def delete(self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None) -> list[Checkpoint]:
         """Delete the checkpoints of a step, of one generation or of all, durably; return them.
@@ -206,44 +148,59 @@ class Store(Captures):
         Raises:
             CheckpointNotFoundError: there is none.
         """
-        self._tier.check_writable()
+        tier = self._tier if isinstance(self._tier, RemoteTier) else self._writable()
+        tier.check_usable()
         step = check_step(step)
         listings = [
-            listing for listing in self._tier.manifests.checkpoints(layout.check_run(run)) if listing.ref.step == step
+            listing for listing in tier.manifests.checkpoints(layout.check_run(run)) if listing.ref.step == step
         ]
         listings = [listing for listing in listings if generation in (None, listing.ref.generation)]
         if not listings:
             there = what_is_there(self._tier, run, self._tier.manifests.checkpoints(run))
-            raise CheckpointNotFoundError(f"store {self.path} has no checkpoint of step {step} of run {run!r}{there}")
+            raise CheckpointNotFoundError(
+                f"store {self.location} has no checkpoint of step {step} of run {run!r}{there}"
+            )
         line = known_line(self._tier, run)
         described = [describe(self._tier, listing, line) for listing in listings]
-        catalog = self._catalog()
+        catalog = self._catalog() if isinstance(tier, NvmeTier) else None
         for listing in listings:
-            self._tier.manifests.remove(run, listing.ref)
-            with catalog.write() as transaction:
-                for name in listing.manifests:
-                    transaction.delete_manifest(manifest_key(run, listing.ref, name))
+            if catalog is not None and isinstance(tier, NvmeTier):
+                remove(tier, catalog, listing)
+            else:
+                tier.manifests.remove(run, listing.ref)
         return described
 
-    def gc(self, *, dry_run: bool = False) -> Collected:
-        """Free the packs that no checkpoint needs, for new checkpoints to overwrite.
+    def prune(self, retention: Retention, *, run: str = DEFAULT_RUN, dry_run: bool = False) -> Pruned:
+        """Delete the checkpoints of a run that no rule of ``retention`` keeps, durably, and do as :meth:`gc` does.
 
-        Safe beside saves and loads of other processes.
-        """
-        self._tier.check_writable()
-        return collect(self._tier, self._catalog(), dry_run=dry_run)
-
-    def repair(self, progress: Progress | None = None) -> Repaired:
-        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
-
-        Safe beside saves, loads and collections of other processes. What it cannot repair it names, with what can be
-        done about it. A second repair in a row does nothing.
+        The newest consistent checkpoint stays, and so does one that somebody reads. Safe beside saves and loads of
+        other processes. With ``dry_run`` only what would be done is returned.
 
         Raises:
-            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
-            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
+            CheckpointNotFoundError: the store has no such run.
+            InconsistentCheckpointError: a manifest is damaged, so that nothing could be freed; what goes was deleted.
         """
-        return self._with_catalog(lambda catalog, made: repair(self._tier, catalog, progress, made))
+        self._writable()
+        check_run_exists(self.location, layout.check_run(run), self.runs())
+        return self.pruner(run, retention).prune(time.time_ns(), dry_run=dry_run, always_collect=True)
+
+    def collect_rings(
+        self,
+        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        *,
+        discard: bool = False,
+        dry_run: bool = False,
+    ) -> list[CollectedRing]:
+        """Remove the rings of killed processes from memory that nobody can need any more, and name those that stay.
+
+        Rings of this store, and of stores that are not where they were any more. A ring goes when every capture in it
+        is durable, or none is complete; with ``discard`` also when captures would be lost, or nobody can tell. Rings of
+        living processes and of other users are left alone, and not named.
+
+        Raises:
+            StorageError: a ring could not be removed.
+        """
+        return collect_rings(self._writable(), Path(ring_folder), discard=discard, dry_run=dry_run)
 
     def rebuild(self) -> Rebuilt:
         """Make the catalog again from packs and manifests alone; pins of living processes are kept.
@@ -254,20 +211,7 @@ class Store(Captures):
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
             CatalogError: it is damaged and in use by other processes; the message names them.
         """
-        return self._with_catalog(lambda catalog, made: made or reconcile(self._tier, catalog), anew=True)
-
-    def _with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
-        """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
-        made: list[Rebuilt] = []
-
-        def populate(transaction: Transaction) -> None:
-            made[:] = [rebuild(self._tier, transaction)]
-
-        try:
-            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
-        except CatalogError:
-            self._tier.leave_catalog()
-            return use(self._tier.open_catalog(populate, anew=anew), made[0] if made else None)
+        return self._with_catalog(lambda catalog, made: made or reconcile(self._nvme, catalog), anew=True)
 
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
         """Say, durably, that training goes on from ``parent`` (None: from nothing).
@@ -276,13 +220,14 @@ class Store(Captures):
 
         What was saved after ``parent`` stays, but is no longer on the line of training.
         """
-        self._tier.check_writable()
-        return begin_generation(self._tier, layout.check_run(run), None if parent is None else parent.ref)
+        return begin_generation(self._writable(), layout.check_run(run), None if parent is None else parent.ref)
 
     def close(self) -> None:
         """Finish what is being saved in the background, and close the store; closing twice is no error."""
         self.finish()
         self._tier.close()
+        if self._far is not None:
+            self._far.close()
 
     def __enter__(self) -> Store:
         """Return itself."""

@@ -19,6 +19,20 @@ Progress = Callable[[int, int], None]
 """Called now and then with bytes done and bytes to do in all."""
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_STEP = 1024
+
+
+def readable_size(count: int) -> str:
+    """Return bytes for people, for instance ``1.5 GiB``."""
+    number = float(count)
+    for unit in _UNITS[:-1]:
+        if abs(number) < _STEP:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= _STEP
+    return f"{number:.1f} {_UNITS[-1]}"
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object that takes part in a state through its own ``state_dict``."""
@@ -123,6 +137,21 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of one checkpoint a save is, when several ranks save it together.
+
+    Each rank saves its own part, under one save id; the checkpoint is complete when all are there.
+    """
+
+    rank: int
+    """This rank, from 0."""
+    world_size: int
+    """How many ranks save."""
+    save_id: str
+    """The attempt, the same for all ranks: 32 hexadecimal digits, 16 of nanoseconds since 1970 and 16 random ones."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """What a store takes on disk."""
 
@@ -148,3 +177,17 @@ class Restored:
     """The checkpoint that was read."""
     skipped: tuple[str, ...]
     """Newer checkpoints that were passed over, with the reasons."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Some bytes of tensors of one role and dtype, to measure on."""
+
+    role: str
+    """A role of the format."""
+    dtype: str
+    """Name of the dtype."""
+    plain: bytes
+    """The bytes."""
+    older: bytes | None = None
+    """As many bytes of the same places one checkpoint earlier; None where there is none."""

@@ -39,14 +39,16 @@ def convert(
 ) -> None:
     """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
-    The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save, of which
-    nothing is executed. What another program's file held comes back as it was; 'asymcheck restore' has more options
-    for the way out. Bytes that the store has already are not stored again.
+    The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
+    also be a folder of torch.distributed.checkpoint. Nothing in them is executed. What another program's file held
+    comes back as it was; 'asymcheck restore' has more options for the way out. Bytes that the store has already are
+    not stored again.
 
     \b
     Examples:
       asymcheck convert gpt2/ store            the model folder becomes step 0 of the store
       asymcheck convert tuned.pt store --step 1
+      asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
     """  # noqa: D301 - click wants the character
     if (src / DESCRIPTOR_NAME).exists():

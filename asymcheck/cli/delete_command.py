@@ -63,12 +63,14 @@ def _chosen(store: Store, step: int, run: str, generation: int | None) -> list[C
     if of_step and not chosen:
         numbers = ", ".join(map(str, sorted({item.generation for item in of_step})))
         raise CheckpointNotFoundError(
-            f"store {store.path} has no checkpoint of step {step} of run {run!r} in generation {generation}; it has "
-            f"that step in generation {numbers}"
+            f"store {store.location} has no checkpoint of step {step} of run {run!r} in generation {generation}; it "
+            f"has that step in generation {numbers}"
         )
     if not chosen:
         instead = alternatives({item.step for item in there}, set(store.runs()) - {run})
-        raise CheckpointNotFoundError(f"store {store.path} has no checkpoint of step {step} of run {run!r}{instead}")
+        raise CheckpointNotFoundError(
+            f"store {store.location} has no checkpoint of step {step} of run {run!r}{instead}"
+        )
     return chosen
 
 

@@ -73,8 +73,10 @@ def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
 
 
 def _show_tensors(changes: tuple[TensorChange, ...]) -> None:
+    is_shared = any(change.rank for change in changes)
     output.print_table(
         [
+            *([("rank", "right")] if is_shared else []),
             ("tensor", "left"),
             ("change", "left"),
             ("dtype", "left"),
@@ -84,6 +86,7 @@ def _show_tensors(changes: tuple[TensorChange, ...]) -> None:
         ],
         [
             [
+                *([str(change.rank)] if is_shared else []),
                 " = ".join((change.name, *change.aliases)),
                 change.change,
                 _from_to(change.dtype_a, change.dtype_b),
@@ -128,6 +131,7 @@ def _show_sums(difference: Difference) -> None:
         "added": "added",
         "removed": "removed",
         "shape": "changed in shape",
+        "layout": "cut otherwise",
         "dtype": "changed in dtype",
         "value": "changed in value",
         "undecided": "undecided",

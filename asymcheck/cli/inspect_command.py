@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.places import Places, places_of, places_option
+from asymcheck.cli.rings import note_what_is_only_in_memory, ring_options, show_rings
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.recovery.inventory import StoredTensor
+from asymcheck.recovery.inventory import StoredPartition, StoredTensor
 from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
@@ -22,27 +26,41 @@ _METRICS_SHOWN = 3
 @click.option(
     "--tensors", "pattern", default=None, help="List tensors whose name matches this glob, for instance 'model.*'."
 )
+@ring_options
+@places_option
 @click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.pass_context
-def inspect(
+def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: click.Context,
     store: str,
     run: str | None,
     step: int | None,
     pattern: str | None,
+    tier: str,
+    ring_folder: Path,
+    remote: str | None,
     where: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
     """Show the checkpoints of STORE, or the tensors of one of them.
 
     Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
-    of the newest checkpoint.
-    Reads manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
+    of the newest checkpoint. With --tier dram: the rings in memory, of living processes and of killed ones, and what
+    is complete in them; every frame of what killed processes left is read and checked.
+    Else reads manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
     """
+    if tier == "dram" and (step is not None or pattern is not None or where or remote is not None):
+        raise click.UsageError("--tier dram lists rings: leave out --step, --tensors, --where and --remote")
+    if remote is not None and (step is not None or pattern is not None):
+        raise click.UsageError("--remote lists checkpoints: leave out --step and --tensors")
     with Store.open(store, read_only=True) as opened:
+        if tier == "dram":
+            ctx.exit(show_rings(opened, run, ring_folder, as_json=as_json))
         if step is None and pattern is None:
-            ctx.exit(_show_checkpoints(opened, run, as_json=as_json))
+            note_what_is_only_in_memory(opened, run, ring_folder)
+            places = None if remote is None else places_of(opened, remote, run)
+            ctx.exit(_show_checkpoints(opened, run, places, as_json=as_json))
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
         _show_tensors(checkpoint, tensors, where=where, as_json=as_json)
         missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
@@ -53,24 +71,30 @@ def inspect(
         ctx.exit(exits.WARNINGS if missing else exits.OK)
 
 
-def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
+def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, as_json: bool) -> int:
     """Print them; return the exit status, which tells whether something seen is damaged."""
     if run is not None:
-        check_run_exists(store.path, run, store.runs())
+        check_run_exists(store.location, run, store.runs())
     checkpoints, usage = store.checkpoints(run), store.usage()
     status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
     if as_json:
-        output.print_json({"store": str(store.path), "usage": usage, "checkpoints": checkpoints})
+        there = {
+            "remote": None if places is None else places.location,
+            "there": None if places is None else list(places.there.values()),
+        }
+        output.print_json({"store": store.location, "usage": usage, "checkpoints": checkpoints, **there})
         return status
+    checkpoints = checkpoints if places is None else places.all
     freed = f", {output.size(usage.pooled_bytes)} in {output.count(usage.pooled_packs, 'freed pack')}"
     used = (
         f"{output.size(usage.pack_bytes)} in {output.count(usage.packs, 'pack')}{freed if usage.pooled_packs else ''}"
     )
-    click.echo(f"store {store.path}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
+    click.echo(f"store {store.location}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
     if not checkpoints:
         click.echo("no checkpoints yet")
         return status
     newest, is_repeated = _newest(checkpoints), output.has_repeated_steps(checkpoints)
+    is_shared = any(item.world_size > 1 for item in checkpoints)
     output.print_table(
         [
             ("run", "left"),
@@ -78,8 +102,10 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
             ("generation", "right"),
             *([("save", "left")] if is_repeated else []),
             ("saved (UTC)", "left"),
+            *([("ranks", "right")] if is_shared else []),
             ("state", "right"),
             ("is", "left"),
+            *([("lies", "left")] if places is not None else []),
             ("metrics", "left"),
         ],
         [
@@ -89,8 +115,10 @@ def _show_checkpoints(store: Store, run: str | None, *, as_json: bool) -> int:
                 str(item.generation),
                 *([output.save(item.save_id)] if is_repeated else []),
                 output.moment(item.created_ns),
+                *([str(item.world_size)] if is_shared else []),
                 output.size(item.state_bytes),
                 _standing(item, newest),
+                *([places.of(item)] if places is not None else []),
                 _metrics(item),
             ]
             for item in checkpoints
@@ -126,32 +154,78 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
     if as_json:
         output.print_json({"checkpoint": checkpoint, "tensors": tensors})
         return
+    listed = _by_tensor(tensors)
     total = output.size(sum(tensor.nbytes for tensor in tensors))
+    ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
     click.echo(
         f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}: "
-        f"{output.count(len(tensors), 'tensor')}, {total}"
+        f"{output.count(len(listed), 'tensor')}, {total}{ranks}"
     )
     output.print_table(
         [
             ("tensor", "left"),
             ("dtype", "left"),
             ("shape", "left"),
+            *([("parts", "right")] if ranks else []),
             ("bytes", "right"),
             ("role", "left"),
             *([("lies in", "left")] if where else []),
         ],
         [
             [
-                " = ".join((tensor.name, *tensor.aliases)),
-                tensor.dtype,
-                "×".join(map(str, tensor.shape)) or "scalar",
-                output.size(tensor.nbytes),
-                tensor.role,
-                *([_place(tensor)] if where else []),
+                " = ".join((same[0].name, *same[0].aliases)),
+                same[0].dtype,
+                "×".join(map(str, same[0].global_shape)) or "scalar",
+                *([str(len(_different(same)))] if ranks else []),
+                output.size(sum(part.nbytes for part in _different(same))),
+                same[0].role,
+                *([_places(same)] if where else []),
             ]
-            for tensor in tensors
+            for same in listed
         ],
     )
+    _show_encodings(tensors)
+
+
+def _by_tensor(tensors: list[StoredTensor]) -> list[list[StoredTensor]]:
+    """Return what ranks saved of each tensor."""
+    found: dict[object, list[StoredTensor]] = {}
+    for number, tensor in enumerate(tensors):
+        same = (tensor.name, tensor.dtype, tensor.global_shape)
+        # Within one rank names may repeat, and stand for different tensors.
+        key = same if not any(one.rank == tensor.rank for one in found.get(same, ())) else (*same, number)
+        found.setdefault(key, []).append(tensor)
+    return list(found.values())
+
+
+def _different(same: list[StoredTensor]) -> list[StoredTensor]:
+    """Return the parts of a tensor, those that several ranks have once."""
+    return list({(part.offset, part.shape): part for part in reversed(same)}.values())
+
+
+def _places(same: list[StoredTensor]) -> str:
+    return ", ".join(dict.fromkeys(map(_place, same)))
+
+
+def _show_encodings(tensors: list[StoredTensor]) -> None:
+    """Say by role and codec how much was stored, and why so, if any codec but identity was used."""
+    seen: dict[tuple[str, str], dict[str, StoredPartition]] = {}
+    reasons = {(tensor.role, codec): why for tensor in tensors for codec, why in tensor.why.items()}
+    for tensor in tensors:
+        for one in tensor.partitions:
+            if one.codec is not None:
+                seen.setdefault((tensor.role, one.codec), {})[one.digest] = one
+    if all(codec == "identity" for _, codec in seen):
+        return
+    rows = []
+    for (role, codec), found in seen.items():
+        plain = sum(one.partition_length for one in found.values())
+        stored = sum(one.stored_length or 0 for one in found.values())
+        ratio = f"{plain / stored:,.2f}" if stored else ""
+        numbers = [str(len(found)), output.size(plain), output.size(stored), ratio]
+        rows.append([role, codec, *numbers, reasons.get((role, codec), "")])
+    columns = ["role", "stored as", "partitions", "bytes", "stored", "ratio", "why"]
+    output.print_table([(name, "right" if name in columns[2:6] else "left") for name in columns], rows)
 
 
 def _place(tensor: StoredTensor) -> str:

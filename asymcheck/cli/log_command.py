@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.places import Places, places_of, places_option
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.history import History, HistoryEntry, Opening
 from asymcheck.store import Store
@@ -18,9 +19,17 @@ _METRICS_SHOWN = 8
 @click.option(
     "--all", "everything", is_flag=True, help="Also what is abandoned, incomplete or damaged, marked as such."
 )
+@places_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 @click.pass_context
-def log(ctx: click.Context, store: str, run: str, everything: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+def log(
+    ctx: click.Context,
+    store: str,
+    run: str,
+    everything: bool,  # noqa: FBT001 - click's way
+    remote: str | None,
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
     """Show the checkpoints of a run of STORE along its line of training, newest first.
 
     A line of dashes shows where training went on from an earlier checkpoint.
@@ -29,14 +38,19 @@ def log(ctx: click.Context, store: str, run: str, everything: bool, as_json: boo
     """
     with Store.open(store, read_only=True) as opened:
         history = opened.history(run, everything=everything)
+        places = None if remote is None else places_of(opened, remote, run)
     if as_json:
-        output.print_json({"store": store, "history": history})
+        there = {
+            "remote": None if places is None else places.location,
+            "there": None if places is None else sorted(places.there),
+        }
+        output.print_json({"store": store, "history": history, **there})
     else:
-        _show(history)
+        _show(history, places)
     ctx.exit(exits.WARNINGS if history.line_problem else exits.OK)
 
 
-def _show(history: History) -> None:
+def _show(history: History, places: Places | None) -> None:
     if not (history.entries or history.openings or history.hidden_abandoned or history.hidden_incomplete):
         click.echo("no checkpoints yet")
         return
@@ -47,7 +61,9 @@ def _show(history: History) -> None:
     for entry in history.entries:
         while openings and openings[0].generation > entry.checkpoint.generation:
             _show_opening(openings.pop(0))
-        _show_entry(entry, "newest" if entry is newest else _mark(entry, history))
+        marks = ["newest" if entry is newest else _mark(entry, history)]
+        marks += [] if places is None else [places.of(entry.checkpoint)]
+        _show_entry(entry, ", ".join(filter(None, marks)))
     for opening in openings:
         _show_opening(opening)
     hidden = [
@@ -55,6 +71,9 @@ def _show(history: History) -> None:
         for number, word in ((history.hidden_abandoned, "abandoned"), (history.hidden_incomplete, "incomplete"))
         if number
     ]
+    if places is not None and places.only_there:
+        steps = ", ".join(str(one.step) for one in places.only_there)
+        click.echo(f"only in {places.location}: step {steps}")
     if hidden:
         click.echo(f"{' and '.join(hidden)} not shown; --all shows them")
 

@@ -17,11 +17,13 @@ from asymcheck.cli.completion_command import completion
 from asymcheck.cli.convert_command import convert
 from asymcheck.cli.delete_command import delete
 from asymcheck.cli.diff_command import diff
+from asymcheck.cli.doctor_command import doctor
 from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, STORAGE, status_of
 from asymcheck.cli.gc_command import gc
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.log_command import log
+from asymcheck.cli.move_commands import pull, push
 from asymcheck.cli.rebuild_command import rebuild
 from asymcheck.cli.restore_command import restore
 from asymcheck.cli.verify_command import verify
@@ -29,11 +31,19 @@ from asymcheck.config import __version__
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     AsymcheckError,
+    RemoteCopyWarning,
     SkippedCheckpointWarning,
     StepOrderWarning,
+    UnreachableRemoteWarning,
 )
 
-_WARNINGS = (AbandonedCheckpointsWarning, SkippedCheckpointWarning, StepOrderWarning)
+_WARNINGS = (
+    AbandonedCheckpointsWarning,
+    RemoteCopyWarning,
+    SkippedCheckpointWarning,
+    StepOrderWarning,
+    UnreachableRemoteWarning,
+)
 
 
 class _Commands(click.Group):
@@ -76,11 +86,16 @@ def _warnings_as_notes() -> Iterator[None]:
 def commands() -> None:
     """Look at, check, mend and convert asymcheck checkpoint stores.
 
-    A store is a directory that a training loop saves to with asymcheck.Store or asymcheck.Checkpointer.
+    A store is a directory that a training loop saves to with asymcheck.Store or asymcheck.Checkpointer. Where a command
+    only reads, and for gc and delete, it may also be a remote location that checkpoints were pushed to, such as
+    hdfs://namenode:8020/runs/gpt2.
     """
 
 
-for _command in (completion, convert, delete, diff, du, gc, inspect, log, rebuild, restore, verify):
+for _command in (
+    *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
+    *(pull, push, rebuild, restore, verify),
+):
     commands.add_command(_command)
 
 

@@ -20,12 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from asymcheck.recovery.accounting import CheckpointBytes
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, readable_size
 
 # In a pipe nothing is cut or wrapped: the reader there is a program, or a file.
 _PIPE_WIDTH = 10_000
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_STEP = 1024
 _MINUTE = 60
 _SAVE_SHOWN = 12
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -99,12 +97,7 @@ def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
 
 def size(count: int) -> str:
     """Return bytes for people, for instance ``1.5 GiB``."""
-    number = float(count)
-    for unit in _UNITS[:-1]:
-        if abs(number) < _STEP:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= _STEP
-    return f"{number:.1f} {_UNITS[-1]}"
+    return readable_size(count)
 
 
 def moment(nanoseconds: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.rings import ring_options
 from asymcheck.cli.sizes import parse_size
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
@@ -28,6 +29,7 @@ _SHOWN = 3
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoint.")
 @click.option("--part", default=None, help="Only what lies under this key, for instance 'model', by its names there.")
 @click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")
+@click.option("--rank", type=int, default=None, help="Only what this rank saved [default: all, as whole tensors].")
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
@@ -41,6 +43,8 @@ _SHOWN = 3
     default=None,
     help="Copy the small files (config.json, tokenizer …) of this model folder into the new one.",
 )
+@ring_options
+@click.option("--remote", default=None, help="Read from this location what is missing or damaged in STORE.")
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 @click.pass_context
@@ -52,8 +56,12 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     run: str,
     part: str | None,
     tensors: str,
+    rank: int | None,
     max_shard_size: int | None,
     files_from: Path | None,
+    tier: str,
+    ring_folder: Path,
+    remote: str | None,
     overwrite: bool,  # noqa: FBT001 - click's way
     as_json: bool,  # noqa: FBT001 - click's way
 ) -> None:
@@ -62,15 +70,36 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
     hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.
 
+    Of what several ranks saved, the parts of each tensor are put together, unless --rank names one of them.
+
+    STORE may also be a remote location, such as hdfs://namenode:8020/runs/gpt2: nothing else is needed on this machine.
+
+    With --tier dram it is one that a killed process left complete in memory, durable or not: nothing but its ring is
+    read, and the ring stays as it is. The ring of a living process is refused.
+
     \b
     Examples:
       asymcheck restore checkpoints --to weights.safetensors --part model
       asymcheck restore checkpoints --to my-model --part model --files-from gpt2
       asymcheck restore checkpoints --step 900 --to step-900.pt
+      asymcheck restore checkpoints --tier dram --to last.pt
+      asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
     """  # noqa: D301 - click wants the character
+    if rank is not None and tier == "dram":
+        raise click.UsageError("--tier dram reads one rank's memory: leave out --rank")
     place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from)
-    with Store.open(store, read_only=True) as opened, output.progress("restore") as progress:
-        done = export_checkpoint(opened, place, step=step, run=run, part=part, tensors=tensors, progress=progress)
+    with Store.open(store, read_only=True, remote=remote) as opened, output.progress("restore") as progress:
+        done = export_checkpoint(
+            opened,
+            place,
+            step=step,
+            run=run,
+            part=part,
+            tensors=tensors,
+            rank=rank,
+            ring_folder=ring_folder if tier == "dram" else None,
+            progress=progress,
+        )
     report(done, as_json=as_json)
     if max_shard_size is not None and done.format != "folder":
         output.note(f"{target} is one file, so --max-shard-size has no effect")

@@ -7,6 +7,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.recovery.repaired import Repaired
 from asymcheck.store import Store
+from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Finding, Severity
 
@@ -18,33 +19,49 @@ from asymcheck.verify import Finding, Severity
 )
 @click.option("--step", type=int, default=None, help="Check only what this step's checkpoint needs.")
 @click.option("--repair", is_flag=True, help="Repair the whole store first; no checkpoint is deleted.")
+@click.option("--remote", default=None, help="With --repair: fetch what is lost from this location.")
+@click.option("--deep", is_flag=True, help="Read every byte of a remote location, too; of a local store always.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 @click.pass_context
-def verify(ctx: click.Context, store: str, run: str | None, step: int | None, repair: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+def verify(
+    ctx: click.Context,
+    store: str,
+    run: str | None,
+    step: int | None,
+    repair: bool,  # noqa: FBT001 - click's way
+    remote: str | None,
+    deep: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
     """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
 
     Every frame is read and compared with its digest, every manifest and record with its checksum, and every partition
-    that a checkpoint needs must be there.
+    that a checkpoint needs must be there. Of a remote location manifests, records, and the header, index and length of
+    every pack are read, and with --deep every frame.
 
     With --repair, damaged records are written again from their other copy, what is intact in damaged packs is copied
-    into new packs, the catalog is corrected, and files of killed processes are removed. Then the store is checked: the
-    status says what is left.
+    into new packs, what is lost is fetched from --remote, the catalog is corrected, and files of killed processes are
+    removed. Then the store is checked: the status says what is left.
     """
     if repair and (run is not None or step is not None):
         raise click.UsageError("--repair works on the whole store: leave out --run and --step")
-    repaired = _repair(store) if repair else None
+    if remote is not None and not repair:
+        raise click.UsageError("--remote goes with --repair; to check a remote location, give it as STORE")
+    repaired = _repair(store, remote) if repair else None
     with Store.open(store, read_only=True) as opened:
         with output.progress("verify") as progress:
-            findings = opened.verify(step, run=run, progress=progress)
+            findings = opened.verify(step, run=run, progress=progress, deep=deep or not is_uri(store))
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
     _report(store, findings, checkpoints, repaired, as_json=as_json)
+    if not deep and is_uri(store) and not as_json:
+        click.echo("frames were not read: --deep does")
     ctx.exit(_status(findings))
 
 
-def _repair(store: str) -> Repaired:
+def _repair(store: str, remote: str | None) -> Repaired:
     with Store.open(store, read_only=True):
         pass  # There is a store: to open it for writing would make one.
-    with Store.open(store) as opened, output.progress("repair") as progress:
+    with Store.open(store, remote=remote) as opened, output.progress("repair") as progress:
         return opened.repair(progress)
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StructureError
-from asymcheck.format.digest import digest
+from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest, ManifestHeader
-from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.ring import COMPLETE, CaptureEntry
+from asymcheck.format.ring import COMPLETE
 from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
-from asymcheck.tiers.dram_ring import RingReader, left_rings, remove_unmade
-from asymcheck.tiers.nvme import Catalog, NvmeTier
+from asymcheck.tiers.dram_ring import RingReader, left_rings, open_left, remove_unmade
+from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef, Digest
+
+_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,95 +35,114 @@ class Adopted:
     """Why not."""
 
 
-def adopt(tier: NvmeTier, catalog: Catalog, folder: Path, placing: Callable[[ManifestHeader], Place]) -> list[Adopted]:
+def adopt(
+    tier: NvmeTier, catalog: Catalog, encoder: Encoder, folder: Path, placing: Callable[[ManifestHeader], Place]
+) -> list[Adopted]:
     """Commit what lies complete in the rings of this store that nobody uses any more, and remove these rings.
+
+    Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
+    ring nor in the store, it can never be complete.
 
     Raises:
         StorageError: the device refused. The ring stays, and may be adopted again.
     """
     adopted: list[Adopted] = []
-    for path in left_rings(folder, tier.descriptor.store_id):
-        try:
-            reader = RingReader(path)
-        except FileNotFoundError:
-            continue
-        except FormatError as error:
-            if not remove_unmade(path):
-                adopted.append(Adopted(None, None, None, f"{error}; it stays there, and takes memory until removed"))
-            continue
-        with reader:
-            if not reader.is_owned:
-                adopted += _adopt_ring(tier, catalog, reader, placing)
-                reader.unlink()
+    with contextlib.ExitStack() as stack:
+        readers: list[RingReader] = []
+        for path in left_rings(folder, tier.descriptor.store_id):
+            try:
+                reader = open_left(path)
+            except FileNotFoundError:
+                continue
+            except FormatError as error:
+                if not remove_unmade(path):
+                    problem = f"{error}; it stays there, and takes memory until removed"
+                    adopted.append(Adopted(None, None, None, problem))
+                continue
+            if reader is not None:
+                readers.append(stack.enter_context(reader))
+        found = [one for reader in readers for one in _found_in(reader, adopted)]
+        found.sort(key=lambda one: (one.header.ref, one.header.rank))
+        for one in found:
+            _adopt_one(tier, catalog, encoder, placing, one, found, adopted)
+        for reader in readers:
+            reader.unlink()
     return adopted
 
 
-def _adopt_ring(
-    tier: NvmeTier, catalog: Catalog, reader: RingReader, placing: Callable[[ManifestHeader], Place]
-) -> list[Adopted]:
-    adopted: list[Adopted] = []
-    found: list[tuple[Manifest, bytes]] = []
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A capture in a ring."""
+
+    reader: RingReader
+    manifest: Manifest
+    data: bytes
+
+    @property
+    def header(self) -> ManifestHeader:
+        return self.manifest.header
+
+
+def _found_in(reader: RingReader, adopted: list[Adopted]) -> Iterator[_Found]:
     for entry in reader.captures:
         if entry.state != COMPLETE:
             continue
         try:
-            found.append(_manifest(reader, entry))
+            yield _Found(reader, *reader.manifest(entry))
         except FormatError as error:
             adopted.append(Adopted(reader.header.run, None, None, str(error)))
-    offsets = reader.offsets()
-    for manifest, data in sorted(found, key=lambda one: one[0].header.ref):
-        header = manifest.header
-        if tier.manifests.listing(header.run, header.ref).manifests:
-            # Its process was killed between the commit and the note of it.
-            continue
-        drain = Drain(tier, catalog, tier.slots, header.ref.save_id, header.rank)
-        try:
-            _add_all(drain, reader, manifest, offsets)
-            ref = drain.commit(data, placing)
-        except (MissingPartitionError, FormatError, InvalidInputError) as error:
-            drain.abandon()
-            adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
-        except BaseException:
-            drain.abandon()
-            raise
-        else:
-            adopted.append(Adopted(header.run, header.ref.step, ref, ""))
-    return adopted
 
 
-def _manifest(reader: RingReader, entry: CaptureEntry) -> tuple[Manifest, bytes]:
-    """Read the manifest of a capture.
+def _adopt_one(
+    tier: NvmeTier,
+    catalog: Catalog,
+    encoder: Encoder,
+    placing: Callable[[ManifestHeader], Place],
+    one: _Found,
+    found: Sequence[_Found],
+    adopted: list[Adopted],
+) -> None:
+    header = one.header
+    stored = tier.manifests.listing(header.run, header.ref)
+    if stored.has(header.rank):
+        # Its process was killed between the commit and the note of it.
+        return
+    missing = _missing_ranks(header, stored, found)
+    if missing:
+        if header.rank == min(other.header.rank for other in found if _is_same(other.header, header)):
+            ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
+            problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
+            adopted.append(Adopted(header.run, header.ref.step, None, problem))
+        return
+    drain = Drain(tier, catalog, encoder, header.ref.save_id, header.rank)
+    try:
+        _add_all(drain, one.reader, one.manifest, one.reader.offsets())
+        ref = drain.commit(one.data, placing)
+    except (MissingPartitionError, FormatError, InvalidInputError) as error:
+        drain.abandon()
+        adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
+    except BaseException:
+        drain.abandon()
+        raise
+    else:
+        adopted.append(Adopted(header.run, header.ref.step, ref, ""))
 
-    Raises:
-        FormatError: it is damaged, or not the one that the entry and the ring are of.
-    """
-    where = f"manifest in ring {reader.path.name}"
-    data = bytes(reader.payload_at(entry.offset))
-    manifest = decode_manifest(data, where)
-    header = manifest.header
-    named = (entry.save_id, reader.header.run, reader.header.rank)
-    if (header.ref.save_id, header.run, header.rank) != named:
-        raise StructureError(f"{where}: it is of another capture than its entry")
-    return manifest, data
+
+def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, found: Sequence[_Found]) -> list[int]:
+    there = {one.header.rank for one in found if _is_same(one.header, header)}
+    return [rank for rank in range(header.world_size) if rank not in there and not stored.has(rank)]
+
+
+def _is_same(one: ManifestHeader, other: ManifestHeader) -> bool:
+    return (one.run, one.ref, one.world_size) == (other.run, other.ref, other.world_size)
 
 
 def _add_all(drain: Drain, reader: RingReader, manifest: Manifest, offsets: dict[Digest, list[int]]) -> None:
     lengths = manifest.partitions()
     drain.expect(sum(frame_length(length) for length in lengths.values()))
     for name, length in lengths.items():
-        frame = _intact_frame(reader, offsets.get(name, []), name, length)
-        if frame is not None:
-            drain.add(name, length, frame)
+        found = reader.intact(offsets.get(name, []), name, length)
+        if found is not None:
+            drain.add(name, length, reader.frame(found[0], length))
         else:
             drain.reuse(name, length)
-
-
-def _intact_frame(reader: RingReader, offsets: list[int], name: Digest, length: int) -> memoryview | None:
-    for offset in offsets:
-        try:
-            payload = reader.payload_at(offset)
-        except FormatError:
-            continue
-        if len(payload) == length and digest(payload) == name:
-            return reader.frame(offset, length)
-    return None

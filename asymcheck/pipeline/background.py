@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,16 +16,24 @@ from torch.optim import Optimizer
 
 from asymcheck.config import WRITER, CaptureConfig
 from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
+from asymcheck.events import is_watched, tell, timed
 from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.ring import RingHeader
+from asymcheck.partition.profile import Iteration
 from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.partition.state import flatten
-from asymcheck.pipeline.capture import Capture, Capturer
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.capturer import Capturer
+from asymcheck.pipeline.encoder import Encoder
+from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.ownership import Fences, deferred_rows, find
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
+from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
+from asymcheck.pipeline.transfers import Lanes
+from asymcheck.ranks import Session
 from asymcheck.tiers.dram_ring import Ring
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import this_process
@@ -36,6 +45,8 @@ _ROOM_FOR_CAPTURES = 2
 # Manifests, and what is lost between frames of different lengths.
 _SLACK = 1.05
 _SLACK_BYTES = 4 << 20
+_WORTH_IT = 1.25
+"""A ring is made anew when that makes it larger by this factor."""
 
 
 @dataclasses.dataclass
@@ -67,9 +78,23 @@ class Statistics:
 class Background:
     """Captures states of one run, and makes checkpoints of them. For the training thread."""
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, placing: Placing, run: str, config: CaptureConfig) -> None:
-        """Prepare; the ring is made when the first state is captured."""
-        self._tier, self._catalog, self._placing = tier, catalog, placing
+    def __init__(
+        self,
+        tier: NvmeTier,
+        catalog: Catalog,
+        encoder: Encoder,
+        placing: Placing,
+        run: str,
+        config: CaptureConfig,
+        session: Session | None = None,
+    ) -> None:
+        """Prepare; the ring is made when the first state is captured, and anew when it is outgrown.
+
+        With ``session`` its ranks save together.
+        """
+        self._session = session
+        self._joint = None if session is None else Joint(session, placing, tier.manifests, run)
+        self._tier, self._catalog, self._encoder, self._placing = tier, catalog, encoder, placing
         self._run = run
         self._config = config
         self._pid = os.getpid()
@@ -79,10 +104,18 @@ class Background:
         self._capturer: Capturer | None = None
         self._fences: Fences | None = None
         self._timing: Timing | None = None
+        self._processes = 1 if session is None else session.local_size
+        self._timer = Timer(self._enter_timed)
         self._modules: list[nn.Module] = []
+        self._lanes = Lanes(config.staging_bytes)
+        self._unfenced: Capture | None = None
         self.statistics = Statistics()
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
+        self.on_commit: Callable[[], object] = lambda: None
+        """Called on a thread of the background after each commit; must not raise."""
+        self.on_close: Callable[[Background], None] = lambda _closed: None
+        """Called with this when it has been closed."""
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
         """Begin to capture a state; when this returns, everything but what optimizers own may change.
@@ -92,6 +125,36 @@ class Background:
             AsymcheckError: it could not be copied; nothing is left of it.
         """
         began = time.perf_counter()
+        if self._joint is None:
+            capture, capturer = self._prepared(state, request, generation, 0)
+        else:
+            number = self._joint.next_number()
+            try:
+                capture, capturer = self._prepared(state, request, generation, number)
+            except BaseException as error:
+                self._joint.give_up(number, error)
+                raise
+        capture.began_s = began
+        if self._ring is not None and capture.transfers.lanes:
+            self._ring.pin(capture.transfers.lanes[0].link)
+        self.statistics.captures += 1
+        self.statistics.captured_bytes += capture.state_bytes
+        capturer.begin(capture)
+        self._captures.append(capture)
+        timing = self._timed(state)
+        timing.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)
+        self._unfenced = capture
+        ended = time.perf_counter()
+        capture.stalled_s += ended - began
+        self.statistics.step_s += ended - began
+        self.statistics.hooks_s = timing.hooks_s
+        tell("step", began, ended, 0, capture.named)
+        return capture
+
+    def _prepared(
+        self, state: object, request: SaveRequest, generation: int | None, number: int
+    ) -> tuple[Capture, Capturer]:
+        """Return a capture of a state, of which nothing is copied yet, and what is to copy it."""
         flat = flatten(state)
         fences = self._fences or Fences(self.fence)
         self._fences = fences
@@ -100,24 +163,31 @@ class Background:
             tuple(leaf.nbytes for leaf in flat.leaves),
             tuple(leaf.group for leaf in flat.leaves),
             tuple(deferred_rows(flat.leaves, optimizers)),
+            tuple(leaf.width for leaf in flat.leaves),
         )
-        timing = self._timed(state)
-        plan = timing.plan(layout)
+        timing, joint, turn = self._timed(state), self._joint, None
+        if joint is None:
+            plan = timing.plan(layout)
+        elif joint.is_first:
+            plan = timing.plan(layout)
+            turn = joint.lead(number, request, generation, plan)
+        else:
+            turn = joint.follow(number, request)
+            plan = timing.plan(layout, turn.plan)
+            request, generation = dataclasses.replace(request, save_id=turn.save_id), turn.generation
         capturer = self._started(plan)
-        capture = Capture(flat, plan, request, generation)
-        self.statistics.captures += 1
-        self.statistics.captured_bytes += capture.state_bytes
-        capturer.begin(capture)
-        self._captures.append(capture)
-        timing.began()
-        self.statistics.step_s += time.perf_counter() - began
-        self.statistics.hooks_s = timing.hooks_s
-        return capture
+        capture = Capture(flat, plan, request, generation, self._lanes)
+        capture.turn = turn
+        return capture, capturer
 
     def _timed(self, state: object) -> Timing:
         if self._timing is None:
             self._timing = Timing(
-                self._config, self._tier.config, newest_plan(self._tier, self._run), self._enter_window
+                self._config,
+                self._tier.config,
+                newest_plan(self._tier, self._run),
+                self._enter_window,
+                self._timer,
             )
         modules = list(find(nn.Module, state))
         if modules != self._modules:
@@ -129,11 +199,21 @@ class Background:
         if self._capturer is not None:
             self._capturer.enter_window(number)
 
+    def _enter_timed(self, number: int) -> None:
+        if self._capturer is not None:
+            self._capturer.enter_timed(number)
+
     def _started(self, plan: Plan) -> Capturer:
+        needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
+        if self._ring is not None and self._is_outgrown(self._ring.header.data_bytes, needed):
+            # Optimizers have their state only after a step. All that is in the old one becomes durable first.
+            self._end_ring()
         if self._capturer is None:
-            needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
             self._ring = self._make_ring(needed)
-            self._flusher = RingFlusher(self._ring, self._tier, self._catalog, self._placing)
+            self._flusher = RingFlusher(
+                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._joint
+            )
+            self._flusher.on_commit = self.on_commit
             self._capturer = Capturer(
                 self._ring,
                 self._flusher.stored,
@@ -143,9 +223,15 @@ class Background:
             )
         return self._capturer
 
+    def _is_outgrown(self, size: int, needed: int) -> bool:
+        """Tell whether a ring of a size of our own choice has too little room by now, and a new one would have more."""
+        if self._config.ring_bytes is not None or _ROOM_FOR_CAPTURES * needed <= size:
+            return False
+        return _default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _WORTH_IT * size
+
     def _make_ring(self, needed: int) -> Ring:
         folder = Path(self._config.ring_folder)
-        size = self._config.ring_bytes or _default_bytes(folder, needed)
+        size = self._config.ring_bytes or _default_bytes(folder, needed, 0, self._processes)
         size = -(-size // registry.BLOCK_BYTES) * registry.BLOCK_BYTES
         if size < needed:
             warn_user(
@@ -156,9 +242,10 @@ class Background:
         header = RingHeader(
             ring_id=os.urandom(16),
             store_id=self._tier.descriptor.store_id,
-            store=str(self._tier.root),
+            # Whoever finds the ring looks from another directory.
+            store=str(self._tier.root.absolute()),
             run=self._run,
-            rank=0,
+            rank=0 if self._session is None else self._session.rank,
             owner=this_process(),
             data_bytes=size,
             created_ns=time.time_ns(),
@@ -175,9 +262,13 @@ class Background:
                 began = time.perf_counter()
                 self._capturer.fence()
                 waited = time.perf_counter() - began
-                self._timing.fenced(began, waited)
+                iteration = self._timing.fenced(began, waited)
                 self.statistics.fence_s += waited
                 self.statistics.hooks_s = self._timing.hooks_s
+                if iteration is not None and self._unfenced is not None:
+                    self._unfenced.stalled_s += waited
+                    _tell_of_windows(iteration, self._unfenced)
+                self._unfenced = None
 
     def _is_forked(self) -> bool:
         """Tell whether this is a forked child, which has none of the threads; the ring is its parent's."""
@@ -196,12 +287,16 @@ class Background:
         return done
 
     def wait(self, tier: TierName) -> None:
-        """Wait until everything begun is complete in the ring, or durable in the store, or lost."""
-        if self._capturer is None or self._is_forked():
+        """Wait until everything begun is durable in the store, or lost; for ``"dram"``, or is found in the ring."""
+        if self._capturer is None or self._flusher is None or self._is_forked():
             return
         self._capturer.settle()
-        for capture in self._captures:
-            (capture.complete if tier == "dram" else capture.durable).wait()
+        if self._captures:
+            with timed("wait", 0, lambda: {"run": self._run, "tier": tier}):
+                for capture in self._captures:
+                    capture.complete.wait()
+                    if tier == "nvme" or not self._flusher.survives(capture):
+                        capture.durable.wait()
 
     def newest_in_ring(
         self, on_line: Callable[[CheckpointRef], bool]
@@ -223,6 +318,14 @@ class Background:
 
         return moving.ref, moving.manifest, payload
 
+    def in_ring(self) -> list[CheckpointRef]:
+        """Return the durable captures that are complete in the ring."""
+        found: list[CheckpointRef] = []
+        if self._flusher is not None:
+            # Looks at all of them, and takes none.
+            self._flusher.newest(lambda ref: bool(found.append(ref)))  # type: ignore[func-returns-value]  # None is False
+        return found
+
     def close(self) -> None:
         """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""
         if self._is_forked():
@@ -231,24 +334,41 @@ class Background:
             self._fences.remove()
         if self._timing is not None:
             self._timing.stop()
+        self._timer.stop()
+        self._end_ring()
+        self._fences = self._unfenced = None
+        self.on_close(self)
+
+    def _end_ring(self) -> None:
         if self._capturer is not None and self._flusher is not None and self._ring is not None:
-            self._capturer.close()
-            keep = not self._flusher.close()
-            self._ring.close(keep=keep)
-            self._capturer = self._flusher = self._ring = self._fences = None
+            with timed("close", 0, lambda: {"run": self._run}):
+                self._capturer.close()
+                keep = not self._flusher.close()
+                self._ring.close(keep=keep)
+            self._capturer = self._flusher = self._ring = None
 
 
-def _default_bytes(folder: Path, needed: int) -> int:
-    """Return room for two captures, but no more than half of the memory that is available."""
+def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:
+    """Tell whoever watches when the windows were in which a capture was copied."""
+    for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
+        detail = {**capture.named(), "window": number, "phase": phase}
+        tell("window", start, end, 0, partial(dict, detail))
+
+
+def _default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
+    """Return room for two captures, but no more than half of the memory that is available when ``freed`` is.
+
+    Of that as large a part as that many ``processes`` can have that make one at the same time.
+    """
     wanted = int(needed * _SLACK * _ROOM_FOR_CAPTURES) + _SLACK_BYTES
     limits = [wanted]
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
-        limits.append(status.f_bavail * status.f_frsize * 9 // 10)
+        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMORY.read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append(int(available.split()[1]) * 1024 // 2)
+        limits.append((int(available.split()[1]) * 1024 // processes + freed) // 2)
     return min(limits)
 
 

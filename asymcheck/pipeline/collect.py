@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError, StorageError
+from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
-from asymcheck.format.catalog import manifest_key
-from asymcheck.tiers.files import translated
+from asymcheck.pipeline.needed import NamedCheckpoint, Needed, is_gone
+from asymcheck.pipeline.repack import plan_repack, repack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.owners import is_given_up
-from asymcheck.types import Digest, PackId
+from asymcheck.types import PackId
 
 _ATTEMPTS = 8
 # Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
@@ -38,10 +37,28 @@ class Collected:
     """Packs that could be freed but are locked by a reader or a writer."""
     kept_packs: int = 0
     """Packs that a manifest or a pin needs."""
+    repacked_packs: int = 0
+    """Those of the freed ones that held something needed, which was copied into new packs first."""
+    copied_bytes: int = 0
+    """Bytes of the frames copied."""
 
 
-def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Collected:
-    """Free every pack that nothing names.
+def collect(
+    tier: NvmeTier,
+    catalog: Catalog,
+    *,
+    dry_run: bool = False,
+    without: Collection[NamedCheckpoint] = (),
+    needed: Needed | None = None,
+) -> Collected:
+    """Free every pack that nothing names, and those of which little is needed, when that is copied.
+
+    Args:
+        tier: the store.
+        catalog: its catalog.
+        dry_run: only count.
+        without: with ``dry_run``: checkpoints that count as deleted.
+        needed: what an earlier collection has read, so that it is not read again.
 
     Raises:
         InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was freed.
@@ -51,7 +68,7 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
         result.removed_temporaries = tier.remove_stale_temporaries()
         # First of all: on a full disk, what follows needs the room.
         _trim_pool(tier)
-    known = _Known()
+    known = needed or Needed(tier, without)
     for _ in range(_ATTEMPTS):
         plan = _Plan(tier, catalog, known)
         result.kept_packs = plan.kept
@@ -59,6 +76,7 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
             plan.count(result)
             return result
         if plan.carry_out(result):
+            _repack(tier, catalog, known, result)
             _remove_empty(tier, catalog)
             return result
     raise StorageError(
@@ -66,79 +84,33 @@ def collect(tier: NvmeTier, catalog: Catalog, *, dry_run: bool = False) -> Colle
     )
 
 
-@dataclasses.dataclass
-class _Known:
-    """What earlier attempts of one collection have read: manifests and packs never change, so it is not read again."""
+def _repack(tier: NvmeTier, catalog: Catalog, needed: Needed, result: Collected) -> None:
+    def retire(packs: Sequence[PackId]) -> None:
+        retire_packs(tier, catalog, packs, result)
 
-    live: set[Digest] = dataclasses.field(default_factory=set)
-    manifests: set[bytes] = dataclasses.field(default_factory=set)
-    packs: dict[PackId, list[Digest]] = dataclasses.field(default_factory=dict)
+    done = repack(tier, catalog, needed, retire)
+    result.repacked_packs, result.copied_bytes = done.packs, done.copied_bytes
+    result.busy_packs += done.busy
+    result.kept_packs += done.new_packs - done.packs - done.busy
 
 
 class _Plan:
     """What one attempt saw: §8.3 steps 1 to 3."""
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, known: _Known) -> None:
+    def __init__(self, tier: NvmeTier, catalog: Catalog, known: Needed) -> None:
         self.tier, self.catalog, self.known = tier, catalog, known
-        self.kept = 0
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
         with catalog.read() as transaction:
             self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_given_up(key, owner)}
+        known.look()
         self.manifests = known.manifests
-        self.candidates = self._candidates(self._live())
+        live = known.live()
+        self.candidates = {pack_id: held.names for pack_id, held in known.packs.items() if live.isdisjoint(held.names)}
+        self.kept = len(known.packs) - len(self.candidates) + known.unread
         with catalog.read() as transaction:
             unseen = transaction.manifests() - self.manifests
-        self.stale = {key for key in unseen if _is_gone(tier, key)}
-
-    def _live(self) -> set[Digest]:
-        for run in self.tier.manifests.runs():
-            for listing in self.tier.manifests.checkpoints(run):
-                for name in listing.manifests:
-                    key = manifest_key(run, listing.ref, name)
-                    if key in self.manifests:
-                        continue
-                    try:
-                        manifest = self.tier.manifests.read(run, listing.ref, name)
-                    except (FormatError, MissingPartitionError, StorageError) as error:
-                        if name not in self.tier.manifests.listing(run, listing.ref).manifests:
-                            # Deleted since it was listed.
-                            continue
-                        raise InconsistentCheckpointError(
-                            f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
-                            "delete that checkpoint first"
-                        ) from error
-                    self.known.live.update(manifest.partitions())
-                    self.manifests.add(key)
-        return self.known.live
-
-    def _candidates(self, live: set[Digest]) -> dict[PackId, list[Digest]]:
-        """Return the packs of which no digest is live, by their own indexes, with their digests."""
-        found = {}
-        for pack_id in self.tier.pack_ids():
-            try:
-                digests = self._digests(pack_id)
-            except MissingPartitionError:
-                continue
-            except (StorageError, FormatError):
-                # Held by a writer that has just sealed it; or its index is damaged, and nobody can tell what it held.
-                self.kept += 1
-                continue
-            if live.isdisjoint(digests):
-                found[pack_id] = digests
-            else:
-                self.kept += 1
-        return found
-
-    def _digests(self, pack_id: PackId) -> list[Digest]:
-        if pack_id not in self.known.packs:
-            pack = self.tier.open_pack(pack_id, wait=False)
-            digests = pack.digests()
-            pack.close()
-            if pack.damage is not None:
-                raise pack.damage
-            self.known.packs[pack_id] = digests
-        return self.known.packs[pack_id]
+        self.stale = {key for key in unseen if is_gone(tier, key)}
 
     def count(self, result: Collected) -> None:
         """Say what would be freed."""
@@ -152,13 +124,24 @@ class _Plan:
                 elif pack_id in pinned:
                     result.kept_packs += 1
                 else:
-                    path = _path(self.tier, pack_id)
-                    result.freed_packs += 1
-                    result.freed_bytes += path.stat().st_size
-                    if self.tier.pool.would_keep(path, room):
-                        result.pooled_packs += 1
-                        room -= path.stat().st_size
+                    room = self._count_freed(pack_id, room, result)
         result.removed_temporaries = len(self.tier.stale_temporaries())
+        planned = plan_repack(self.tier, self.catalog, self.known, self.dead_pins)
+        for pack_id in planned.victims:
+            room = self._count_freed(pack_id, room, result)
+        result.repacked_packs, result.copied_bytes = len(planned.victims), planned.copied_bytes
+        result.busy_packs += planned.busy
+        result.kept_packs += planned.new_packs - len(planned.victims) - planned.busy
+
+    def _count_freed(self, pack_id: PackId, room: int, result: Collected) -> int:
+        """Count a pack that would be freed; return what room the pool has then."""
+        path = _path(self.tier, pack_id)
+        result.freed_packs += 1
+        result.freed_bytes += path.stat().st_size
+        if not self.tier.pool.would_keep(path, room):
+            return room
+        result.pooled_packs += 1
+        return room - path.stat().st_size
 
     def carry_out(self, result: Collected) -> bool:
         """Free the candidates batch by batch; return False when a checkpoint was committed meanwhile."""
@@ -174,7 +157,7 @@ class _Plan:
                     return False
                 result.busy_packs += len(batch) - len(locked)
                 result.kept_packs += len(locked) - len(freed)
-                self._retire(freed, result)
+                retire_packs(self.tier, self.catalog, freed, result)
         return True
 
     def _mark_freed(self, locked: Sequence[PackId]) -> list[PackId] | None:
@@ -195,33 +178,25 @@ class _Plan:
         emit("gc.marked_freed", f"{len(freed)} packs")
         return freed
 
-    def _retire(self, freed: Sequence[PackId], result: Collected) -> None:
-        """§8.3 step 5."""
-        for pack_id in freed:
-            path = _path(self.tier, pack_id)
-            result.freed_packs += 1
-            result.freed_bytes += path.stat().st_size
-            result.pooled_packs += self.tier.pool.put(path)
-            emit("gc.retired", path.name)
-        if freed:
-            self.tier.pool.sync()
-            self.tier.files.sync_directory(self.tier.packs)
-        present = set(self.tier.pack_ids())
-        with self.catalog.write() as transaction:
-            # Also those that an earlier collection marked and retired before it was killed.
-            for pack_id in transaction.freed_packs():
-                if pack_id not in present:
-                    transaction.delete_pack(pack_id)
-        emit("gc.forgotten", f"{len(freed)} packs")
 
-
-def _is_gone(tier: NvmeTier, key: bytes) -> bool:
-    """Tell whether a manifest that the catalog names has been deleted, or could never be the name of one."""
-    run, folder, name = [*os.fsdecode(key).split("/", 2), "", ""][:3]
-    if not layout.is_run(run) or layout.parse_checkpoint_name(folder) is None or not layout.parse_manifest_name(name):
-        return True
-    with translated("look for", tier.root / layout.MANIFESTS / run / folder / name):
-        return not (tier.root / layout.MANIFESTS / run / folder / name).exists()
+def retire_packs(tier: NvmeTier, catalog: Catalog, freed: Sequence[PackId], result: Collected) -> None:
+    """§8.3 step 5: packs that are marked freed, and locked by the caller, go to the pool."""
+    for pack_id in freed:
+        path = _path(tier, pack_id)
+        result.freed_packs += 1
+        result.freed_bytes += path.stat().st_size
+        result.pooled_packs += tier.pool.put(path)
+        emit("gc.retired", path.name)
+    if freed:
+        tier.pool.sync()
+        tier.files.sync_directory(tier.packs)
+    present = set(tier.pack_ids())
+    with catalog.write() as transaction:
+        # Also those that an earlier collection marked and retired before it was killed.
+        for pack_id in transaction.freed_packs():
+            if pack_id not in present:
+                transaction.delete_pack(pack_id)
+    emit("gc.forgotten", f"{len(freed)} packs")
 
 
 def _path(tier: NvmeTier, pack_id: PackId) -> Path:

@@ -1,4 +1,4 @@
-"""Commit: from frames in packs to a checkpoint, the steps 3 to 5 of SPEC.md §8.1, for every way down."""
+"""Commit: from frames in packs to a checkpoint, the steps 3 to 5 of SPEC.md §8.1, for every way down; and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asymcheck.format import registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.format.layout import ManifestName
 from asymcheck.pipeline.packing import Packing
-from asymcheck.tiers.nvme import Catalog, NvmeTier
+from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.tiers.owners import this_process
 from asymcheck.types import CheckpointRef, Digest, PackId
 
@@ -37,7 +37,7 @@ def enter(
         if not gone:
             packing.close()
             _check_stored(names, packing)
-            return sorted({at.pack_id for at in (*packing.written.values(), *packing.reused.values())})
+            return sorted({at.pack_id for at in packing.written.values()} | packing.needed_packs())
         rewrite(set(packing.take_back(gone)))
     raise StorageError(
         f"store {tier.root}: collection took partitions away {tier.config.commit_attempts} times during one save; "
@@ -47,7 +47,7 @@ def enter(
 
 def _pin(catalog: Catalog, packing: Packing, pin: bytes) -> list[PackId]:
     """Step 3 of §8.1, one transaction: returns the reused packs that are gone, or pins everything and returns none."""
-    reused = {location.pack_id for location in packing.reused.values()}
+    reused = packing.needed_packs()
     with catalog.write() as transaction:
         gone = [pack_id for pack_id in reused if transaction.pack_state(pack_id) != registry.PACK_LIVE]
         for name, location in packing.written.items():
@@ -71,6 +71,14 @@ def finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, s
         transaction.put_manifest(manifest_key(run, ref, name), size)
         transaction.delete_pin(pin)
     emit("catalog.committed", str(ref))
+
+
+def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
+    """Delete a checkpoint, durably, by §8.2; collection frees what only it needed."""
+    tier.manifests.remove(listing.run, listing.ref)
+    with catalog.write() as transaction:
+        for name in listing.manifests:
+            transaction.delete_manifest(manifest_key(listing.run, listing.ref, name))
 
 
 def take_back(tier: NvmeTier, catalog: Catalog, run: str, rank: int, ref: CheckpointRef | None, pin: bytes) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from asymcheck.errors import MissingPartitionError
 from asymcheck.format.catalog import pin_key
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
 from asymcheck.format.manifest import ManifestHeader, encode_with_header
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES
 from asymcheck.pipeline.commit import enter, finish, take_back
+from asymcheck.pipeline.encoder import Base, Contents, Encoder
+from asymcheck.pipeline.mover import Mover
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.request import Place
-from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, SlotPool
+from asymcheck.pipeline.rows import encoding_record
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
@@ -26,17 +29,19 @@ Placing = Callable[[ManifestHeader], Place]
 class Drain:
     """Moves one capture. Threads may call :meth:`add` together; the rest is for one thread."""
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, slots: SlotPool, save_id: SaveId, rank: int) -> None:
-        """Store what the attempt ``save_id`` captured on ``rank``; ``slots`` lend memory for the headers of frames."""
+    def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
+        """Store what the attempt ``save_id`` captured on ``rank``, as ``encoder`` says."""
         self._tier = tier
         self._catalog = catalog
-        self._slots = slots
+        self._encoder = encoder
         self._rank = rank
         self._packing = Packing(tier, catalog)
+        self._mover = Mover(self._packing, tier.slots, encoder, "dram")
         self._frames: dict[Digest, tuple[int, memoryview | None]] = {}
         self._pin = pin_key(save_id, rank)
         self._run = ""
         self._ref: CheckpointRef | None = None
+        self._is_committed = False
         hold(self._pin)
 
     @property
@@ -44,20 +49,40 @@ class Drain:
         """Payload bytes written; the rest was in the store already."""
         return self._packing.written_bytes
 
+    @property
+    def ref(self) -> CheckpointRef | None:
+        """The checkpoint, once its manifest is there."""
+        return self._ref if self._is_committed else None
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of the partitions that these are, before encoding."""
+        return self._packing.new_bytes
+
     def expect(self, frame_bytes: int) -> None:
         """Say how many bytes of frames are to come, at most."""
         self._packing.expect(frame_bytes)
 
-    def add(self, name: Digest, length: int, frame: memoryview, *, keep: bool = True) -> None:
-        """Store a partition whose frame lies in the ring, unless the store has it already.
+    def add(
+        self,
+        name: Digest,
+        length: int,
+        frame: memoryview,
+        contents: Contents | None = None,
+        bases: Sequence[Base] = (),
+        *,
+        keep: bool = True,
+    ) -> bool:
+        """Store a partition whose frame lies in the ring, unless the store has it already; return whether it had not.
 
-        With ``keep`` the frame stays there until the commit, and may be read again.
+        Without ``contents``, which say what its bytes mean, it is stored as it is; ``bases`` are what it may be decoded
+        from. With ``keep`` the frame stays there until the commit, and may be read again.
 
         Raises:
             StorageError: the device refused; :meth:`abandon` comes next.
         """
         self._frames[name] = (length, frame if keep else None)
-        self._put(name, length, frame)
+        return self._put(name, length, frame, contents, bases)
 
     def keep(self, name: Digest, length: int, frame: memoryview) -> None:
         """Say that the frame of a partition that was added stays in the ring until the commit."""
@@ -77,12 +102,23 @@ class Drain:
         if self._packing.claim(name):
             raise MissingPartitionError(f"partition {name.hex()} lies neither in the ring nor in the store", name)
 
-    def _put(self, name: Digest, length: int, frame: memoryview) -> None:
-        self._packing.put(name, length, partial(self._write, frame))
+    def _put(
+        self, name: Digest, length: int, frame: memoryview, contents: Contents | None, bases: Sequence[Base]
+    ) -> bool:
+        start = payload_offset(length)
+        return self._mover.put(name, frame[start : start + length], contents, partial(self._write, frame), bases)
 
     def _write(self, frame: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
-        with self._slots.slot(ALIGNED_PAYLOAD_MIN_BYTES) as slot:
+        with self._tier.slots.slot(ALIGNED_PAYLOAD_MIN_BYTES) as slot:
             writer.write_frame(frame, descriptor, slot)
+
+    def enter(self) -> None:
+        """Make what was added durable and let other ranks find it, before :meth:`commit`; more may be added then.
+
+        Raises:
+            StorageError: the device refused; :meth:`abandon` comes next.
+        """
+        enter(self._tier, self._catalog, self._packing, list(self._frames), self._pin, self._rewrite)
 
     def commit(self, manifest: bytes, placing: Placing) -> CheckpointRef:
         """Make the checkpoint of ``manifest`` durable and visible, when all its frames were added.
@@ -96,10 +132,12 @@ class Drain:
         packs = enter(self._tier, self._catalog, self._packing, names, self._pin, self._rewrite)
         place = placing(header)
         self._run, self._ref = header.run, CheckpointRef(place.generation, header.ref.step, header.ref.save_id)
-        committed = dataclasses.replace(header, ref=self._ref, parent=place.parent, packs=tuple(packs))
+        plan = {**header.plan, **encoding_record(self._encoder.reasons())}
+        committed = dataclasses.replace(header, ref=self._ref, parent=place.parent, packs=tuple(packs), plan=plan)
         data = encode_with_header(captured, committed)
         name = self._tier.manifests.publish(header.run, self._ref, self._rank, header.world_size, data)
         finish(self._catalog, header.run, self._ref, name, len(data), self._pin)
+        self._is_committed = True
         self._packing.abandon()
         let_go(self._pin)
         return self._ref
@@ -112,10 +150,12 @@ class Drain:
                     f"partition {name.hex()} was collected during a save that reuses it; save again"
                 )
             self._packing.expect(frame_length(length))
-            self._put(name, length, frame)
+            self._put(name, length, frame, None, ())
 
     def abandon(self) -> None:
-        """Leave nothing of a capture that failed, or is given up."""
+        """Leave nothing of a capture that failed, or is given up; of one that was committed, everything."""
+        if self._is_committed:
+            return
         take_back(self._tier, self._catalog, self._run, self._rank, self._ref, self._pin)
         self._packing.abandon()
         let_go(self._pin)

@@ -8,10 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.leaves import Leaf, copy_partition
+from asymcheck.partition.originals import Originals
 from asymcheck.partition.plan import Partition
+from asymcheck.pipeline.bases import original_of
+from asymcheck.pipeline.encoder import Base, Encoder, contents_of
+from asymcheck.pipeline.mover import Mover
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier, PackWriter, Slot, work_off
 from asymcheck.types import Digest
@@ -20,8 +25,11 @@ from asymcheck.types import Digest
 class Flusher:
     """Writes partitions of one state, several in flight."""
 
-    def __init__(self, tier: NvmeTier, packing: Packing, leaves: Sequence[Leaf]) -> None:
-        """Put partitions of ``leaves`` into the packs of ``packing``."""
+    def __init__(self, tier: NvmeTier, packing: Packing, encoder: Encoder, leaves: Sequence[Leaf]) -> None:
+        """Put partitions of ``leaves`` into the packs of ``packing``, as ``encoder`` says."""
+        self._encoder = encoder
+        self._mover = Mover(packing, tier.slots, encoder, "dram")
+        self._dtypes = [leaf.dtype for leaf in leaves]
         self._tier = tier
         self._packing = packing
         self._leaves = leaves
@@ -40,44 +48,58 @@ class Flusher:
         self._packing.expect(sum(frame_length(partition.length) for partition in partitions))
         left = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
+        originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
+        looks = self._encoder.wants_bases
+
+        def read(number: int) -> tuple[Digest, memoryview] | None:
+            name, data = digests[number], bytearray(partitions[number].length)
+            copy_partition(partitions[number], self._leaves, memoryview(data))
+            return None if name is None else (name, memoryview(data))
+
         def store(number: int, slot: Slot) -> None:
-            digests[number] = self._store(partitions[number], slot)
+            partition = partitions[number]
+            name, payload = self._copy(partition, number, slot)
+            digests[number] = name
+            dtype = self._dtypes[partition.pieces[0].row]
+            base = original_of(payload, dtype, number, originals, read) if looks else None
+            self._put(partition, number, slot, name, [] if base is None else [base])
             for piece in partitions[number].pieces:
                 with self._lock:
                     left[piece.row] -= 1
                 if not left[piece.row]:
                     self._leaves[piece.row].release()
 
+        # What may be a copy comes last, when the digest of its original is known.
+        copies = [number for number in range(len(partitions)) if looks and originals.candidates(number)]
         try:
-            work_off(
-                range(len(partitions)),
-                store,
-                slots=self._tier.slots,
-                payload_bytes=max((partition.length for partition in partitions), default=0),
-                threads=self._tier.config.slots,
-                name="flush",
-            )
+            for numbers in ([number for number in range(len(partitions)) if number not in {*copies}], copies):
+                work_off(
+                    numbers,
+                    store,
+                    slots=self._tier.slots,
+                    payload_bytes=max((partitions[number].length for number in numbers), default=0),
+                    threads=self._tier.config.slots,
+                    name="flush",
+                )
         except BaseException:
             self._packing.abandon()
             raise
         return [name for name in digests if name is not None]
 
-    def _store(self, partition: Partition, slot: Slot) -> Digest:
+    def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)
         with self._copying:
-            copy_partition(partition, self._leaves, payload)
+            with timed("copy", partition.length, lambda: {"partition": number}):
+                copy_partition(partition, self._leaves, payload)
             # At once, while it is in this core's cache.
-            name = digest(payload)
-        self._packing.put(name, partition.length, partial(_write, slot))
-        return name
+            with timed("digest", partition.length, lambda: {"partition": number}):
+                return digest(payload), payload
 
-
-def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
-    """Copy the bytes of a partition from its tensors into ``payload``, which has its length."""
-    position = 0
-    for piece in partition.pieces:
-        leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
-        position += piece.length
+    def _put(self, partition: Partition, number: int, slot: Slot, name: Digest, bases: Sequence[Base]) -> None:
+        contents = contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
+        is_new = True
+        with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
+            is_new = self._mover.put(name, slot.payload(partition.length), contents, partial(_write, slot), bases)
 
 
 def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:

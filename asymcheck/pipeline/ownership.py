@@ -14,8 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
 from asymcheck.partition.leaves import Leaf, Source, identity_key
+from asymcheck.partition.shards import is_dtensor, shard_of
 
 _T = TypeVar("_T")
+_DEFERRED_ON = ("cpu", "cuda")
+"""On devices of other kinds a copy at once is ordered after what was queued before; a later one would need marks."""
 
 
 def find(kind: type[_T], state: object) -> Iterator[_T]:
@@ -43,9 +46,7 @@ def deferred_rows(leaves: Sequence[Leaf], optimizers: Iterable[Optimizer]) -> li
     for row, leaf in enumerate(leaves):
         if leaf.key not in owned:
             others.append(leaf.source)
-        elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
-            # On a device, a copy at once is ordered after what was queued before; a later one would need a stream and
-            # events of its own.
+        elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
             storage = leaf.source.untyped_storage()
             starts[row] = storage.data_ptr()
             ends[starts[row]] = starts[row] + storage.nbytes()
@@ -75,8 +76,13 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = (parameter, *optimizer.state.get(parameter, {}).values())
-            # Others, such as sharded ones, have no memory of their own that could be compared.
-            yield from (value for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))
+            for value in values:
+                if isinstance(value, torch.Tensor) and is_dtensor(value):
+                    # What the optimizer changes is the part that is here; the state has that very memory.
+                    yield shard_of(value, "").local
+                elif type(value) in (torch.Tensor, torch.nn.Parameter):
+                    # Others have no memory of their own that could be compared.
+                    yield value
 
 
 class Fences:

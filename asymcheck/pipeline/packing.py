@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError
+from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.pack import PackHeader
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
@@ -21,45 +22,61 @@ class KnownPartitions:
         """Look digests up in ``catalog`` and check them against packs of ``tier``."""
         self._tier = tier
         self._catalog = catalog
-        self._indexes: dict[PackId, dict[Digest, int]] = {}
+        self._indexes: dict[PackId, set[tuple[Digest, int, int, bytes]]] = {}
         self._gone: set[PackId] = set()
         self._lock = threading.Lock()
 
-    def find(self, name: Digest) -> Location | None:
-        """Return where a partition lies; None when it must be written."""
+    def chain(self, name: Digest) -> list[Location]:
+        """Return where a partition lies, and below it what it is decoded from, down to one that is stored whole.
+
+        Nothing when it, or one of those, must be written.
+        """
+        found: list[Location] = []
         with self._catalog.read() as transaction:
-            location = transaction.location(name)
-        if location is None or location.pack_id in self._gone:
-            return None
-        return location if self._index(location.pack_id).get(name) == location.plain_length else None
+            # A derived one may lie on as many deltas as there can be, and these on a whole one.
+            while len(found) < registry.DELTA_DEPTH_MAX + 2:
+                location = transaction.location(name)
+                if location is None or not self._is_there(name, location):
+                    return []
+                found.append(location)
+                if location.kind == registry.KIND_FULL:
+                    return found
+                name = Digest(location.base_digest)
+        return []
+
+    def _is_there(self, name: Digest, location: Location) -> bool:
+        if location.pack_id in self._gone:
+            return False
+        return (name, location.plain_length, location.kind, location.base_digest) in self._index(location.pack_id)
 
     def forget(self, packs: Sequence[PackId]) -> None:
         """Never name these packs again: collection has taken them."""
         with self._lock:
             self._gone.update(packs)
 
-    def _index(self, pack_id: PackId) -> dict[Digest, int]:
+    def _index(self, pack_id: PackId) -> set[tuple[Digest, int, int, bytes]]:
         with self._lock:
             if pack_id not in self._indexes:
                 self._indexes[pack_id] = self._read_index(pack_id)
             return self._indexes[pack_id]
 
-    def _read_index(self, pack_id: PackId) -> dict[Digest, int]:
+    def _read_index(self, pack_id: PackId) -> set[tuple[Digest, int, int, bytes]]:
         try:
             pack = self._tier.open_pack(pack_id)
         except AsymcheckError:
             # Missing, locked for removal, or damaged: whatever it is, the partition is written again.
-            return {}
+            return set()
         try:
             if pack.damage is not None:
-                return {}
-            return dict(zip(pack.digests(), pack.entries["plain_length"].tolist(), strict=True))
+                return set()
+            columns = [pack.entries[name].tolist() for name in ("digest", "plain_length", "kind", "base_digest")]
+            return {(Digest(name), length, kind, base) for name, length, kind, base in zip(*columns, strict=True)}
         finally:
             pack.close()
 
 
 class Packing:
-    """The packs of one save. Threads may call :meth:`put` together; the rest is for one thread."""
+    """The packs of one save. Threads may call :meth:`claim` and :meth:`write` together; the rest is for one thread."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
         """Write packs of ``tier``, and reuse what ``catalog`` knows."""
@@ -75,26 +92,30 @@ class Packing:
         """Partitions written by this save, once their packs are sealed."""
         self.reused: dict[Digest, Location] = {}
         """Partitions that the store held already."""
+        self.relied: dict[Digest, list[Location]] = {}
+        """What partitions of this save are decoded from, with what that is decoded from, in packs of others."""
         self.packs: dict[PackId, PackHeader] = {}
         """Packs of this save, once they are sealed."""
         self.written_bytes = 0
         """Payload bytes of frames written."""
+        self.new_bytes = 0
+        """Bytes of the partitions that these are, before encoding."""
 
     def expect(self, frame_bytes: int) -> None:
         """Say how many bytes of frames are to come, at most: a freed pack of that size is looked for."""
         with self._lock:
             self._needed_bytes = frame_bytes
 
-    def put(self, name: Digest, length: int, write: Callable[[PackWriter, FrameDescriptor], object]) -> None:
-        """Store a partition of ``length`` bytes with ``write``, unless this save or the store has it already.
+    def write(self, descriptor: FrameDescriptor, write: Callable[[PackWriter, FrameDescriptor], object]) -> None:
+        """Store a partition that was claimed, as ``descriptor`` says, with ``write``.
 
         Raises:
             StorageError: the device refused; :meth:`abandon` comes next.
         """
-        if self.claim(name):
-            write(self._writer(frame_length(length)), FrameDescriptor.identity(name, length))
-            with self._lock:
-                self.written_bytes += length
+        write(self._writer(frame_length(descriptor.stored_length)), descriptor)
+        with self._lock:
+            self.written_bytes += descriptor.stored_length
+            self.new_bytes += descriptor.plain_length
 
     def claim(self, name: Digest) -> bool:
         """Tell whether a partition must be written: the first time it is asked for, when the store lacks it."""
@@ -102,11 +123,31 @@ class Packing:
             if name in self._claimed:
                 return False
             self._claimed.add(name)
-        location = self._known.find(name)
-        if location is not None:
+        chain = self._known.chain(name)
+        if chain:
             with self._lock:
-                self.reused[name] = location
-        return location is None
+                self.reused[name] = chain[0]
+                self.relied[name] = chain[1:]
+        return not chain
+
+    def rely(self, name: Digest, base: Digest, codec: int) -> bool:
+        """Rely on a base for a partition that was claimed; return whether that can be done.
+
+        It cannot when the base, or what that is decoded from, is not in the store, or when the chain would be too long.
+        """
+        is_delta = codec == registry.CODEC_DELTA
+        with self._lock:
+            is_ours = base in self._claimed and base not in self.reused
+        if is_ours:
+            # What this save writes it keeps; but how, and so how deep a delta on it would lie, may not be known yet.
+            return not is_delta
+        chain = self._known.chain(base)
+        deltas = sum(location.kind == registry.KIND_DELTA for location in chain) + is_delta
+        if not chain or chain[0].kind == registry.KIND_DERIVED or deltas > registry.DELTA_DEPTH_MAX:
+            return False
+        with self._lock:
+            self.relied[name] = chain
+        return True
 
     def _writer(self, length: int) -> PackWriter:
         with self._lock:
@@ -134,11 +175,19 @@ class Packing:
     def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
         """Forget reused partitions whose packs collection has taken; return their digests, to be written again."""
         self._known.forget(packs)
-        lost = [name for name, location in self.reused.items() if location.pack_id in set(packs)]
+        gone = set(packs)
+        lost = {name for name, location in self.reused.items() if location.pack_id in gone}
+        lost |= {name for name, chain in self.relied.items() if any(location.pack_id in gone for location in chain)}
         for name in lost:
-            del self.reused[name]
+            self.reused.pop(name, None)
+            self.relied.pop(name, None)
             self._claimed.discard(name)
-        return lost
+        return sorted(lost)
+
+    def needed_packs(self) -> set[PackId]:
+        """Return the packs of others that this save needs: of what it reuses, and of bases."""
+        chains = (location for chain in self.relied.values() for location in chain)
+        return {location.pack_id for location in (*self.reused.values(), *chains)}
 
     def close(self) -> None:
         """Release the locks of the packs, which pins protect by now."""

@@ -20,6 +20,11 @@ class Place:
     """The checkpoint before it."""
 
 
+def new_save_id() -> SaveId:
+    """Return a save id: the time, then random bytes (SPEC.md §4)."""
+    return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
     """What a save is to be called."""
@@ -34,8 +39,5 @@ class SaveRequest:
     """This rank."""
     world_size: int = 1
     """How many ranks save."""
-
-
-def new_save_id() -> SaveId:
-    """Return a save id: the time, then random bytes (SPEC.md §4)."""
-    return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))
+    save_id: SaveId = dataclasses.field(default_factory=new_save_id)
+    """The attempt, the same for all ranks."""

@@ -6,16 +6,20 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from asymcheck.events import emit
+from asymcheck.events import emit, tell, timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode_manifest
+from asymcheck.pipeline.bases import Bases
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.encoder import Base, Encoder
+from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.manners import stand_back
+from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import manifest_header, manifest_rows
 from asymcheck.tiers.dram_ring import Ring, RingSlot
@@ -28,37 +32,28 @@ Placing = Callable[[Capture], Place]
 _WRITERS = 2
 
 
-class Moving:
-    """One capture between ring and store."""
-
-    def __init__(self, capture: Capture, drain: Drain, *, streams: bool) -> None:
-        """Begin to move; one that ``streams`` leaves the ring as it is written, and is never complete in it."""
-        self.capture = capture
-        self.drain = drain
-        self.streams = streams
-        self.writes: list[Future[None]] = []
-        self.manifest = b""
-        self.manifest_slot: RingSlot | None = None
-        self.entry: int | None = None
-        """Number of its entry in the ring, once it is complete there."""
-        self.ref: CheckpointRef | None = None
-        """The checkpoint that it became."""
-        self.stored: list[int] = []
-        """Partitions, by number, that are written and still in the ring."""
-        self.settled = False
-        """Whether it is durable, or will never be."""
-
-
 class RingFlusher:
     """Moves what is captured to the store, and knows what lies in the ring."""
 
-    def __init__(self, ring: Ring, tier: NvmeTier, catalog: Catalog, placing: Placing) -> None:
-        """Start the threads."""
+    def __init__(
+        self,
+        ring: Ring,
+        tier: NvmeTier,
+        catalog: Catalog,
+        encoder: Encoder,
+        placing: Placing,
+        joint: Joint | None = None,
+    ) -> None:
+        """Start the threads; with ``joint``, other ranks save with this one, and that says where a capture goes."""
+        self._encoder, self._joint = encoder, joint
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
+        self._bases = Bases(ring)
         self._queue: queue.SimpleQueue[tuple[Moving, int | None] | None] = queue.SimpleQueue()
         self._moving: dict[Capture, Moving] = {}
         self._kept: list[Moving] = []
-        self._last_names: list[Digest] = []
+        self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
+        self.on_commit: Callable[[], object] = lambda: None
+        """Called on the commit thread when a capture is durable and nobody waits for it any more. Must not raise."""
         self._lock = threading.Lock()
         self._writes: queue.SimpleQueue[tuple[Future[None], Moving, int] | None] = queue.SimpleQueue()
         # No executor: Python ends those before it calls what is registered to be done at exit, and that flushes.
@@ -87,7 +82,7 @@ class RingFlusher:
         if capture in self._moving:
             self._queue.put((self._moving[capture], None))
         else:
-            capture.durable.set()
+            _end(capture)
 
     def _note_failure(self, moving: Moving) -> None:
         """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
@@ -100,8 +95,9 @@ class RingFlusher:
         moving = self._moving.get(capture)
         if moving is None:
             bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
-            drain = Drain(self._tier, self._catalog, self._tier.slots, capture.save_id, capture.request.rank)
-            drain.expect(bytes_in_ring)
+            drain = Drain(self._tier, self._catalog, self._encoder, capture.request.save_id, capture.request.rank)
+            shared = sum(frame_length(capture.partitions[number].length) for number in capture.reused)
+            drain.expect(bytes_in_ring - shared)
             moving = Moving(capture, drain, streams=bytes_in_ring > self._ring.header.data_bytes)
             self._moving[capture] = moving
         return moving
@@ -110,15 +106,18 @@ class RingFlusher:
         """Put the manifest into the ring, too: from now on the capture survives this process."""
         capture = moving.capture
         names = [name for name in capture.digests if name is not None]
-        capture.is_stale = bool(names) and names == self._last_names
-        self._last_names = names
+        # Small tensors lie in the manifest itself.
+        contents = (names, dict(capture.inline))
+        capture.is_stale = bool(names) and contents == self._last_contents
+        self._last_contents = contents
         rows = manifest_rows(capture.state.leaves, capture.plan.cut, names, capture.inline)
-        ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.save_id)
+        ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.request.save_id)
         header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
         moving.manifest = encode_manifest(header, rows)
         if not moving.streams:
             self._enter(moving)
         # Only what has an entry survives this process.
+        capture.complete_s = None if moving.entry is None else time.perf_counter()
         emit("capture.copied" if moving.entry is None else "capture.complete", str(ref), capture.state_bytes)
 
     def _enter(self, moving: Moving) -> None:
@@ -135,7 +134,7 @@ class RingFlusher:
             return False
         self._ring.payload(slot)[:] = moving.manifest
         self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
-        moving.entry = self._ring.enter(slot, moving.capture.save_id)
+        moving.entry = self._ring.enter(slot, moving.capture.request.save_id)
         if moving.entry is None:
             self._ring.give_back(slot)
             return False
@@ -154,9 +153,9 @@ class RingFlusher:
         while (item := self._queue.get()) is not None:
             moving, number = item
             if number is not None:
-                moving.writes.append(Future())
-                self._writes.put((moving.writes[-1], moving, number))
+                self._queue_write(moving, number)
                 continue
+            self._queue_postponed(moving)
             try:
                 self._settle(moving)
             except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
@@ -166,6 +165,31 @@ class RingFlusher:
             # An observer that raises has nothing to abort any more, and must not end this thread.
             with contextlib.suppress(Exception):
                 emit(name, str(moving.ref), moving.capture.state_bytes)
+            if moving.capture.error is None:
+                self.on_commit()
+
+    def _queue_write(self, moving: Moving, number: int) -> None:
+        with self._lock:
+            if number in moving.capture.reused and not moving.streams:
+                moving.put_off.append(number)
+                return
+            if self._joint is not None and not moving.streams and self._joint.holds(moving.capture, number):
+                moving.held.append(number)
+                return
+            if not moving.streams and self._encoder.wants_bases and self._bases.may_be_derived(moving.capture, number):
+                moving.postponed.append(number)
+                return
+        self._write_soon(moving, number)
+
+    def _queue_postponed(self, moving: Moving) -> None:
+        with self._lock:
+            numbers, moving.postponed = moving.postponed, []
+        for number in numbers:
+            self._write_soon(moving, number)
+
+    def _write_soon(self, moving: Moving, number: int) -> None:
+        moving.writes.append(Future())
+        self._writes.put((moving.writes[-1], moving, number))
 
     def _run_writes(self) -> None:
         stand_back()
@@ -179,20 +203,41 @@ class RingFlusher:
             else:
                 done.set_result(None)
 
-    def _write(self, moving: Moving, number: int) -> None:
+    def _write(self, moving: Moving, number: int) -> bool:
         capture = moving.capture
         slot, name = capture.slots[number], capture.digests[number]
         if slot is None or name is None or (capture.error is not None and not moving.streams):
-            return
+            return False
+        is_new = True
         if capture.error is None:
-            moving.drain.add(name, slot.length, self._ring.frame(slot), keep=False)
+            detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - told at the end
+            with timed("write", slot.length, detail), self._bases_of(moving, number) as bases:
+                frame, contents = self._ring.frame(slot), capture.contents(number)
+                is_new = moving.drain.add(name, slot.length, frame, contents, bases, keep=False)
         with self._lock:
             if not moving.streams:
                 moving.drain.keep(name, slot.length, self._ring.frame(slot))
                 moving.stored.append(number)
-                return
+                return is_new
         capture.slots[number] = None
         self._ring.give_back(slot)
+        return is_new
+
+    @contextlib.contextmanager
+    def _bases_of(self, moving: Moving, number: int) -> Iterator[list[Base]]:
+        """Return what a partition may be decoded from, whose frames stay in the ring for a while."""
+        with self._lock:
+            kept = [one for one in self._kept if one.ref is not None and one is not moving and one.settled]
+            reads = [moving, *kept[-1:]] if self._encoder.wants_bases and not moving.streams else []
+            for one in reads:
+                one.readers += 1
+        try:
+            older = reads[1].capture if len(reads) > 1 else None
+            yield self._bases.of(moving.capture, number, older) if reads else []
+        finally:
+            with self._lock:
+                for one in reads:
+                    one.readers -= 1
 
     def let_stream(self, capture: Capture) -> bool:
         """Let a capture leave the ring as it is written, if it is alone there and so can wait for nothing else.
@@ -201,50 +246,92 @@ class RingFlusher:
         """
         with self._lock:
             moving = self._moving.get(capture)
-            if moving is None or moving.streams or self._kept or any(one is not capture for one in tuple(self._moving)):
+            if moving is None or moving.streams or moving.readers or self._kept:
+                return False
+            if any(one is not capture for one in tuple(self._moving)):
                 return False
             moving.streams = True
             numbers, moving.stored = moving.stored, []
+            put_off, moving.put_off, moving.held = [*moving.put_off, *moving.held], [], []
             moving.drain.keep_none()
+        self._queue_postponed(moving)
         self._note_failure(moving)
         for number in numbers:
             slot, capture.slots[number] = capture.slots[number], None
             if slot is not None:
                 self._ring.give_back(slot)
+        # Alone in the ring, it has no earlier capture to wait for.
+        for number in put_off:
+            self._queue_write(moving, number)
         return True
 
     def _settle(self, moving: Moving) -> None:
         """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
         capture = moving.capture
-        failures = [error for write in moving.writes if (error := write.exception()) is not None]
-        if capture.error is None and failures:
-            capture.error = failures[0]
         try:
-            if capture.error is None:
-                moving.ref = moving.drain.commit(moving.manifest, lambda _header: self._placing(capture))
+            if self._joint is not None:
+                with timed("commit", 0, capture.named):
+                    self._joint.commit(moving, self)
+            else:
+                self._commit_alone(moving)
         except Exception as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-            capture.error = error
+            capture.error = capture.error or error
         if capture.error is not None:
             moving.drain.abandon()
         elif moving.entry is not None:
             self._ring.mark_durable(moving.entry)
 
+    def _commit_alone(self, moving: Moving) -> None:
+        capture = moving.capture
+        self.wait(moving)
+        for number in moving.put_off:
+            self.now(moving, number)
+        with timed("commit", 0, capture.named):
+            moving.ref = moving.drain.commit(moving.manifest, lambda _header: self._placing(capture))
+
+    def soon(self, moving: Moving, numbers: Sequence[int]) -> None:
+        """Begin to write partitions of a capture. For the commit thread, as the next two."""
+        for number in numbers:
+            self._write_soon(moving, number)
+
+    def wait(self, moving: Moving) -> None:
+        """Wait until all that was begun is written.
+
+        Raises:
+            AsymcheckError: some of it could not be; the first reason.
+        """
+        failures = [error for write in moving.writes if (error := write.exception()) is not None]
+        capture = moving.capture
+        if capture.error is None and failures:
+            capture.error = failures[0]
+        if capture.error is not None:
+            raise capture.error
+
+    def now(self, moving: Moving, number: int) -> bool:
+        """Write a partition; return whether the store did not have it."""
+        return self._write(moving, number)
+
     def _retire(self, moving: Moving) -> None:
         """Give up what is not needed any more, and tell who waits."""
         capture = moving.capture
-        capture.written_bytes = moving.drain.written_bytes
+        capture.ref = None if capture.error is not None else moving.ref
+        capture.written_bytes, capture.new_bytes = moving.drain.written_bytes, moving.drain.new_bytes
         del self._moving[capture]
         with self._lock:
             moving.settled = True
             # The newest complete capture stays, for a rollback; so does what waits in memory for the next start.
-            freed = [kept for kept in self._kept[:-1] if kept.settled]
+            freed = [kept for kept in self._kept[:-1] if kept.settled and not kept.readers]
             if moving not in self._kept:
                 freed.append(moving)
             self._kept = [kept for kept in self._kept if kept not in freed]
         for one in freed:
             self._free(one)
-        capture.durable_s = time.perf_counter()
-        capture.durable.set()
+        _end(capture)
+
+    def survives(self, capture: Capture) -> bool:
+        """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
+        moving = self._moving.get(capture)
+        return moving is None or moving.entry is not None
 
     def make_room_for(self, capture: Capture) -> bool:
         """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did."""
@@ -253,7 +340,7 @@ class RingFlusher:
     def make_room(self) -> bool:
         """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
         with self._lock:
-            settled = [kept for kept in self._kept if kept.settled]
+            settled = [kept for kept in self._kept if kept.settled and not kept.readers]
             settled.sort(key=lambda kept: kept.capture.error is not None)
             if not settled:
                 return False
@@ -285,3 +372,12 @@ class RingFlusher:
             writer.join()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)
+
+
+def _end(capture: Capture) -> None:
+    """Say that a capture is durable, or lost."""
+    capture.durable_s = time.perf_counter()
+    failed = {} if capture.error is None else {"failed": type(capture.error).__name__}
+    detail = {"save": capture.request.save_id.hex(), **failed}
+    tell("checkpoint", capture.began_s, capture.durable_s, capture.state_bytes, lambda: {**capture.named(), **detail})
+    capture.durable.set()

@@ -38,6 +38,11 @@ def manifest_header(
     )
 
 
+def encoding_record(reasons: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
+    """Return what a manifest's ``plan`` says, for people, of why tensors are stored so, by role and codec."""
+    return {"encoding": dict(reasons)} if reasons else {}
+
+
 def manifest_rows(
     leaves: Sequence[Leaf], cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
 ) -> list[TensorRow]:
@@ -55,8 +60,8 @@ def manifest_rows(
             dtype=leaf.dtype,
             role=leaf.role,
             shape=leaf.shape,
-            global_shape=leaf.shape,
-            offset=(0,) * len(leaf.shape),
+            global_shape=leaf.box.whole,
+            offset=leaf.box.offset,
             nbytes=leaf.nbytes,
             inline=inline.get(row),
             extents=tuple(extent for _, extent in sorted(extents[row], key=lambda item: item[0])),

@@ -10,10 +10,11 @@ from asymcheck.format.manifest import encode_manifest
 from asymcheck.partition.plan import PLAN_KIND, cut
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.commit import enter, finish, take_back
+from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.flush import Flusher
 from asymcheck.pipeline.packing import Packing
-from asymcheck.pipeline.request import Place, SaveRequest, new_save_id
-from asymcheck.pipeline.rows import inline_bytes, manifest_header, manifest_rows
+from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.pipeline.rows import encoding_record, inline_bytes, manifest_header, manifest_rows
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.types import CheckpointRef
@@ -32,9 +33,14 @@ class SaveResult:
 
 
 def save(
-    tier: NvmeTier, catalog: Catalog, state: FlatState, request: SaveRequest, placing: Callable[[], Place]
+    tier: NvmeTier,
+    catalog: Catalog,
+    encoder: Encoder,
+    state: FlatState,
+    request: SaveRequest,
+    placing: Callable[[], Place],
 ) -> SaveResult:
-    """Store a state and commit it.
+    """Store a state, encoded as ``encoder`` says, and commit it.
 
     ``placing`` says where on the line it goes. It is asked when all but the manifest is durable: a generation that is
     opened for a checkpoint must not be opened for one that fails.
@@ -43,10 +49,15 @@ def save(
         StorageError: the device or file system refused. Nothing was committed, earlier checkpoints are untouched.
     """
     leaves = state.leaves
-    plan = cut([leaf.nbytes for leaf in leaves], [leaf.group for leaf in leaves], tier.config)
+    plan = cut(
+        [leaf.nbytes for leaf in leaves],
+        [leaf.group for leaf in leaves],
+        tier.config,
+        [leaf.width for leaf in leaves],
+    )
     packing = Packing(tier, catalog)
-    flusher = Flusher(tier, packing, leaves)
-    save_id = new_save_id()
+    flusher = Flusher(tier, packing, encoder, leaves)
+    save_id = request.save_id
     ref: CheckpointRef | None = None
     pin = pin_key(save_id, request.rank)
     hold(pin)
@@ -64,7 +75,7 @@ def save(
         rows = manifest_rows(leaves, plan, names, inline_bytes(leaves, plan))
         place = placing()
         ref = CheckpointRef(place.generation, request.step, save_id)
-        described = {"number": 0, "kind": PLAN_KIND}
+        described = {"number": 0, "kind": PLAN_KIND, **encoding_record(encoder.reasons())}
         header = manifest_header(request, ref, place.parent, packs, described, state.tree)
         data = encode_manifest(header, rows)
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)

@@ -11,15 +11,17 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from asymcheck.errors import AsymcheckError, DigestMismatchError, LockTimeoutError, MissingPartitionError
+from asymcheck.codecs.chain import BaseReader, base_reader, decode_checked
+from asymcheck.errors import UNKNOWING, AsymcheckError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
-from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import check_frame
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import check_entry
-from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.format.tree import check as check_tree
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier, PackFile, Slot
+from asymcheck.tiers.base_frames import BaseFrames, bases_in
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import OpenPack, ReadTier
+from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
 from asymcheck.verify.findings import Finding, Severity
 
@@ -36,8 +38,11 @@ class _Need:
 
 
 class _Checker:
-    def __init__(self, tier: NvmeTier, run: str | None, step: int | None, progress: Progress | None) -> None:
+    def __init__(
+        self, tier: ReadTier, run: str | None, step: int | None, progress: Progress | None, *, deep: bool
+    ) -> None:
         self.tier = tier
+        self.deep = deep
         self.run = run
         self.step = step
         self.progress = progress
@@ -45,6 +50,9 @@ class _Checker:
         self.needs: dict[Digest, _Need] = {}
         self.intact: set[Digest] = set()
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
+        self.bases: dict[Digest, set[Digest]] = {}
+        self.named: set[Digest] = set()
+        self.read_base = base_reader(BaseFrames(tier).copies_of)
 
     def check(self) -> list[Finding]:
         self._descriptor()
@@ -84,6 +92,8 @@ class _Checker:
         for generation in range(1, highest + 1):
             try:
                 found = self.tier.manifests.read_head(run, generation)
+            except UNKNOWING:
+                raise
             except AsymcheckError as error:
                 problems[generation] = ("damaged-head", str(error))
                 continue
@@ -116,6 +126,8 @@ class _Checker:
                 try:
                     manifest = self.tier.manifests.read(run, listing.ref, manifest_name)
                     check_tree(manifest.header.tree, len(manifest), f"manifest {where}/{manifest_name}")
+                except UNKNOWING:
+                    raise
                 except AsymcheckError as error:
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
@@ -132,13 +144,28 @@ class _Checker:
                     need.tensors.append(tensor)
 
     def _packs(self) -> None:
-        """I1, and the content of every frame: of all packs, or of those that the chosen step needs."""
+        """I1, and the content of every frame: of all packs, or of those that the chosen step needs.
+
+        Unless it is deep, what a sound index names counts as intact; who needs what is found out all the same.
+        """
         # Two passes, one pack open at a time: a store may have more packs than a process may have open files.
-        sizes: dict[PackId, int] = {}
-        for pack_id in self.tier.pack_ids():
+        sizes = dict.fromkeys(self.tier.pack_ids(), 0)
+        for pack_id in sizes:
             with self._opened(pack_id, report=True) as pack:
                 if pack is not None:
-                    sizes[pack_id] = sum(int(pack.entries["stored_length"][i]) for i in self._wanted(pack))
+                    sizes[pack_id] = self._wanted_bytes(pack)
+                    for name, base in bases_in(pack.entries).items():
+                        self.bases.setdefault(name, set()).add(base)
+                    if not self.deep:
+                        self.intact.update(pack.digests())
+        if self.bases:
+            self._need_bases()
+        if not self.deep:
+            return
+        if self.bases:
+            for pack_id in sizes:
+                with self._opened(pack_id, report=False) as pack:
+                    sizes[pack_id] = 0 if pack is None else self._wanted_bytes(pack)
         total, done = sum(sizes.values()), 0
         for pack_id, size in sizes.items():
             if size:
@@ -147,14 +174,37 @@ class _Checker:
                         self._read(pack, done, total)
             done += size
 
-    def _wanted(self, pack: PackFile) -> list[int]:
+    def _need_bases(self) -> None:
+        """Who needs a partition needs its base too, and the base of that."""
+        self.named = set(self.needs)
+        new = self.needs.keys() & self.bases.keys()
+        while new:
+            found: set[Digest] = set()
+            for name in new:
+                need = self.needs[name]
+                for base in self.bases[name]:
+                    there = self.needs.get(base)
+                    if there is None:
+                        self.needs[base] = _Need(need.length, set(need.checkpoints), list(need.tensors))
+                        found.add(base)
+                    elif not need.checkpoints <= there.checkpoints:
+                        there.checkpoints |= need.checkpoints
+                        found.add(base)
+            new = found & self.bases.keys()
+
+    def _wanted_bytes(self, pack: OpenPack) -> int:
+        return sum(int(pack.entries["stored_length"][i]) for i in self._wanted(pack))
+
+    def _wanted(self, pack: OpenPack) -> list[int]:
         return [i for i, name in enumerate(pack.digests()) if self.step is None or name in self.needs]
 
     @contextlib.contextmanager
-    def _opened(self, pack_id: PackId, *, report: bool) -> Iterator[PackFile | None]:
+    def _opened(self, pack_id: PackId, *, report: bool) -> Iterator[OpenPack | None]:
         where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
         try:
             pack = self.tier.open_pack(pack_id)
+        except UNKNOWING:
+            raise
         except AsymcheckError as error:
             if report:
                 # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
@@ -171,13 +221,17 @@ class _Checker:
         finally:
             pack.close()
 
-    def _read(self, pack: PackFile, done: int, total: int) -> None:
+    def _read(self, pack: OpenPack, done: int, total: int) -> None:
         names = pack.digests()
         slot = Slot(int(pack.entries["stored_length"].max()))
-        for sequence in self._wanted(pack):
+        wanted = self._wanted(pack)
+        pack.expect(wanted)
+        for sequence in wanted:
             where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
             try:
-                _check_content(pack, sequence, names[sequence], slot, where)
+                _check_content(pack, sequence, names[sequence], slot, where, self.read_base)
+            except UNKNOWING:
+                raise
             except AsymcheckError as error:
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(names[sequence], []).append((place, str(error)))
@@ -215,38 +269,31 @@ class _Checker:
                 tuple(need.tensors),
             )
             for name, need in self.needs.items()
-            if name not in self.intact and name not in self.damaged
+            if name not in self.intact and name not in self.damaged and self._is_missed(name)
         ]
+
+    def _is_missed(self, name: Digest) -> bool:
+        """Tell whether a partition is needed for itself, or by one that lies nowhere else than on it."""
+        if not self.bases or name in self.named:
+            return True
+        return any(name in bases and other not in self.intact for other, bases in self.bases.items())
 
     def _leftovers(self) -> None:
         """I10: files of unfinished packs whose writer is gone."""
-        for path in self.tier.stale_temporaries():
-            where = str(path.relative_to(self.tier.root))
+        for where in self.tier.leftovers():
             self._add("stale-temporary", Severity.HINT, "I10", where, "a save was killed here; gc removes the file")
 
     def _foreign(self) -> None:
         """I10: files that are not the store's."""
-        tier = self.tier
-        foreign = [
-            name
-            for name in tier.files.list(tier.root)
-            if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)
-        ]
-        foreign += [
-            f"{layout.PACKS}/{name}"
-            for name in tier.files.list(tier.packs)
-            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name)
-        ]
-        for name in foreign:
+        for name in self.tier.foreign():
             self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
 
 
-def _check_content(pack: PackFile, sequence: int, name: Digest, slot: Slot, where: str) -> None:
+def _check_content(pack: OpenPack, sequence: int, name: Digest, slot: Slot, where: str, read_base: BaseReader) -> None:
     frame = pack.read_frame(sequence, slot)
     descriptor, payload = check_frame(frame, pack.header.pack_id, sequence, where)
     check_entry(pack.entries[sequence], descriptor, where)
-    if descriptor.codec == CODEC_IDENTITY and (descriptor.digest != name or digest_of(payload) != name):
-        raise DigestMismatchError(f"digest mismatch in {where}")
+    decode_checked(name, descriptor, payload, where, read_base)
 
 
 def _incomplete(listing: CheckpointFiles) -> str:
@@ -256,11 +303,16 @@ def _incomplete(listing: CheckpointFiles) -> str:
 
 
 def verify(
-    tier: NvmeTier, run: str | None = None, step: int | None = None, progress: Progress | None = None
+    tier: ReadTier,
+    run: str | None = None,
+    step: int | None = None,
+    progress: Progress | None = None,
+    *,
+    deep: bool = True,
 ) -> list[Finding]:
-    """Read and check a store, or what one step needs; change nothing.
+    """Read and check a store, or what one step needs; change nothing. Unless ``deep``, no frame is read.
 
     Returns:
         Findings, none when all is well. What a concurrent save is writing is not reported as damage.
     """
-    return _Checker(tier, run, step, progress).check()
+    return _Checker(tier, run, step, progress, deep=deep).check()

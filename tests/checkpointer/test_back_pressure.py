@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from asymcheck.errors import (
     CaptureWarning,
     LostCheckpointWarning,
 )
+from asymcheck.pipeline import background
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -27,6 +29,7 @@ from tests.checkpointer.loops import (
     rings,
     sized,
 )
+from tests.checkpointer.optimizers import update
 
 
 def _large_loop(*, eager: bool) -> Loop:
@@ -68,20 +71,23 @@ def _frame(elements: int) -> int:
 def test_a_ring_of_much_less_than_one_state_is_streamed_through(
     store: Store, config: CaptureConfig, tmp_path: Path, size: int, eager: bool
 ) -> None:
-    """One warning; every step is right; nothing in the ring says that a state is complete there."""
+    """One warning; every step is right; nothing in the ring says that a state is complete there.
+
+    So to wait until it survives this process is to wait for the store.
+    """
     loop = _large_loop(eager=eager)
     seen = []
 
     def look(checkpointer: Checkpointer) -> None:
         checkpointer.wait("dram")
-        seen.append(entries(tmp_path))
+        seen.append((entries(tmp_path), len(store.checkpoints())))
 
     loop.between = look
     with pytest.warns(CaptureWarning, match="smaller than the state") as caught:
         assert_every_step_is_right(store, loop, 4, sized(config, size))
     assert len(caught) == 1
     assert caught[0].filename.endswith("loops.py")
-    assert seen == [[]] * 4
+    assert seen == [([], number) for number in range(1, 5)]
     assert rings(tmp_path) == []
 
 
@@ -121,7 +127,7 @@ def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, confi
     assert_stored(store, {3: expected})
 
 
-def test_more_captures_wait_for_the_disk_than_a_ring_hasentries(
+def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
     """There are 64 entries; the captures beyond are right, too, and their places are freed once."""
@@ -133,12 +139,74 @@ def test_more_captures_wait_for_the_disk_than_a_ring_hasentries(
             loop.iterate(step)
             checkpointer.step(step)
             expected[step] = copy_of(loop.state)
-        checkpointer.wait("dram")
+        background = checkpointer._background
+        assert background is not None
+        for capture in background._captures:
+            assert capture.complete.wait(60)
         assert entries(tmp_path) == [1] * 64
-        disk.opened.set()
+        threading.Timer(0.1, disk.opened.set).start()
+        checkpointer.wait("dram")
+        # The last of them have no entry, so nothing but the store keeps them.
+        assert len(store.checkpoints()) == 90
         for step in range(90, 100):
             loop.iterate(step)
             checkpointer.step(step)
             expected[step] = copy_of(loop.state)
     assert_stored(store, expected)
     assert store.verify() == []
+
+
+def _grows_in_its_first_step() -> Loop:
+    """Training that is saved before its first step, too: moments of 4 MB appear with it."""
+    model = torch.nn.Linear(700, 700)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def iterate(step: int) -> None:
+        if step:
+            update(optimizer, model(torch.full((2, 700), float(step))).square().mean())
+
+    return Loop({"model": model, "optimizer": optimizer}, iterate)
+
+
+def test_a_ring_that_is_outgrown_is_made_anew_once(
+    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """When everything in it is durable; then two states fit again, and a rollback finds the newest."""
+    loop = _grows_in_its_first_step()
+    disk.delay_s = 0.001
+    seen = []
+
+    def look(checkpointer: Checkpointer) -> None:
+        seen.append((rings(tmp_path), checkpointer.statistics().ring_bytes))
+
+    loop.between = look
+    expected = assert_every_step_is_right(store, loop, 5, config)
+    names = [paths for paths, _ in seen]
+    assert {len(paths) for paths in names} == {1}
+    assert names[0] != names[1]
+    assert names[1:] == [names[1]] * 4
+    first, *later = (size for _, size in seen)
+    assert first < 2 * 3 * 700 * 700 * 4 < min(later) == max(later)
+    assert sorted(expected) == [0, 1, 2, 3, 4]
+    assert rings(tmp_path) == []
+
+
+def test_a_ring_of_the_size_that_was_asked_for_stays(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """Whatever becomes of the state."""
+    loop = _grows_in_its_first_step()
+    seen = []
+    loop.between = lambda _checkpointer: seen.append(rings(tmp_path))
+    assert_every_step_is_right(store, loop, 3, sized(config, 8 << 20))
+    assert seen == [seen[0]] * 3
+
+
+def test_a_ring_that_cannot_be_larger_stays(
+    store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short, nothing is made durable for nothing."""
+    monkeypatch.setattr(background, "_default_bytes", lambda *_arguments: 8 << 20)
+    loop = _grows_in_its_first_step()
+    seen = []
+    loop.between = lambda _checkpointer: seen.append(rings(tmp_path))
+    assert_every_step_is_right(store, loop, 3, config)
+    assert seen == [seen[0]] * 3

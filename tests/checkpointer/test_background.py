@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import re
+import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,14 +16,15 @@ import torch
 from asymcheck import Checkpointer, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
     LostCheckpointError,
     OutOfSpaceError,
     StaleStateWarning,
     UnsupportedValueError,
 )
-from asymcheck.pipeline import capture
-from asymcheck.pipeline.flush import copy_partition
+from asymcheck.partition.leaves import copy_partition
+from asymcheck.pipeline import capturer
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     assert_stored,
@@ -93,6 +98,46 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
     assert rings(tmp_path) == []
 
 
+def test_all_losses_are_named_at_once(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """Several that were lost since the last call are one error, with the cause of the first."""
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config)
+    disk.opened.clear()
+    for step in range(3):
+        loop.iterate(step)
+        checkpointer.step(step)
+    disk.full = "packs"
+    disk.opened.set()
+    _wait_in_silence(checkpointer)
+    with pytest.raises(LostCheckpointError, match="3 steps of run 'default' were not saved:") as caught:
+        checkpointer.wait()
+    assert re.findall(r"\n  step (\d): no room for", str(caught.value)) == ["0", "1", "2"]
+    assert isinstance(caught.value.__cause__, OutOfSpaceError)
+    disk.full = None
+    checkpointer.close()
+
+
+def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> None:
+    """A store that outlives many checkpointers does not gather what they used."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        checkpointer.step(0)
+        assert len(store._backgrounds) == 1
+    assert store._backgrounds == []
+
+
+def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: CaptureConfig) -> None:
+    """A model that is replaced takes no memory, though its last state is in the ring."""
+    state: dict[str, object] = {"x": torch.randn(5000)}
+    watched = weakref.ref(state["x"])
+    with Checkpointer(store, state, capture=config) as checkpointer:
+        checkpointer.step(0)
+        checkpointer.wait()
+        state["x"] = torch.zeros(1)
+        gc.collect()
+        assert watched() is None
+
+
 def _call(checkpointer: Checkpointer, report: str) -> None:
     if report == "step":
         checkpointer.step(9)
@@ -150,7 +195,7 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
             raise MemoryError
         copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr(capture, "copy_partition", fail)
+    monkeypatch.setattr(capturer, "copy_partition", fail)
     with Checkpointer(store, state, capture=sized(config, 6 * 12288 + 16384)) as checkpointer:
         with pytest.raises(MemoryError):
             checkpointer.step(0)
@@ -178,6 +223,21 @@ def test_waiting_for_memory_does_not_wait_for_the_disk(
         assert entries(tmp_path) == [2]
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
         assert checkpointer.statistics().durable == 1
+
+
+def test_what_has_no_line_yet_is_waited_for_until_it_is_durable(
+    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """A training that began without a restore: nobody could take its first steps up from memory."""
+    _, _, loop = linear_loop()
+    store.save({"x": 1}, step=0)
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        disk.delay_s = 0.02
+        with pytest.warns(AbandonedCheckpointsWarning):
+            checkpointer.step(1)
+        checkpointer.wait("dram")
+        assert entries(tmp_path) == []
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -249,6 +309,20 @@ def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureCo
         loop.iterate(1)
         checkpointer.step(2)
         checkpointer.wait()
+
+
+def test_a_small_tensor_that_changes_is_a_change(store: Store, config: CaptureConfig) -> None:
+    """Its bytes lie in the manifest itself, and count as those of partitions do."""
+    _, _, loop = linear_loop()
+    small = torch.zeros(4)
+    with Checkpointer(store, loop.state | {"small": small}, capture=config) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        small += 1
+        checkpointer.step(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StaleStateWarning)
+            checkpointer.wait()
 
 
 def test_a_rollback_does_not_leave_the_line(store: Store, config: CaptureConfig) -> None:

@@ -27,8 +27,8 @@ from asymcheck.tiers.nvme import NvmeTier
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
-    with Store.open(store_path) as opened:
+    """A new store, which holds bytes as they are: what is encoded would depend on the speed of the drive."""
+    with Store.open(store_path, config=StoreConfig(compression="off")) as opened:
         yield opened
 
 

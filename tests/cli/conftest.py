@@ -31,17 +31,18 @@ class Outcome:
         return document
 
 
+def run_command(*words: object) -> Outcome:
+    """Call the command line with some words, as in a pipe."""
+    result = CliRunner().invoke(commands, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
 @pytest.fixture
 def call() -> Callable[..., Outcome]:
     """Call the command line with some words, as in a pipe."""
-
-    def call(*words: object) -> Outcome:
-        result = CliRunner().invoke(commands, [str(word) for word in words])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
-
-    return call
+    return run_command
 
 
 @pytest.fixture

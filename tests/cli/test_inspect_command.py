@@ -26,8 +26,23 @@ CHECKPOINT_KEYS = {
     "written_bytes",
     "metrics",
 }
-TENSOR_KEYS = {"name", "aliases", "dtype", "role", "shape", "nbytes", "rank", "inline", "partitions"}
-PARTITION_KEYS = {"digest", "length", "partition_length", "pack", "frame"}
+TENSOR_KEYS = {
+    *(
+        "name",
+        "aliases",
+        "dtype",
+        "role",
+        "shape",
+        "nbytes",
+        "rank",
+        "global_shape",
+        "offset",
+        "inline",
+        "partitions",
+        "why",
+    ),
+}
+PARTITION_KEYS = {"digest", "length", "partition_length", "pack", "frame", "codec", "stored_length"}
 
 
 def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -> None:
@@ -57,7 +72,7 @@ def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path, co
 def test_json_of_checkpoints_has_its_documented_keys(call: Call, store: Path) -> None:
     """The document has exactly the promised keys, and numbers that JSON lacks are null."""
     document = call("inspect", store, "--json").json
-    assert set(document) == {"store", "usage", "checkpoints"}
+    assert set(document) == {"store", "usage", "checkpoints", "remote", "there"}
     assert set(document["usage"]) == {"store_id", "packs", "pack_bytes", "pooled_packs", "pooled_bytes"}  # type: ignore[call-overload]  # JSON
     checkpoints = document["checkpoints"]
     assert isinstance(checkpoints, list)

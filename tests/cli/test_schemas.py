@@ -14,20 +14,24 @@ import pytest
 import asymcheck
 from asymcheck.cli.main import commands
 from tests.cli.conftest import Outcome
+from tests.cli.rings import leave_ring
 
 Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 
 WORDS: dict[str, list[tuple[str, ...]]] = {
-    "inspect": [(), ("--step", "20")],
+    "inspect": [(), ("--step", "20"), ("--tier", "dram", "--ring-folder", "{new}")],
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
     "convert": [("{new}.pt",)],
     "delete": [("10", "--yes")],
-    "gc": [("--dry-run",), ()],
+    "gc": [("--dry-run",), ("--dry-run", "--keep-last", "1"), ()],
+    "push": [("file://{new}",)],
+    "pull": [("{new}",)],
     "rebuild": [()],
     "log": [(), ("--all",), ("--run", "other")],
     "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
+    "doctor": [("--quick",), ("--quick", "--state-size", "1GB", "--mtbf", "3h")],
     "du": [(), ("--run", "other")],
 }
 """The ways in which each command is called."""
@@ -111,8 +115,12 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     numbers = itertools.count()
 
     def documents_of(path: Path) -> list[Outcome]:
+        where: object = path
+        if name == "pull":
+            where = f"file://{tmp_path}/remote{next(numbers)}"
+            call("push", path, where)
         return [
-            call(name, path, *(word.format(new=tmp_path / f"new{next(numbers)}") for word in words), "--json")
+            call(name, where, *(word.format(new=tmp_path / f"new{next(numbers)}") for word in words), "--json")
             for words in WORDS[name]
         ]
 
@@ -121,6 +129,11 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     documents += documents_of(tmp_path / "empty")
     if name == "convert":
         documents.append(call(name, tmp_path / "new0.pt", tmp_path / "other", "--json"))
+    if name in {"inspect", "gc"}:
+        (tmp_path / "rings").mkdir()
+        leave_ring(store, tmp_path / "rings")
+        words = ("--tier", "dram") if name == "inspect" else ("--dry-run",)
+        documents.append(call(name, store, *words, "--ring-folder", tmp_path / "rings", "--json"))
     damage(store)
     documents += documents_of(store)
     if name == "verify":

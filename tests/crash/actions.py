@@ -10,6 +10,7 @@ from asymcheck import events
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.events import Event
 from asymcheck.format import layout
+from asymcheck.policies.retention import Retention
 from asymcheck.store import Store
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
@@ -18,7 +19,7 @@ from tests.crash.states import CONFIG, Journal, fingerprint, make_state
 
 Action = Sequence[object]
 """A word and its arguments: ``["save", 3]``, ``["save", 7, 3]`` (as step 7 the state of step 3), ``["delete", 1]``,
-``["gc"]``, ``["restore", 2]``, ``["repair"]``, ``["rebuild"]``."""
+``["gc"]``, ``["prune", 2]`` (keep the last two), ``["restore", 2]``, ``["repair"]``, ``["rebuild"]``."""
 
 
 def open_store(path: Path, *, read_only: bool = False, files: Files | None = None) -> Store:
@@ -43,6 +44,15 @@ def delete(store: Store, journal: Journal, step: int, run: str = "default") -> N
     journal.note("deleted", run=run, step=step)
 
 
+def prune(store: Store, journal: Journal, keep_last: int) -> None:
+    """Keep the last so many, and note before and after which steps go."""
+    retention = Retention(keep_last=keep_last)
+    for checkpoint in store.prune(retention, dry_run=True).removed:
+        journal.note("deleting", run="default", step=checkpoint.step)
+    for checkpoint in store.prune(retention).removed:
+        journal.note("deleted", run="default", step=checkpoint.step)
+
+
 def restore(store: Store, journal: Journal, step: int | None, run: str = "default") -> None:
     """Restore a step for further training, and note before and after that it is the newest from now on."""
     journal.note("restoring", run=run, step=step)
@@ -64,6 +74,8 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
         elif word == "gc":
             store.gc()
             journal.note("collected")
+        elif word == "prune":
+            prune(store, journal, argument or 1)
         elif word == "repair":
             store.repair()
             journal.note("repaired")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
 
 from asymcheck.store import Store  # noqa: E402 - as said above
 from tests.crash.actions import Action, open_store, perform  # noqa: E402 - as above
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready  # noqa: E402 - as above
+from tests.crash.trainer import train  # noqa: E402 - as above
 from tests.crash.zygote import Zygote  # noqa: E402 - as above
 
 
@@ -48,3 +51,17 @@ def stores(store_path: Path) -> Iterator[tuple[Store, Store]]:
     """One store opened twice."""
     with open_store(store_path) as one, open_store(store_path) as other:
         yield one, other
+
+
+@pytest.fixture(scope="session")
+def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store and the ring of a killed training, which is ahead of it; copy it."""
+    folder = tmp_path_factory.mktemp("dead")
+    kill_when_ready(zygote.start(train, path=str(folder), steps=CAPTURED, durable=DURABLE), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(dead: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(dead, tmp_path / "copy"))

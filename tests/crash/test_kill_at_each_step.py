@@ -1,4 +1,4 @@
-"""SIGKILL at every event of a save, a collection and a deletion, and before every single operation on the disk."""
+"""SIGKILL at every event of a save, a collection, a deletion and a pruning, and before every operation on the disk."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ BEFORE: dict[str, list[Action]] = {
     "a save into recycled packs": [["save", 0], ["save", 1], ["save", 2], ["delete", 0], ["delete", 1], ["gc"]],
     "a collection": [["save", 0], ["save", 2], ["save", 4], ["delete", 0], ["delete", 2]],
     "a deletion": [["save", 0], ["save", 1], ["save", 2]],
+    "a pruning": [["save", 0], ["save", 2], ["save", 4], ["save", 5]],
     "a restore": [["save", 0], ["save", 1], ["save", 2]],
     "a rebuild of the catalog": [["save", 0], ["save", 1]],
 }
@@ -37,19 +38,22 @@ CUT_OFF: dict[str, list[Action]] = {
     "a save into recycled packs": [["save", 3]],
     "a collection": [["gc"]],
     "a deletion": [["delete", 1]],
+    "a pruning": [["prune", 2]],
     "a restore": [["restore", 1]],
     "a rebuild of the catalog": [["save", 2]],
 }
 """What that process does."""
 
 PACK_EVENTS = [name for name in COMMIT_ORDER if name.startswith(("pack.", "frame."))]
-GC_EVENTS = ["gc.marked_freed", "gc.retired", "gc.forgotten"]
+GC_EVENTS = ["gc.marked_freed", "gc.retired", "gc.forgotten", "gc.repacked", *PACK_EVENTS]
+"""The collection below frees packs, and copies what is needed of others."""
 
 SAVES = ["the first save", "a later save", "a save into recycled packs"]
 POINTS = [
     *((scene, event) for scene in SAVES for event in COMMIT_ORDER),
     *(("a save that reuses all", event) for event in COMMIT_ORDER if event not in PACK_EVENTS),
     *(("a collection", event) for event in GC_EVENTS),
+    *(("a pruning", event) for event in GC_EVENTS),
     ("a restore", "head.published"),
     ("a rebuild of the catalog", "catalog.rebuilt"),
 ]

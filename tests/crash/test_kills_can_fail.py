@@ -76,7 +76,7 @@ def collection_forgets_a_manifest() -> None:
         return checkpoints(self, run)[:-1]
 
     ManifestFiles.checkpoints = overlook  # type: ignore[method-assign]  # as above
-    collect._is_gone = lambda _tier, _key: True
+    collect.is_gone = lambda _tier, _key: True
 
 
 def saves_are_reported_too_early() -> None:

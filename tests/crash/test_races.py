@@ -11,12 +11,12 @@ import pytest
 from asymcheck import events
 from asymcheck.errors import RecoveryError, StorageError
 from asymcheck.events import Event
-from asymcheck.pipeline.collect import _Plan
+from asymcheck.pipeline.needed import Needed
 from asymcheck.pipeline.packing import KnownPartitions
 from asymcheck.store import Store
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import Transaction
-from asymcheck.types import Digest, Location, PackId
+from asymcheck.types import Digest, Location
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
 from tests.crash.survival import check_steps
@@ -92,16 +92,16 @@ def test_a_manifest_is_committed_during_collection(
     store.save(make_state(0), step=0)
     store.delete(0)
     plans = []
-    original = _Plan._candidates
+    original = Needed._look_at_packs
 
-    def candidates(self: _Plan, live: set[Digest]) -> dict[PackId, list[Digest]]:
+    def look_at_packs(self: Needed) -> None:
         if not plans:
             # Reuses all that this collection is about to free, and is done before it does.
             assert other.save(make_state(0), step=1).written_bytes == 0
         plans.append(self)
-        return original(self, live)
+        original(self)
 
-    monkeypatch.setattr(_Plan, "_candidates", candidates)
+    monkeypatch.setattr(Needed, "_look_at_packs", look_at_packs)
     store.gc()
     assert len(plans) == 2
     check_steps(store, {1: 0})
@@ -114,13 +114,13 @@ def test_collection_that_does_not_start_again_is_noticed(
     store, other = stores
     store.save(make_state(0), step=0)
     store.delete(0)
-    original = _Plan._candidates
+    original = Needed._look_at_packs
 
-    def candidates(self: _Plan, live: set[Digest]) -> dict[PackId, list[Digest]]:
+    def look_at_packs(self: Needed) -> None:
         other.save(make_state(0), step=1)
-        return original(self, live)
+        original(self)
 
-    monkeypatch.setattr(_Plan, "_candidates", candidates)
+    monkeypatch.setattr(Needed, "_look_at_packs", look_at_packs)
     monkeypatch.setattr(Transaction, "manifests", lambda _self: set())
     store.gc()
     with pytest.raises(RecoveryError):

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,36 +18,13 @@ from asymcheck.events import COMMIT_ORDER
 from asymcheck.format.frame import payload_offset
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
-from asymcheck.tiers.dram_ring import RingReader
+from asymcheck.tiers.dram_ring import RingReader, left
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
+from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest
 from tests.crash.states import Journal, fingerprint
 from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
 from tests.crash.zygote import Child, Zygote, wait_until
-
-DURABLE, CAPTURED = 2, 5
-"""The killed training whose rings are damaged has steps 0 and 1 on disk, and 2, 3 and 4 in memory alone."""
-
-
-def _kill_when_ready(child: Child, folder: Path) -> None:
-    wait_until(lambda: bool(Journal(folder / "journal").lines("ready")), "the training")
-    child.kill()
-    child.wait_killed()
-
-
-@pytest.fixture(scope="session")
-def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store and the ring of a killed training, which is ahead of it; copy it."""
-    folder = tmp_path_factory.mktemp("dead")
-    child = zygote.start(train, path=str(folder), steps=CAPTURED, durable=DURABLE)
-    _kill_when_ready(child, folder)
-    return folder
-
-
-@pytest.fixture
-def folder(dead: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(dead, tmp_path / "copy"))
 
 
 def _steps(folder: Path) -> list[int]:
@@ -77,9 +55,9 @@ def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number
     """Nothing that was complete in memory is lost, and nothing else comes back but what was begun."""
     child = zygote.start(train, path=str(tmp_path), steps=12, delay_s=0.002, kill=event, number=number)
     if event == "ring.created" and number > 1:
-        _kill_when_ready(child, tmp_path)
+        kill_when_ready(child, tmp_path)
     elif event == "manifest.directory_created" and number > 1:
-        _kill_when_ready(child, tmp_path) if not _was_killed(child, tmp_path) else child.wait_killed()
+        kill_when_ready(child, tmp_path) if not _was_killed(child, tmp_path) else child.wait_killed()
     else:
         child.wait_killed()
     begun = [int(str(line["step"])) for line in Journal(tmp_path / "journal").lines("step")]
@@ -131,7 +109,7 @@ def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: st
 def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
     """Two runs of a killed process: whoever restores first takes up both."""
     child = zygote.start(train_two_runs, path=str(tmp_path), steps=3)
-    _kill_when_ready(child, tmp_path)
+    kill_when_ready(child, tmp_path)
     assert len(rings(tmp_path)) == 2
     assert _steps(tmp_path) == []
     assert_restored(tmp_path, 2, run="two")
@@ -169,15 +147,29 @@ def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> 
     assert_restored(folder, CAPTURED - 1)
 
 
+def test_a_ring_that_somebody_looks_at_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start does not go on without what is in memory because another process has the lock for a moment."""
+    (ring,) = rings(folder)
+    looking = RingReader(ring)
+
+    def meanwhile(_seconds: float) -> None:
+        looking.close()
+
+    monkeypatch.setattr(left, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=meanwhile))
+    assert_restored(folder, CAPTURED - 1)
+    assert rings(folder) == []
+
+
+def test_who_only_looks_keeps_nobody_from_the_ring(folder: Path) -> None:
+    """It can be taken up and removed meanwhile, and is still read as it was."""
+    (ring,) = rings(folder)
+    with RingReader(ring, hold=False) as looking:
+        assert_restored(folder, CAPTURED - 1)
+        assert rings(folder) == []
+        assert max(looking.manifest(entry)[0].header.ref.step for entry in looking.captures) == CAPTURED - 1
+
+
 # ------------------------------------------------------------------------------------------------------------- damage
-
-
-def _flip(path: Path, offset: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def _newest_manifest(ring: Path) -> tuple[int, int, int]:
@@ -190,21 +182,13 @@ def _newest_manifest(ring: Path) -> tuple[int, int, int]:
     return newest.offset, lengths[newest.offset], number
 
 
-def _partition_of_newest(ring: Path) -> tuple[int, int]:
-    """Return offset and length of a frame that nothing but the newest capture needs: the last but its manifest."""
-    with RingReader(ring) as reader:
-        manifests = {entry.offset for entry in reader.captures}
-        frames = zip(reader.entries["offset"].tolist(), reader.entries["stored_length"].tolist(), strict=True)
-        return max(frame for frame in frames if frame[0] not in manifests)
-
-
 @pytest.mark.parametrize("where", ["header", "payload", "last byte"])
 def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
     """With a warning that names the step; the older ones are taken up."""
     (ring,) = rings(folder)
-    offset, length = _partition_of_newest(ring)
+    offset, length = partition_of_newest(ring)
     start = payload_offset(length)
-    _flip(ring, offset + {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where], bit=6)
+    flip(ring, offset + {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where], bit=6)
     with pytest.warns(SkippedCheckpointWarning, match=r"step 4 of run 'default', which lay in memory: partition"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
@@ -217,7 +201,7 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
     (ring,) = rings(folder)
     offset, length, _ = _newest_manifest(ring)
     payload = offset + payload_offset(length)
-    _flip(ring, payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7)
+    flip(ring, payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7)
     with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default', which lay in memory"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
@@ -228,7 +212,7 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
 def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
     """As if the process had been killed while it wrote it."""
     (ring,) = rings(folder)
-    _flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
+    flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
     assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
 
@@ -249,7 +233,7 @@ def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
 def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None:
     """It is there twice."""
     (ring,) = rings(folder)
-    _flip(ring, copy + 30)
+    flip(ring, copy + 30)
     assert_restored(folder, CAPTURED - 1)
     assert rings(folder) == []
 
@@ -257,8 +241,8 @@ def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None
 def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> None:
     """Checkpoints may lie in it; the store is restored without them."""
     (ring,) = rings(folder)
-    _flip(ring, 30)
-    _flip(ring, RECORD_BYTES // 2 + 30)
+    flip(ring, 30)
+    flip(ring, RECORD_BYTES // 2 + 30)
     with pytest.warns(SkippedCheckpointWarning, match=rf"which lay in memory: .*{ring.name}.*stays there"):
         assert_restored(folder, DURABLE - 1, DURABLE - 1)
     assert rings(folder) == [ring]
@@ -273,7 +257,7 @@ def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> Non
     for number in range(25):
         folder = Path(shutil.copytree(dead, tmp_path / str(number)))
         offset = dice.randrange(RECORD_BYTES + 4096 if number % 3 == 0 else end)
-        _flip(rings(folder)[0], offset, dice.randrange(8))
+        flip(rings(folder)[0], offset, dice.randrange(8))
         with pytest.WarningsRecorder(_ispytest=True) as caught:
             assert_restored(folder, CAPTURED - 2)
         assert {warning.category for warning in caught} <= {SkippedCheckpointWarning}, offset
@@ -307,7 +291,7 @@ def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path)
         assert store.adopt(ring.parent) == []
     assert rings(tmp_path) == [ring]
     Journal(tmp_path / "journal").note("go on")
-    _kill_when_ready(child, tmp_path)
+    kill_when_ready(child, tmp_path)
     assert_restored(tmp_path, 0)
 
 

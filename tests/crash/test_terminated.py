@@ -11,7 +11,7 @@ import pytest
 
 from asymcheck import Store
 from tests.checkpointer.loops import rings
-from tests.crash.trainer import train_until_terminated
+from tests.crash.trainer import train_two_until_terminated, train_until_terminated
 from tests.crash.zygote import REPOSITORY, Zygote
 
 EXITING = """
@@ -65,6 +65,18 @@ def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_pa
     assert child.wait() == -signal.SIGTERM, child.errors.read_text()
     assert child.errors.read_text() == ""
     assert _steps(tmp_path) == [0, 1]
+    assert rings(tmp_path) == []
+
+
+@pytest.mark.parametrize(("where", "of_the_second"), [("outside", 2), ("inside 0", 1), ("inside 1", 2)])
+def test_sigterm_saves_the_last_step_of_every_run(
+    zygote: Zygote, tmp_path: Path, where: str, of_the_second: int
+) -> None:
+    """Two checkpointers of one process: both are drained before it ends, whichever of them is in a call."""
+    child = zygote.start(train_two_until_terminated, path=str(tmp_path), where=where)
+    assert child.wait() == -signal.SIGTERM, child.errors.read_text()
+    assert child.errors.read_text() == ""
+    assert _steps(tmp_path) == [0, 1, *range(of_the_second)]
     assert rings(tmp_path) == []
 
 

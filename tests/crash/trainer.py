@@ -15,10 +15,9 @@ import pytest
 from asymcheck import Checkpointer, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
-from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.leaves import Leaf, copy_partition
 from asymcheck.partition.plan import Partition
 from asymcheck.pipeline import capture
-from asymcheck.pipeline.flush import copy_partition
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Severity
 from tests.checkpointer.disks import Disk, open_on
@@ -108,6 +107,24 @@ def train_two_runs(path: str, steps: int) -> None:
                 journal.note("complete", run=run, step=step)
         journal.note("ready")
         time.sleep(3600)
+
+
+def train_two_until_terminated(path: str, where: str) -> None:
+    """Save two runs on a slow disk, and get SIGTERM ``outside`` a call, or ``inside`` one of the first or second."""
+    folder = Path(path)
+    disk = Disk()
+    store = open_on(disk, folder / "store")
+    _, _, loop = linear_loop()
+    both = [Checkpointer(store, dict(loop.state), run=run, capture=config_for(folder)) for run in ("one", "two")]
+    for step in range(2):
+        loop.iterate(step)
+        disk.delay_s = 0.01 * step
+        for number, checkpointer in enumerate(both):
+            if step and where == f"inside {number}":
+                checkpointer._state["terminating"] = _Terminating()
+            checkpointer.step(step)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3600)
 
 
 def train_until_terminated(path: str, where: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +13,16 @@ import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
+from asymcheck.partition import profile
+from asymcheck.partition.profile import Phase
 from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline import timing as module
 from asymcheck.pipeline.background import newest_plan
+from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
 from asymcheck.tiers.nvme import NvmeTier
-from tests.checkpointer.loops import CONFIG, folder_for_rings
+from tests.checkpointer.loops import CONFIG, assert_every_step_is_right, folder_for_rings
+from tests.checkpointer.optimizers import WIDTH, simple
 
 LAYOUT = Layout((64 << 10,) * 6, ("model",) * 6, (True,) * 6)
 SMALL = dataclasses.replace(CONFIG, deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
@@ -39,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def _timing(schedule: str = "asymmetric", previous: object = None) -> tuple[Timing, list[int]]:
     windows: list[int] = []
     config = CaptureConfig(schedule=schedule)  # type: ignore[arg-type]  # one of the three
-    return Timing(config, SMALL, previous, windows.append), windows
+    return Timing(config, SMALL, previous, windows.append, Timer(windows.append)), windows
 
 
 def _iterate(timing: Timing, clock: Clock, waited_s: float = 0.0, layout: Layout = LAYOUT) -> Plan:
@@ -142,6 +149,129 @@ def test_a_state_of_another_layout_is_cut_by_the_same_shares(clock: Clock) -> No
     assert sum(partition.length for partition in again.cut.partitions) == sum(larger.sizes)
 
 
+class Alarm(Timer):
+    """A timer that only notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _number: None)
+        self.asked: list[tuple[int, float]] = []
+
+    def begin(self, times: Sequence[tuple[int, float]]) -> None:
+        """Note the times."""
+        self.asked = list(times)
+
+    def cancel(self) -> None:
+        """Forget them."""
+        self.asked = []
+
+
+def _blind(clock: Clock, previous: object = None) -> tuple[Timing, Alarm, Callable[..., list[tuple[int, float]]]]:
+    """Return a timing that sees one boundary at most, its alarm, and what iterates and returns what was asked of it."""
+    alarm = Alarm()
+    timing = Timing(CaptureConfig(), SMALL, previous, lambda _number: None, alarm)
+
+    def iterate(seconds: float = 0.08, waited_s: float = 0.0, marks: Sequence[Phase] = ()) -> list[tuple[int, float]]:
+        timing.plan(LAYOUT)
+        timing.began()
+        began, asked = clock.now, alarm.asked
+        for phase in marks:
+            clock.now += seconds / 4
+            timing._mark(phase)
+        clock.now = began + seconds
+        timing.fenced(clock.now, waited_s)
+        assert alarm.asked == []
+        return [(number, at_s - began) for number, at_s in asked]
+
+    return timing, alarm, iterate
+
+
+@pytest.mark.parametrize("marks", [(), ("forward", "backward")], ids=["no modules", "a compiled one"])
+def test_without_boundaries_windows_are_parts_of_the_time(clock: Clock, marks: Sequence[Phase]) -> None:
+    """Equal ones of some 5 ms; a slower iteration moves their beginnings, and not the plan."""
+    timing, _, iterate = _blind(clock)
+    assert [iterate(marks=marks) for _ in range(5)] == [[]] * 5
+    asked = iterate(marks=marks)
+    assert [number for number, _ in asked] == list(range(1, 16))
+    assert [at_s for _, at_s in asked] == pytest.approx([0.005 * number for number in range(1, 16)])
+    plan = timing.plan(LAYOUT)
+    assert plan.kind == "asymmetric"
+    assert [phase for phase, _ in plan.windows] == ["forward"] * (8 if marks else 16) + ["backward"] * 8 * bool(marks)
+    assert len(set(plan.release)) > 4
+    for _ in range(5):
+        iterate(0.16, marks=marks)
+    assert [at_s for _, at_s in iterate(marks=marks)] == pytest.approx([0.01 * number for number in range(1, 16)])
+    assert timing.plan(LAYOUT) is plan
+
+
+def test_a_timed_window_is_released_earlier_after_a_fence_that_waits(clock: Clock) -> None:
+    """As a window is that a boundary begins."""
+    _, _, iterate = _blind(clock)
+    for _ in range(6):
+        iterate()
+    iterate(waited_s=1.0)
+    assert [number for number, _ in iterate()] == list(range(2, 17))
+
+
+def test_a_resumed_run_is_timed_after_its_first_iteration(clock: Clock) -> None:
+    """By the plan of its newest checkpoint; how long an iteration takes is measured anew."""
+    timing, _, iterate = _blind(clock)
+    for _ in range(6):
+        iterate()
+    plan = timing.plan(LAYOUT)
+    again, _, iterate = _blind(clock, plan.record())
+    assert iterate(0.32) == []
+    assert iterate()[0] == (1, pytest.approx(0.02))
+    assert again.plan(LAYOUT) == plan
+
+
+def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
+    """Also not when single iterations have none, as evaluations."""
+    _, _, iterate = _blind(clock)
+    for _ in range(6):
+        iterate(marks=PHASES[:3])
+    assert iterate() == []
+    assert iterate() == []
+
+
+def test_a_timer_says_what_is_due_and_how_long_the_rest_takes() -> None:
+    """The greatest of several that have come; nothing when it was cancelled."""
+    timer = Timer(lambda _number: None)
+    timer._ahead.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
+    assert timer.due(9.5) == (None, 0.5)
+    assert timer.due(11.5) == (2, 1.5)
+    timer.cancel()
+    assert timer.due(20.0) == (None, None)
+
+
+def test_a_timer_calls_on_a_thread_of_its_own() -> None:
+    """What has come at once, what is far off never; it ends when it is stopped."""
+    called: queue.Queue[tuple[int, str]] = queue.Queue()
+    timer = Timer(lambda number: called.put((number, threading.current_thread().name)))
+    for number in (3, 4):
+        timer.begin([(number, 0.0), (9, 1e9)])
+        assert called.get(timeout=60) == (number, "asymcheck-timer")
+    timer.stop()
+    assert called.empty()
+    assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest names more windows than its two boundaries make, and each step is right."""
+    monkeypatch.setattr(profile, "TIMED_S", 1e-4)
+    config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
+    torch.compiler.reset()
+    model = torch.compile(torch.nn.Linear(WIDTH, WIDTH), backend="eager")
+    assert isinstance(model, torch.nn.Module)
+    with Store.open(tmp_path / "store", config=SMALL) as store:
+        assert_every_step_is_right(store, simple(model, torch.optim.AdamW(model.parameters())), 8, config)
+    tier = NvmeTier(tmp_path / "store", SMALL, read_only=True)
+    record = newest_plan(tier, "default")
+    tier.close()
+    assert isinstance(record, dict)
+    assert len(record["windows"]) > 2
+    assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_a_real_training_gets_a_plan_and_keeps_it_over_a_restart(tmp_path: Path) -> None:
     """By boundaries of real modules; the manifests name the plan, and a frozen part keeps its partitions throughout."""
     config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
@@ -174,7 +304,7 @@ def test_a_real_training_gets_a_plan_and_keeps_it_over_a_restart(tmp_path: Path)
         plans.append(manifest.header.plan)
         frozen.add(tuple(extent.digest for extent in manifest.row(manifest.names().index("model.0.weight")).extents))
     assert [plan["kind"] for plan in plans] == ["canonical"] * 5 + ["asymmetric"] * 5
-    assert plans[5:] == [planned] * 5
+    assert [plan["windows"] for plan in plans[5:]] == [planned["windows"]] * 5  # type: ignore[index]  # JSON
     assert {phase for phase, _ in plans[-1]["windows"]} == {"forward", "backward"}  # type: ignore[attr-defined]  # JSON
     assert len(frozen) == 1
     tier.close()

@@ -100,10 +100,20 @@ def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("location", ["hdfs://host/x", "s3://bucket/x", "file:///x"])
-def test_other_kinds_of_locations_are_refused(location: str) -> None:
-    """Not taken for a relative path."""
-    with pytest.raises(InvalidInputError, match="local drive"):
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("gopher://host/x", "pyarrow has no file system for it"),
+        ("hdfs:///x", "name the NameNode"),
+        ("hdfs://host", "below the root"),
+        ("file://host/x", "three slashes"),
+        ("file:///x?dfs.replication=2", "no option"),
+        ("file:///x/../y", "below the root"),
+    ],
+)
+def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> None:
+    """And none is taken for a relative path."""
+    with pytest.raises(InvalidInputError, match=reason):
         Store.open(location)
 
 
@@ -233,6 +243,7 @@ WRONG: list[dict[str, object]] = [
     {"lock_timeout_s": -1.0},
     {"read_lock_timeout_s": float("nan")},
     {"commit_attempts": 0},
+    {"remote": "file:///mnt/checkpoints"},
 ]
 
 

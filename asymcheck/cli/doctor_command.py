@@ -1,0 +1,153 @@
+"""``asymcheck doctor``: measure the machine and the drive, and say what to configure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.cli.rings import ring_folder_option
+from asymcheck.cli.sizes import parse_size
+from asymcheck.cli.spans import parse_span
+from asymcheck.config import StoreConfig
+from asymcheck.measure.drive import planned_bytes
+from asymcheck.policies.advice import IDENTITY, Advice, Situation, advise
+from asymcheck.policies.facts import Facts
+from asymcheck.store import Store
+
+# From here on a time in ms has no decimals.
+_DIGITS_S = 0.1
+
+
+@click.command(epilog=exits.HELP, short_help="Measure the machine and the drive, and say what to configure.")
+@click.argument("store", type=click.Path())
+@click.option("--quick", is_flag=True, help="Measure less and for less long: about a second instead of ten.")
+@click.option(
+    "--mtbf", default="1d", show_default=True, callback=parse_span, help="Mean time between failures, as 90min, 3h, 2d."
+)
+@click.option(
+    "--state-size", callback=parse_size, help="Bytes of one checkpoint, as 1.5GB [default: those of the newest]."
+)
+@ring_folder_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def doctor(
+    store: str,
+    quick: bool,  # noqa: FBT001 - click's way
+    mtbf: float,
+    state_size: int | None,
+    ring_folder: Path,
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Measure what STORE's drive, the memory and the codecs do here, and say what to configure.
+
+    It writes into a file inside the store and removes it; how much, it says first. When it is killed, 'asymcheck gc'
+    removes that file. Codecs are measured on tensors of the newest checkpoint. Measure on an idle machine, and again
+    while training: what else runs takes its share.
+    """
+    with Store.open(store, read_only=True):
+        pass  # There is a store: to open it for writing would make one.
+    output.note(f"measuring writes up to {output.size(planned_bytes(quick=quick))} into {store} and removes it")
+    with Store.open(store) as opened:
+        facts = opened.measure(quick=quick, ring_folder=ring_folder)
+    size = state_size or facts.state_bytes
+    advice = None if not size else advise(facts, _situation(size, mtbf))
+    if as_json:
+        output.print_json({"store": store, "quick": quick, "facts": facts, "advice": advice})
+        return
+    _show_facts(facts)
+    _show_codecs(facts)
+    if advice is None:
+        click.echo("no checkpoint yet, so there is no size to advise for: name one with --state-size")
+        return
+    _show_advice(advice)
+
+
+def _situation(state_bytes: int, mtbf_s: float) -> Situation:
+    config = StoreConfig()
+    # A pack larger than the pool could never be kept to be overwritten.
+    return Situation(state_bytes, mtbf_s, config.partition_bytes, config.pack_bytes, config.pool_bytes)
+
+
+def _show_facts(facts: Facts) -> None:
+    drive = facts.drive
+    rows = [
+        ("copy in memory, one thread", _rate(facts.copy_bytes_per_s)),
+        ("digest, one thread", _rate(facts.digest_bytes_per_s)),
+        ("write over a file", _rate(drive.write_bytes_per_s)),
+        ("write over a file, durable", _rate(drive.durable_write_bytes_per_s)),
+        ("write a new file, durable", _rate(drive.durable_new_bytes_per_s)),
+        ("read", _rate(drive.read_bytes_per_s)),
+        ("one block durable, median", _ms(drive.write_latency_median_s)),
+        ("one block durable, 95 of 100 within", _ms(drive.write_latency_p95_s)),
+        ("one pack durable, besides its bytes", _ms(drive.flush_latency_s)),
+        ("room for a ring", output.size(facts.ring_room_bytes)),
+    ]
+    if facts.device_copy_bytes_per_s is not None:
+        rows.insert(1, (f"copy from {facts.device}", _rate(facts.device_copy_bytes_per_s)))
+    output.print_table([("measured", "left"), ("", "right")], rows)
+
+
+def _show_codecs(facts: Facts) -> None:
+    click.echo(f"codecs on {facts.sample}, one thread")
+    output.print_table(
+        [
+            ("role", "left"),
+            ("dtype", "left"),
+            ("codec", "left"),
+            ("ratio", "right"),
+            ("encode", "right"),
+            ("decode", "right"),
+        ],
+        [
+            [
+                one.role,
+                one.dtype,
+                one.codec,
+                f"{one.ratio:.3f}",
+                _rate(one.encode_bytes_per_s),
+                _rate(one.decode_bytes_per_s),
+            ]
+            for one in facts.codecs
+        ],
+    )
+
+
+def _show_advice(advice: Advice) -> None:
+    situation, batch, interval, ring = advice.situation, advice.batch, advice.interval, advice.ring
+    present = output.size(situation.pack_bytes)
+    click.echo(
+        f"advice for checkpoints of {output.size(situation.state_bytes)} and a failure every "
+        f"{output.duration(round(situation.mtbf_s * 1e9))}"
+    )
+    output.print_entry(
+        f"pack_bytes {batch.pack_bytes} ({output.size(batch.pack_bytes)})",
+        [
+            f"durable in {_time(batch.flush_s)}; {_time(batch.present_flush_s)} with {present}",
+            batch.reason,
+        ],
+    )
+    output.print_entry(f"stall of at most {_time(advice.stall.stall_s)}", [advice.stall.reason])
+    output.print_entry(
+        f"a checkpoint every {_time(interval.interval_s)}",
+        [f"{interval.lost_share:.2%} of the time is then lost, restarts apart", interval.reason],
+    )
+    output.print_entry(
+        f"ring_bytes {ring.ring_bytes} ({output.size(ring.ring_bytes)})",
+        [f"wanted {output.size(ring.wanted_bytes)}, room {output.size(ring.room_bytes)}", ring.reason],
+    )
+    for codec in advice.codecs:
+        choice = "store plain" if codec.codec == IDENTITY else codec.codec
+        output.print_entry(f"{codec.role} {codec.dtype}: {choice}", [codec.reason])
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= _DIGITS_S else f"{seconds * 1e3:.3g} ms"
+
+
+def _time(seconds: float) -> str:
+    return output.duration(round(seconds * 1e9)) if seconds >= 1 else _ms(seconds)

@@ -1,0 +1,103 @@
+"""``asymcheck push`` and ``asymcheck pull``: checkpoints to a remote location and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.errors import InvalidInputError
+from asymcheck.migration.tally import Moved
+from asymcheck.store import Store
+from asymcheck.tiers.remote import is_uri
+
+
+def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text."),
+        click.option("--all", "everything", is_flag=True, help="All complete checkpoints on the line of training."),
+        click.option("--run", default=None, help="Whose [default: 'default'; with --all: all]."),
+        click.option("--step", type=int, default=None, help="Which checkpoint [default: the newest consistent one]."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(epilog=exits.HELP, short_help="Copy checkpoints to HDFS or a shared file system.")
+@click.argument("store", type=click.Path())
+@click.argument("location")
+@_selection
+def push(
+    store: str,
+    location: str,
+    step: int | None,
+    run: str | None,
+    everything: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
+
+    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow knows. What
+    is there already is not sent again; a push that was interrupted goes on where it was.
+
+    \b
+    Examples:
+      asymcheck push checkpoints hdfs://namenode:8020/runs/gpt2
+      asymcheck push checkpoints 'hdfs://namenode:8020/runs/gpt2?dfs.replication=2' --all
+    """  # noqa: D301 - click wants the character
+    _check_one(step, everything=everything)
+    with Store.open(store, read_only=True) as opened, output.progress("push") as progress:
+        done = opened.push(location, step, run=run, everything=everything, progress=progress)
+    _report(done, "sent", as_json=as_json)
+
+
+@click.command(epilog=exits.HELP, short_help="Copy checkpoints from HDFS or a shared file system.")
+@click.argument("location")
+@click.argument("store", type=click.Path(path_type=Path))
+@_selection
+def pull(
+    location: str,
+    store: Path,
+    step: int | None,
+    run: str | None,
+    everything: bool,  # noqa: FBT001 - click's way
+    as_json: bool,  # noqa: FBT001 - click's way
+) -> None:
+    """Copy checkpoints from LOCATION into STORE, every byte verified; STORE is made when there is none.
+
+    'asymcheck restore LOCATION --to FILE' and Store.open(LOCATION) read a checkpoint without that.
+
+    \b
+    Examples:
+      asymcheck pull hdfs://namenode:8020/runs/gpt2 checkpoints
+      asymcheck pull file:///mnt/shared/gpt2 checkpoints --step 900
+    """  # noqa: D301 - click wants the character
+    _check_one(step, everything=everything)
+    if not is_uri(location):
+        raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")
+    with Store.open(location):
+        pass  # There is something: to open the store for writing would make one.
+    with Store.open(store) as opened, output.progress("pull") as progress:
+        done = opened.pull(location, step, run=run, everything=everything, progress=progress)
+    _report(done, "fetched", as_json=as_json)
+
+
+def _check_one(step: int | None, *, everything: bool) -> None:
+    if everything and step is not None:
+        raise click.UsageError("--all copies every step: leave out --step")
+
+
+def _report(done: Moved, verb: str, *, as_json: bool) -> None:
+    if as_json:
+        output.print_json(done)
+        return
+    for name in done.committed:
+        click.echo(f"{verb} {name}")
+    plain = f" ({output.size(done.plain_bytes)} plain)" if done.plain_bytes > done.moved_bytes else ""
+    moved = f"{output.size(done.moved_bytes)}{plain} in {output.count(done.packs, 'pack')}"
+    there = f"; {output.count(done.present, 'checkpoint')} there already" if done.present else ""
+    reused = f"; {output.count(done.reused_partitions, 'partition')} there already" if done.reused_partitions else ""
+    click.echo(f"{output.count(len(done.committed), 'checkpoint')} {verb}, {moved}{reused}{there}")

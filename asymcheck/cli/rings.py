@@ -1,0 +1,134 @@
+"""Rings in memory on the command line: the options that commands share, and how rings are shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.errors import StorageError
+from asymcheck.pipeline.collect_rings import CollectedRing
+from asymcheck.store import Store
+from asymcheck.tiers.dram_ring import RingCapture, RingFile
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def ring_folder_option(command: _F) -> _F:
+    """Add ``--ring-folder`` to a command."""
+    return click.option(
+        "--ring-folder",
+        type=click.Path(path_type=Path),
+        default=CaptureConfig.ring_folder,
+        show_default=True,
+        help="Where rings lie: the ring_folder of the training's CaptureConfig.",
+    )(command)
+
+
+def ring_options(command: _F) -> _F:
+    """Add ``--tier`` and ``--ring-folder`` to a command."""
+    choice = click.Choice(["nvme", "dram"])
+    what = "nvme: what is durable; dram: what lies in memory, in rings."
+    return click.option("--tier", type=choice, default="nvme", show_default=True, help=what)(
+        ring_folder_option(command)
+    )
+
+
+def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path) -> None:
+    """Say, in a line for each run, what a killed process left that is newer than every checkpoint."""
+    # A folder that this user may not look into is no reason to show nothing of the store.
+    with contextlib.suppress(StorageError):
+        for capture in store.only_in_memory(run, ring_folder=ring_folder):
+            # What several ranks have is put together in the store alone.
+            command = _restore_command(store.location, capture.run, ring_folder)
+            other = f", or {command}" if capture.world_size == 1 else ""
+            output.note(f"step {capture.step} of run {capture.run} is in memory only: restore() takes it up{other}")
+
+
+def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> str:
+    of_run = "" if run in (None, DEFAULT_RUN) else f" --run {run}"
+    folder = "" if str(ring_folder) == CaptureConfig.ring_folder else f" --ring-folder {ring_folder}"
+    return f"asymcheck restore {store} --tier dram{of_run}{folder}"
+
+
+def show_rings(store: Store, run: str | None, ring_folder: Path, *, as_json: bool) -> int:
+    """Print the rings of a store; return the exit status, which tells whether something left is damaged."""
+    rings = store.rings(run, ring_folder=ring_folder)
+    is_damaged = any(_is_damaged(ring) for ring in rings)
+    if as_json:
+        output.print_json({"store": store.location, "ring_folder": ring_folder, "rings": rings})
+    elif not rings:
+        of_run = "" if run is None else f" of run {run}"
+        click.echo(f"no rings{of_run} of store {store.location} in {ring_folder}")
+    for ring in () if as_json else rings:
+        _show(ring)
+    return exits.WARNINGS if is_damaged else exits.OK
+
+
+def _is_damaged(ring: RingFile) -> bool:
+    return not ring.is_alive and bool(ring.problem or any(capture.problem for capture in ring.captures))
+
+
+def _show(ring: RingFile) -> None:
+    click.echo(f"ring {ring.path}  {output.size(ring.nbytes)}")
+    if ring.problem:
+        click.echo(f"    {ring.problem}")
+        return
+    state = "alive" if ring.is_alive else "dead"
+    made = "" if ring.created_ns is None else f"  made {output.moment(ring.created_ns)} UTC"
+    click.echo(f"    run {ring.run}  rank {ring.rank}  process {ring.pid}, {state}{made}")
+    if not ring.captures:
+        click.echo("    nothing is complete in it")
+        return
+    output.print_table(
+        [
+            ("step", "right"),
+            ("generation", "right"),
+            ("save", "left"),
+            ("state", "right"),
+            ("is", "left"),
+            ("", "left"),
+        ],
+        [
+            [
+                "?" if capture.step is None else str(capture.step),
+                "?" if capture.generation is None else str(capture.generation),
+                output.save(capture.save_id),
+                output.size(capture.state_bytes),
+                "durable" if capture.is_durable else "in memory only",
+                _soundness(capture),
+            ]
+            for capture in ring.captures
+        ],
+    )
+
+
+def _soundness(capture: RingCapture) -> str:
+    if capture.is_intact is None:
+        return "not checked: its process writes"
+    return "intact" if capture.is_intact else f"DAMAGED: {capture.problem}"
+
+
+def collected_ring(collected: CollectedRing, store: str, *, dry_run: bool) -> str:
+    """Say what became of a ring of a killed process, and how to take up what it holds."""
+    ring = collected.ring
+    name = f"ring {ring.path}, {output.size(ring.nbytes)}"
+    whose = "" if ring.run is None else f", run {ring.run}"
+    if collected.is_store_gone:
+        whose += f" of store {ring.store}, which is not there any more"
+    holds = ring.problem or "nothing in it is needed"
+    if collected.unsaved:
+        steps = ", ".join("?" if one.step is None else str(one.step) for one in ring.captures if not one.is_durable)
+        lost = output.count(collected.unsaved, "capture")
+        holds = f"{lost} in it not durable (step {steps})"
+    if collected.is_removed:
+        return f"{'would remove' if dry_run else 'removed'} {name}{whose}: {holds}"
+    take_up = f"restore() takes them up, or {_restore_command(store, ring.run, ring.path.parent)}"
+    if collected.is_store_gone or not collected.unsaved:
+        take_up = "nothing can take up what it holds"
+    return f"left {name}{whose}: {holds}; {take_up}; --discard-rings removes it"

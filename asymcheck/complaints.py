@@ -1,0 +1,97 @@
+"""What went wrong in the background, brought to the training loop: raised, or warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    LostCheckpointError,
+    LostCheckpointWarning,
+    PruneError,
+    PruneWarning,
+    SilentDivergenceWarning,
+    SkippedCheckpointWarning,
+    StaleStateWarning,
+    warn_user,
+)
+from asymcheck.pipeline.adopt import Adopted
+from asymcheck.pipeline.capture import Capture
+from asymcheck.types import Checkpoint
+
+
+class Complaints:
+    """Says what became of the captures of one run that did not become checkpoints."""
+
+    def __init__(self, run: str, *, raises: bool) -> None:
+        """Speak of ``run``; ``raises`` rather than warns."""
+        self._run = run
+        self.raises = raises
+        """Whether it raises."""
+
+    def tell(self, settled: Sequence[Capture]) -> None:
+        """Speak of captures that are durable or lost.
+
+        Raises:
+            LostCheckpointError: some are lost.
+
+        Warns:
+            SilentDivergenceWarning: what several ranks had equally is not equal any more.
+            StaleStateWarning: one is equal to the one before.
+            LostCheckpointWarning: one is lost, and that is not raised.
+        """
+        for capture in settled:
+            if capture.is_stale:
+                what = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before it"
+                warn_user(
+                    f"{what}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
+                )
+            for text in capture.diverged:
+                warn_user(text, SilentDivergenceWarning)
+        lost = [capture for capture in settled if capture.error is not None]
+        if lost and self.raises:
+            raise LostCheckpointError(self._lost(lost)) from lost[0].error
+        for capture in lost:
+            warn_user(self._lost([capture]), LostCheckpointWarning)
+
+    def tell_of_pruning(self, failure: BaseException | None) -> None:
+        """Speak of checkpoints that could not be removed.
+
+        Raises:
+            PruneError: there is a ``failure``, and that is not only warned of.
+        """
+        if failure is None:
+            return
+        message = f"old checkpoints of run {self._run!r} could not be removed: {failure}"
+        if self.raises:
+            raise PruneError(message) from failure
+        warn_user(message, PruneWarning)
+
+    def tell_of_skipped(self, reasons: Iterable[str]) -> None:
+        """Warn of newer checkpoints that a restore passed over."""
+        for reason in reasons:
+            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
+
+    def tell_of_adopted(self, found: Iterable[Adopted]) -> None:
+        """Warn of captures in the memory that a killed process left which did not become checkpoints."""
+        for adopted in found:
+            if adopted.ref is None:
+                what = "a checkpoint" if adopted.step is None else f"step {adopted.step}"
+                of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
+                message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
+                warn_user(message, SkippedCheckpointWarning)
+
+    def tell_of_abandoned(self, checkpoints: Sequence[Checkpoint], what: str) -> bool:
+        """Warn when there are checkpoints, of which ``what`` becomes; return whether there are."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        if steps:
+            message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
+            warn_user(message, AbandonedCheckpointsWarning)
+        return bool(steps)
+
+    def _lost(self, captures: Sequence[Capture]) -> str:
+        """Say which checkpoints were lost, and why."""
+        if len(captures) == 1:
+            return f"step {captures[0].request.step} of run {self._run!r} was not saved: {captures[0].error}"
+        each = [f"step {capture.request.step}: {capture.error}" for capture in captures]
+        return "\n  ".join([f"{len(captures)} steps of run {self._run!r} were not saved:", *each])

@@ -1,0 +1,84 @@
+"""Bases: what a partition of a capture could be decoded from: an older state of it, or what it was rounded from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from asymcheck.codecs import derived
+from asymcheck.codecs.rounding import DTYPES
+from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED
+from asymcheck.partition.originals import Originals
+from asymcheck.partition.schedule import Plan
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.encoder import Base
+from asymcheck.tiers.dram_ring import Ring
+from asymcheck.types import Digest
+
+_LOOK_BYTES = 512
+_NUMBERS = {name: number for number, name in DTYPES.items()}
+
+Read = Callable[[int], tuple[Digest, memoryview] | None]
+"""Gives digest and bytes of a partition, by number; None while it has none."""
+
+
+def original_of(plain: memoryview, dtype: str, number: int, originals: Originals, read: Read) -> Base | None:
+    """Return the partition that ``plain``, of 2-byte floats, was rounded from, as far as its first elements show."""
+    length = min(len(plain), _LOOK_BYTES)
+    first = np.frombuffer(plain[:length], dtype=np.uint8)
+    for other, offset in originals.candidates(number):
+        found = read(other)
+        if found is None:
+            continue
+        name, base = found
+        if np.array_equal(first, derived.rounded_base(base, offset, length, _NUMBERS[dtype])):
+            return Base(CODEC_DERIVED, name, base, offset, _NUMBERS[dtype])
+    return None
+
+
+class Bases:
+    """Bases that lie in a ring. Thread-safe."""
+
+    def __init__(self, ring: Ring) -> None:
+        """Look for them in ``ring``."""
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._originals = Originals((), (), ())
+
+    def may_be_derived(self, capture: Capture, number: int) -> bool:
+        """Tell whether a partition may be a rounded copy of others of its capture."""
+        return bool(self._originals_of(capture).candidates(number))
+
+    def of(self, capture: Capture, number: int, older: Capture | None) -> list[Base]:
+        """Return what a partition that is complete in the ring may be decoded from.
+
+        ``older`` is a capture before it. The frames of both have to stay in the ring meanwhile.
+        """
+        found = self._read(capture, number)
+        if found is None:
+            return []
+        _, plain = found
+        dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
+        original = original_of(
+            plain, dtype, number, self._originals_of(capture), lambda other: self._read(capture, other)
+        )
+        bases = [] if original is None else [original]
+        if older is not None and older.plan is capture.plan:
+            before = self._read(older, number)
+            if before is not None and len(before[1]) == len(plain):
+                bases.append(Base(CODEC_DELTA, *before))
+        return bases
+
+    def _read(self, capture: Capture, number: int) -> tuple[Digest, memoryview] | None:
+        name, slot = capture.digests[number], capture.slots[number]
+        return None if name is None or slot is None else (name, self._ring.payload(slot))
+
+    def _originals_of(self, capture: Capture) -> Originals:
+        with self._lock:
+            if self._plan is not capture.plan:
+                self._plan = capture.plan
+                self._originals = Originals(capture.partitions, capture.dtypes, capture.shapes)
+            return self._originals

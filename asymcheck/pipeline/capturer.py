@@ -1,0 +1,362 @@
+"""Capture: a state is copied into the ring while training goes on, and never torn.
+
+What a forward pass may change is *eager*: it is copied before :meth:`Capturer.begin` returns, unless its bytes are
+those of an earlier capture (see :mod:`asymcheck.pipeline.unchanged`). The rest is *deferred*: it is copied by a thread
+of its own as the plan releases it, and at the latest at the *fence*, before the next optimizer step changes it. The
+*proof* compares what was captured with digests of the source that were taken at the beginning.
+
+What lies on a device is copied by the device, in the same order (see :mod:`asymcheck.pipeline.transfers`): there,
+*eager* is cloned at once and fetched later, and the fence holds the device but not the program.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from asymcheck.events import emit, timed
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor
+from asymcheck.partition.leaves import copy_partition
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.proof import Proof
+from asymcheck.pipeline.unchanged import Unchanged
+from asymcheck.tiers.dram_ring import Ring, RingSlot
+
+_ROOM_POLL_S = 0.05
+_DEVICE_POLL_S = 0.002
+"""How often a device is asked whether a copy is done: rarely enough to take nothing from the training's thread."""
+
+
+class Capturer:
+    """Copies captures into a ring, with one thread beside the training thread. Begin and fence on one thread only."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        stored: Callable[[Capture, int], None],
+        finished: Callable[[Capture], None],
+        make_room: Callable[[Capture], bool],
+        proof: Proof,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            ring: where to.
+            stored: called on it when a partition, by number, is complete in the ring.
+            finished: called on it when all are, or when the capture was given up: ``error`` says so. Must not raise.
+            make_room: called on any thread when the ring is full for a capture; returns whether it made room.
+            proof: how much is compared.
+        """
+        self._ring = ring
+        self._stored, self._finished, self._make_room = stored, finished, make_room
+        self._proof = proof
+        self._unchanged = Unchanged(ring)
+        self._changed = threading.Condition()
+        self._unreleased: deque[tuple[Capture, int]] = deque()
+        self._to_copy: deque[tuple[Capture, int]] = deque()
+        self._to_complete: deque[tuple[Capture, int | None]] = deque()
+        # Not the module's own generator, whose state belongs to the training.
+        self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
+        self._open: Capture | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
+        self._thread.start()
+
+    def begin(self, capture: Capture) -> None:
+        """Copy what is eager, and queue the rest for the windows that the plan names.
+
+        Raises:
+            AsymcheckError: it could not be copied; the capture was given up.
+        """
+        self.fence()
+        eager = [number for number, window in enumerate(capture.plan.release) if window < 0]
+        later = sorted(
+            (number for number, window in enumerate(capture.plan.release) if window >= 0),
+            key=lambda number: capture.plan.release[number],
+        )
+        try:
+            with timed("witness", 0, capture.named):
+                self._set_aside(capture, later)
+            # Before any room is taken: what makes room would free the frames of earlier captures.
+            for number in self._take_unchanged(capture, eager):
+                eager.remove(number)
+                self._to_be_completed(capture, number)
+            staged = [number for number in eager if self._stage(capture, number)]
+            for number in eager:
+                if number not in staged:
+                    self._copy_now(capture, number)
+                    # At once: where the ring is small, they have to leave it for the next.
+                    self._to_be_completed(capture, number)
+            capture.transfers.gate()
+            capture.asides.fetch(partial(self._room_aside, capture))
+        except BaseException as error:
+            self._give_up(capture, error)
+            self._to_be_completed(capture, None)
+            raise
+        with self._changed:
+            self._open = capture
+            self._to_copy.extend((capture, number) for number in staged)
+            self._unreleased.extend((capture, number) for number in later)
+            if not capture.slots:
+                self._to_complete.append((capture, None))
+            self._release(0)
+            self._check_copied(capture)
+            self._changed.notify_all()
+
+    def _take_unchanged(self, capture: Capture, eager: Sequence[int]) -> list[int]:
+        numbers = self._unchanged.take(capture, eager)
+        with self._changed:
+            capture.reused = frozenset(numbers)
+            capture.uncopied -= len(numbers)
+        return numbers
+
+    def enter_window(self, number: int) -> None:
+        """Say that a window of the plan begins: what it and those before it release is copied from now on."""
+        if self._unreleased:
+            with self._changed:
+                if self._open is not None and self._release(number):
+                    # The window begins for the device when it gets here, which may be later.
+                    self._open.transfers.gate()
+
+    def enter_timed(self, number: int) -> None:
+        """Say the same on a thread that knows nothing of the device's queues: copies stay behind the mark they have."""
+        with self._changed:
+            self._release(number)
+
+    def _release(self, window: int | None) -> bool:
+        released = False
+        while self._unreleased:
+            capture, number = self._unreleased[0]
+            if window is not None and capture.plan.release[number] > window:
+                break
+            self._to_copy.append(self._unreleased.popleft())
+            released = True
+        if released:
+            self._changed.notify_all()
+        return released
+
+    def fence(self) -> None:
+        """Return when the source may change: everything has been copied, or given up. This thread helps."""
+        capture = self._open
+        if capture is None:
+            return
+        with timed("fence", 0, capture.named):
+            self._wait_until_copied(capture)
+        self._open = None
+
+    def _wait_until_copied(self, capture: Capture) -> None:
+        with self._changed:
+            if capture.transfers.lanes:
+                self._stage_late(capture)
+            self._release(None)
+        while not capture.copied.is_set():
+            with self._changed:
+                if not self._to_copy:
+                    self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set())
+                    continue
+                task = self._to_copy.popleft()
+            self._copy_released(*task)
+        capture.transfers.hold()
+
+    def _stage(self, capture: Capture, number: int) -> bool:
+        """Clone a partition on its device, if there is room for that, so that its source may change."""
+        if not capture.transfers.is_on_device(number) or not capture.transfers.stage(number):
+            return False
+        with self._changed:
+            capture.uncopied -= 1
+        return True
+
+    def _stage_late(self, capture: Capture) -> None:
+        """Clone what no copy was queued for yet: that takes the device less time than to wait for the link."""
+        waiting = [number for one, number in (*self._to_copy, *self._unreleased) if one is capture]
+        late = [number for number in waiting if not capture.transfers.is_staged(number)]
+        if [number for number in late if self._stage(capture, number)]:
+            capture.transfers.gate()
+            self._check_copied(capture)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_copy or self._to_complete or self._stopping)
+                # Copies first: training may be waiting for them.
+                queue = self._to_copy or self._to_complete
+                if not queue:
+                    return
+                is_copy = queue is self._to_copy
+                if not is_copy and not _has_arrived(*queue[0]):
+                    self._changed.wait(_DEVICE_POLL_S)
+                    continue
+                capture, number = queue.popleft()
+            if is_copy and number is not None:
+                self._copy_released(capture, number)
+            else:
+                self._complete_or_finish(capture, number)
+            # Else the last one would be kept alive, with all its tensors, until the next one comes.
+            del capture
+
+    def _complete_or_finish(self, capture: Capture, number: int | None) -> None:
+        if number is not None:
+            self._digest(capture, number)
+            return
+        try:
+            self._settle_aside(capture)
+            capture.transfers.drop()
+            capture.asides.drop()
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            capture.error = capture.error or error
+        self._finished(capture)
+        capture.forget_sources()
+
+    def _settle_aside(self, capture: Capture) -> None:
+        capture.asides.settle()
+        while capture.aside_slots:
+            self._ring.give_back(capture.aside_slots.pop())
+
+    def _to_be_completed(self, capture: Capture, number: int | None) -> None:
+        with self._changed:
+            self._to_complete.append((capture, number))
+            self._check_copied(capture)
+            self._changed.notify_all()
+        self._ring.wake()
+
+    def _copy_released(self, capture: Capture, number: int) -> None:
+        try:
+            if capture.error is None:
+                self._copy(capture, number)
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            self._give_up(capture, error)
+        self._to_be_completed(capture, number)
+
+    def _copy_now(self, capture: Capture, number: int) -> None:
+        partition, payload = capture.partitions[number], self._payload(capture, number)
+        with timed("copy", partition.length, lambda: capture.named_partition(number)):
+            capture.transfers.catch_up(number)
+            copy_partition(partition, capture.state.leaves, payload)
+        with self._changed:
+            capture.uncopied -= 1
+
+    def _copy(self, capture: Capture, number: int) -> None:
+        """Copy a partition, or have it copied."""
+        was_staged = capture.transfers.is_staged(number)
+        payload = self._payload(capture, number)
+        with timed("copy", len(payload), lambda: capture.named_partition(number)):
+            capture.transfers.copy(number, payload)
+        with self._changed:
+            capture.uncopied -= not was_staged
+
+    def _payload(self, capture: Capture, number: int) -> memoryview:
+        slot = self._take(capture, capture.partitions[number].length)
+        capture.slots[number] = slot
+        return self._ring.payload(slot)
+
+    def _room_aside(self, capture: Capture, length: int) -> memoryview:
+        capture.aside_slots.append(self._take(capture, length))
+        return self._ring.payload(capture.aside_slots[-1])
+
+    def _take(self, capture: Capture, length: int) -> RingSlot:
+        slot = self._ring.take(length)
+        if slot is not None:
+            return slot
+        with timed("room", length, capture.named):
+            return self._take_when_free(capture, length)
+
+    def _take_when_free(self, capture: Capture, length: int) -> RingSlot:
+        while True:
+            if capture.error is not None:
+                raise capture.error
+            emit("ring.full", str(capture.request.step), length)
+            if not self._make_room(capture) and not self._complete_one():
+                self._ring.wait_for_room(_ROOM_POLL_S)
+            slot = self._ring.take(length)
+            if slot is not None:
+                return slot
+
+    def _complete_one(self) -> bool:
+        """Complete what was copied before, so that it can leave the ring; only the capture thread does so."""
+        if threading.current_thread() is not self._thread:
+            return False
+        with self._changed:
+            if not self._to_complete:
+                return False
+            task = self._to_complete.popleft()
+        self._complete_or_finish(*task)
+        return True
+
+    def _check_copied(self, capture: Capture) -> None:
+        if capture.uncopied == 0 or capture.error is not None:
+            for leaf in capture.state.leaves:
+                leaf.release()
+            capture.copied.set()
+
+    def _digest(self, capture: Capture, number: int) -> None:
+        try:
+            # Also of one that was given up: until then, a device may write to its place in the ring.
+            capture.transfers.wait(number)
+            if capture.error is None:
+                self._complete(capture, number)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._give_up(capture, error)
+        with self._changed:
+            capture.undigested -= 1
+            if capture.undigested == 0:
+                self._to_complete.append((capture, None))
+
+    def _complete(self, capture: Capture, number: int) -> None:
+        slot = capture.slots[number]
+        if slot is None:
+            return
+        self._settle_aside(capture)
+        if number in capture.reused:
+            self._stored(capture, number)
+            return
+        payload = self._ring.payload(slot)
+        if number in capture.witnesses:
+            with timed("proof", slot.length, lambda: capture.named_partition(number)):
+                capture.witnesses.check(number, payload, capture.request.step)
+        with timed("digest", slot.length, lambda: capture.named_partition(number)):
+            name = digest(payload)
+            self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
+        capture.digests[number] = name
+        self._stored(capture, number)
+
+    def _give_up(self, capture: Capture, error: BaseException) -> None:
+        with self._changed:
+            if capture.error is None:
+                capture.error = error
+            # What was not released yet passes through the queues, too, and is counted there.
+            self._release(None)
+            capture.copied.set()
+            self._changed.notify_all()
+
+    def _set_aside(self, capture: Capture, deferred: Sequence[int]) -> None:
+        """Read, or have gathered, what stays in the manifest and what the proof compares."""
+        leaves, asides = capture.state.leaves, capture.asides
+        for row in capture.plan.cut.inline:
+            asides.want(row, 0, leaves[row].nbytes, partial(capture.inline.__setitem__, row))
+        if self._proof == "full":
+            capture.witnesses.take_all(leaves, deferred)
+        elif self._proof == "sampled":
+            capture.witnesses.take_samples(asides, deferred, self._chance)
+        asides.gather()
+
+    def settle(self) -> None:
+        """Release everything, so that what was begun is completed without another window or fence."""
+        with self._changed:
+            self._release(None)
+
+    def close(self) -> None:
+        """Complete what was begun, and end the thread."""
+        self.fence()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+
+def _has_arrived(capture: Capture, number: int | None) -> bool:
+    """Tell whether the copies of a partition are done that a device makes; other ones are when they are queued here."""
+    return number is None or capture.transfers.have_passed(number)

@@ -1,0 +1,205 @@
+"""Encoder: what the compression policy decides is carried out, partition by partition, and what it decides by measured.
+
+Facts are kept by kind of bytes: the role of the tensors, and how their elements look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from asymcheck.codecs.container import Segment, segment_of
+from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_derived, encode_planes
+from asymcheck.config import Compression
+from asymcheck.events import timed
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_IDENTITY, CODECS
+from asymcheck.partition.plan import Piece
+from asymcheck.pipeline.meter import Meter
+from asymcheck.policies.compression import Choice, Sampled, choose
+from asymcheck.policies.moves import Move, Tier
+from asymcheck.types import Digest
+
+_AGAIN = 64
+"""Partitions of a kind after which it is sampled again."""
+_SAMPLE_BYTES = CHUNK_BYTES
+_FAST_BYTES_PER_S = 1e9
+_LEAST_BYTES = 64 * 1024
+"""Shorter partitions are few, and cost as much to handle as long ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What the bytes of a partition mean."""
+
+    role: str
+    """The role of its tensors."""
+    segments: tuple[Segment, ...]
+    """Its elements."""
+
+    @property
+    def kind(self) -> tuple[str, Segment]:
+        """What its facts are kept by: the role, and what most of the bytes are."""
+        most = max(self.segments, key=lambda one: one.length)
+        return self.role, dataclasses.replace(most, length=0)
+
+
+def contents_of(pieces: Sequence[Piece], role: str, dtypes: Sequence[str]) -> Contents:
+    """Describe the pieces of a partition; ``dtypes`` are those of all tensors, by row."""
+    return Contents(role, tuple(segment_of(dtypes[piece.row], piece.length) for piece in pieces))
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """Another partition, from which one may be decoded."""
+
+    codec: int
+    """How: as a delta, or derived."""
+    name: Digest
+    """Its digest."""
+    plain: memoryview
+    """Its bytes."""
+    offset: int = 0
+    """Where, for derived, the elements begin in it."""
+    dtype: int = 0
+    """For derived, the number of the dtype that is rounded to."""
+
+
+class Encoder:
+    """Encodes for one target, by one mode. Thread-safe."""
+
+    def __init__(
+        self, mode: Compression, target: Tier, batch: int, link: Callable[[], float | None] | None = None
+    ) -> None:
+        """Encode for ``target``, in batches of ``batch`` bytes; ``link`` says what one thread writes to it a second."""
+        self.meter = Meter()
+        """Measures what the target takes, where nobody else does."""
+        self._link = link or (lambda: self.meter.bytes_per_s)
+        self._mode, self._target, self._batch = mode, target, batch
+        self._lock = threading.Lock()
+        self._sampled: dict[tuple[str, Segment, int], Sampled] = {}
+        self._since: dict[tuple[str, Segment, int], int] = {}
+        self._reasons: dict[str, dict[str, str]] = {}
+
+    @property
+    def wants_bases(self) -> bool:
+        """Whether it is worth looking for bases: to read and compare them takes as long as to write to a fast drive."""
+        link = self._link()
+        return self._mode == "smallest" or (self._mode == "auto" and link is not None and link < _FAST_BYTES_PER_S)
+
+    def stays_plain(self, length: int, contents: Contents, codecs: Sequence[int]) -> bool:
+        """Tell without a look at a partition that it would be stored as it is; at times a look is due, then it is not.
+
+        ``codecs`` are those that could be taken.
+        """
+        link = self._link()
+        if self._mode == "off" or length < _LEAST_BYTES or (self._mode == "auto" and link is None):
+            return True
+        keys = [(*contents.kind, codec) for codec in codecs]
+        with self._lock:
+            if any(key not in self._sampled or self._since.get(key, 0) % _AGAIN == 0 for key in keys):
+                return False
+            stays = choose(self._mode, {key[-1]: self._sampled[key] for key in keys}, link).codec == CODEC_IDENTITY
+            if stays:
+                for key in keys:
+                    self._since[key] += 1
+        return stays
+
+    def reasons(self) -> dict[str, dict[str, str]]:
+        """Return by role and codec why tensors are stored so: the reason for the last choice."""
+        with self._lock:
+            return {role: dict(codecs) for role, codecs in self._reasons.items()}
+
+    def move(self, name: Digest, source: Tier, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Move:
+        """Decide how a partition is stored, which may be decoded from any of ``bases``, one for a codec."""
+        choice = self._choice(plain, contents, bases)
+        return Move((name,), source, self._target, choice.codec, self._batch, choice.why)
+
+    def _choice(self, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Choice:
+        link = self._link()
+        if self._mode == "off" or (self._mode == "auto" and link is None):
+            return choose(self._mode, {}, link)
+        if len(plain) < _LEAST_BYTES:
+            return Choice(CODEC_IDENTITY, "too small to be worth it")
+        sampled = {CODEC_BYTE_PLANES: self._sample(plain, contents, None)}
+        for base in bases:
+            sampled[base.codec] = self._sample(plain, contents, base)
+        return choose(self._mode, sampled, link)
+
+    def _sample(self, plain: memoryview, contents: Contents, base: Base | None) -> Sampled:
+        """Return what a codec gave for such partitions; now and then, and at first, it is tried on a part of one."""
+        key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
+        with self._lock:
+            due = self._since.get(key, 0) % _AGAIN == 0
+            self._since[key] = self._since.get(key, 0) + 1
+            known = self._sampled.get(key)
+        if known is not None and not due:
+            return known
+        sampled = _try(plain, contents, base)
+        if known is not None:
+            # A sample is so short that it seldom has to wait for a core, which a partition may: it corrects what was
+            # seen of whole ones, step by step, and does not replace it.
+            sampled = Sampled(sampled.ratio, math.sqrt(known.bytes_per_s * sampled.bytes_per_s))
+        with self._lock:
+            self._sampled[key] = sampled
+        return sampled
+
+    def _note(
+        self, contents: Contents, base: Base | None, encoded: Encoded | None, length: int, seconds: float
+    ) -> None:
+        """Keep what encoding a whole partition gave."""
+        ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
+        with self._lock:
+            key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
+            self._sampled[key] = Sampled(ratio, length / max(seconds, 1e-9))
+
+    def carry_out(self, move: Move, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Encoded | None:
+        """Encode a partition as a move says, or without a base if that fails; None when it is to be stored as it is."""
+        encoded = None
+        if move.codec != CODEC_IDENTITY:
+            with timed("encode", len(plain), lambda: {"role": contents.role, "why": move.why}):
+                base = next((one for one in bases if one.codec == move.codec), None)
+                began = time.perf_counter()
+                encoded = _encode(move.digests[0], plain, contents.segments, base)
+                self._note(contents, base, encoded, len(plain), time.perf_counter() - began)
+                if encoded is None and self._mode == "smallest":
+                    encoded = _encode(move.digests[0], plain, contents.segments, None)
+            if encoded is not None and encoded.descriptor.stored_length >= len(plain):
+                encoded = None
+        with self._lock:
+            codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
+            self._reasons.setdefault(contents.role, {})[codec] = move.why
+        return encoded
+
+
+def _encode(name: Digest, plain: memoryview, segments: Sequence[Segment], base: Base | None) -> Encoded | None:
+    if base is None:
+        return encode_planes(name, plain, segments)
+    if base.codec == CODEC_DELTA:
+        return encode_delta(name, plain, segments, base.name, base.plain)
+    return encode_derived(name, plain, base.dtype, base.name, base.plain, base.offset)
+
+
+def _try(plain: memoryview, contents: Contents, base: Base | None) -> Sampled:
+    """Encode a piece from the middle of the longest run of elements of one kind."""
+    start, found = 0, (0, contents.segments[0])
+    for segment in contents.segments:
+        if segment.length > found[1].length:
+            found = start, segment
+        start += segment.length
+    first, segment = found
+    length = min(segment.length, _SAMPLE_BYTES)
+    # Multiples of 16 bytes keep elements whole, whatever their width.
+    offset = first + (segment.length - length) // 2 // 16 * 16
+    piece, name = plain[offset : offset + length], Digest(bytes(16))
+    if base is not None and base.codec == CODEC_DELTA:
+        base = dataclasses.replace(base, plain=base.plain[offset : offset + length])
+    elif base is not None:
+        base = dataclasses.replace(base, offset=base.offset + 2 * offset)
+    began = time.perf_counter()
+    encoded = _encode(name, piece, [dataclasses.replace(segment, length=length)], base)
+    seconds = time.perf_counter() - began
+    ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
+    return Sampled(ratio, length / max(seconds, 1e-9))

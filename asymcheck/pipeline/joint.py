@@ -1,0 +1,227 @@
+"""Joint: the captures of all ranks become one checkpoint, or none does (SPEC.md §8.1).
+
+In ``step()`` rank 0 gives the save id and its plan to all, so that replicas are cut alike. The rest happens where a
+rank commits: each rank writes its partitions, seals their packs and reports; when all have done so, each looks for what
+others have written, publishes its manifest and reports; when all have done that, the checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
+from asymcheck.format.frame import frame_length
+from asymcheck.partition.schedule import Plan
+from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.moving import Moving
+from asymcheck.pipeline.replicas import Divergence, Replicas
+from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.pipeline.turn import Turn
+from asymcheck.ranks import Session
+from asymcheck.ranks.session import reason_of
+from asymcheck.ranks.sharing import decode_owners, share_out
+from asymcheck.tiers.manifests import ManifestReader
+from asymcheck.types import CheckpointRef, SaveId
+
+_BEGUN, _DIGESTS, _STORED, _COMMITTED = range(4)
+_SHARED_FOR = 100
+"""After so many saves the ranks look anew at what they have in common."""
+_DIVERGED_MAX = 8
+"""So many differences of one rank are told of one checkpoint."""
+
+
+class Writes(Protocol):
+    """What moves the partitions of one capture."""
+
+    def soon(self, moving: Moving, numbers: Sequence[int]) -> None:
+        """Begin to write partitions."""
+
+    def wait(self, moving: Moving) -> None:
+        """Wait for what was begun; raises what went wrong."""
+
+    def now(self, moving: Moving, number: int) -> bool:
+        """Store a partition; return whether it had to be written."""
+
+
+class Joint:
+    """This rank's part in the saves of all. :meth:`turn` is for the training thread, the rest for the commit thread."""
+
+    def __init__(
+        self, session: Session, placing: Callable[[Capture], Place], manifests: ManifestReader, run: str
+    ) -> None:
+        """Save ``run`` with those of ``session``; on rank 0 ``placing`` says where on the line a checkpoint goes."""
+        self._manifests = manifests
+        self._session = session
+        self._committing = session.for_thread()
+        self._placing, self._run = placing, run
+        self._replicas = Replicas(session.rank)
+        self._lock = threading.Lock()
+        # Of rank 0.
+        self._shared_plan: Plan | None = None
+        self._since_shared = 0
+        self._is_outdated = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._session.is_first
+
+    # --------------------------------------------------------------------------------------- on the training thread
+
+    def lead(self, number: int, request: SaveRequest, generation: int | None, plan: Plan) -> Turn:
+        """Begin a save, as rank 0."""
+        with self._lock:
+            anew = plan is not self._shared_plan or self._is_outdated or self._since_shared >= _SHARED_FOR
+            if anew:
+                self._shared_plan, self._since_shared, self._is_outdated = plan, 0, False
+            self._since_shared += 1
+        turn = Turn(number, request.step, request.save_id, generation, plan.record(), anew)
+        said = {**dataclasses.asdict(turn), "save_id": request.save_id.hex()}
+        self._session.post((number, _BEGUN), json.dumps(said).encode())
+        return turn
+
+    def follow(self, number: int, request: SaveRequest) -> Turn:
+        """Take part in the save that rank 0 begins.
+
+        Raises:
+            RanksError: rank 0 does not begin it, or begins another one.
+        """
+        what = f"save of step {request.step} of run {self._run!r}"
+        said = json.loads(self._session.hear((number, _BEGUN), what))
+        turn = Turn(**{**said, "save_id": SaveId(bytes.fromhex(said["save_id"]))})
+        if turn.step != request.step:
+            raise RankFailedError(
+                f"rank 0 saves step {turn.step} where rank {self._session.rank} saves step {request.step}: all ranks "
+                "have to call step() with the same steps"
+            )
+        return turn
+
+    def next_number(self) -> int:
+        """Return the number of the save that is about to begin."""
+        return self._session.next_number()
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """Tell the others that this rank has not even begun."""
+        reason = reason_of(error).encode()
+        with contextlib.suppress(RanksError):
+            for part in (_BEGUN, _DIGESTS, _STORED):
+                if part != _BEGUN or self.is_first:
+                    self._session.report((number, part), reason, failed=True)
+
+    # ----------------------------------------------------------------------------------------- on the commit thread
+
+    def holds(self, capture: Capture, number: int) -> bool:
+        """Tell whether a partition is not written yet: another rank writes it, or who does is not known yet."""
+        turn = capture.turn
+        return turn is not None and (turn.shares_anew or self._replicas.is_of_other(capture, number))
+
+    def commit(self, moving: Moving, writes: Writes) -> None:
+        """Make one checkpoint of what all ranks captured.
+
+        Raises:
+            RanksMissingError: some ranks did not come so far in time.
+            RankFailedError: one failed.
+            AsymcheckError: this one failed; the others are told.
+        """
+        capture = moving.capture
+        turn = capture.turn
+        if turn is None:
+            raise RankFailedError(f"step {capture.request.step} was begun by this rank alone")
+        at = (turn.number, _DIGESTS if turn.shares_anew else _STORED)
+        try:
+            if capture.error is not None:
+                raise capture.error
+            writes.wait(moving)
+            if turn.shares_anew:
+                self._share(capture, at)
+                at = (turn.number, _STORED)
+                self._write_own(moving, writes)
+            for number in moving.put_off:
+                writes.now(moving, number)
+            moving.drain.enter()
+            place, is_void = self._all_stored(capture, at)
+            at = (turn.number, _COMMITTED)
+            self._take_from_others(moving, writes, is_void=is_void)
+            ref = moving.drain.commit(moving.manifest, lambda _header: place)
+            self._all_committed(moving, at)
+            moving.ref = ref
+        except (RankFailedError, RanksMissingError):
+            # All know.
+            raise
+        except BaseException as error:
+            with contextlib.suppress(RanksError):
+                self._committing.report(at, reason_of(error).encode(), failed=True)
+            raise
+
+    def _what(self, capture: Capture, what: str) -> str:
+        return f"{what} of step {capture.request.step} of run {self._run!r}"
+
+    def _share(self, capture: Capture, at: tuple[int, int]) -> None:
+        report = self._replicas.report(capture)
+        owners = self._committing.agree(at, report, share_out, self._what(capture, "digests"))
+        self._replicas.take(capture, decode_owners(owners))
+
+    def _write_own(self, moving: Moving, writes: Writes) -> None:
+        capture = moving.capture
+        own = [number for number in moving.held if not self._replicas.is_of_other(capture, number)]
+        moving.held = [number for number in moving.held if self._replicas.is_of_other(capture, number)]
+        moving.drain.expect(sum(frame_length(capture.partitions[number].length) for number in own))
+        writes.soon(moving, own)
+        writes.wait(moving)
+
+    def _all_stored(self, capture: Capture, at: tuple[int, int]) -> tuple[Place, bool]:
+        """Wait until all ranks have stored what is theirs; return where the checkpoint goes.
+
+        And whether some rank does not know what it was to write, so that it is no wonder if that is not there.
+        """
+
+        def decide(reports: Sequence[bytes]) -> bytes:
+            place = self._placing(capture)
+            parent = place.parent
+            said = {
+                "generation": place.generation,
+                "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
+                "is_void": any(json.loads(report)["is_void"] for report in reports),
+            }
+            return json.dumps(said).encode()
+
+        is_void = not self._replicas.knows(capture)
+        report = json.dumps({"is_void": is_void}).encode()
+        said = json.loads(self._committing.agree(at, report, decide, self._what(capture, "partitions")))
+        parent = said["parent"]
+        if parent is not None:
+            parent = CheckpointRef(parent[0], parent[1], SaveId(bytes.fromhex(parent[2])))
+        return Place(said["generation"], parent), said["is_void"]
+
+    def _take_from_others(self, moving: Moving, writes: Writes, *, is_void: bool) -> None:
+        """Take what others have written; write what is not there, for then it was no copy."""
+        for number in moving.held:
+            moving.drain.expect(frame_length(moving.capture.partitions[number].length))
+            if writes.now(moving, number):
+                self._replicas.differs(moving.capture, number, is_void=is_void)
+            else:
+                self._replicas.is_equal(moving.capture, number)
+
+    def _all_committed(self, moving: Moving, at: tuple[int, int]) -> None:
+        """Wait until the manifests of all ranks are there: from now on the checkpoint is durable."""
+        capture, ref = moving.capture, moving.drain.ref
+
+        def decide(reports: Sequence[bytes]) -> bytes:
+            found = [json.loads(report) for report in reports]
+            with self._lock:
+                self._is_outdated |= any(one["is_outdated"] for one in found)
+            told = [one for report in found for one in report["diverged"]]
+            return json.dumps(told[:_DIVERGED_MAX]).encode()
+
+        diverged = [dataclasses.asdict(one) for one in self._replicas.end(capture)[:_DIVERGED_MAX]]
+        mine = {"is_outdated": bool(diverged) or not self._replicas.knows(capture), "diverged": diverged}
+        said = self._committing.agree(at, json.dumps(mine).encode(), decide, self._what(capture, "commit"))
+        if ref is not None:
+            # Rank 0 tells of all: its output is the one that is looked at.
+            told = [Divergence(**one) for one in (json.loads(said) if self.is_first else diverged)]
+            capture.diverged = [one.text(self._manifests, self._run, ref) for one in told]

@@ -1,0 +1,150 @@
+"""What checkpoints need and packs hold, kept from one collection to the next: only what is new is read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError, StorageError
+from asymcheck.format import layout, registry
+from asymcheck.format.catalog import manifest_key
+from asymcheck.format.pack import Entries, frame_lengths
+from asymcheck.tiers.files import translated
+from asymcheck.tiers.nvme import NvmeTier, bases_in
+from asymcheck.types import CheckpointRef, Digest, PackId
+
+NamedCheckpoint = tuple[str, CheckpointRef]
+"""A run and a checkpoint of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldFrames:
+    """The index of one sound pack."""
+
+    names: list[Digest]
+    """Digests of the frames, in order."""
+    entries: Entries
+    """The rows of the index."""
+    lengths: npt.NDArray[np.int64]
+    """Bytes of each frame, with header and padding."""
+
+
+class Needed:
+    """The partitions that manifests name, and the frames that packs hold. For one thread."""
+
+    def __init__(self, tier: NvmeTier, without: Collection[NamedCheckpoint] = ()) -> None:
+        """Begin with nothing read; the checkpoints in ``without`` count as deleted."""
+        self._tier = tier
+        self._without = frozenset(without)
+        self._digests: dict[bytes, bytes] = {}
+        self._users: dict[Digest, int] = {}
+        self._bases: dict[PackId, dict[Digest, Digest]] = {}
+        self.packs: dict[PackId, HeldFrames] = {}
+        """The packs that could be read and are sound."""
+        self.unread = 0
+        """How many could not: held by a writer that has just sealed them, or damaged, so that nobody can tell."""
+
+    @property
+    def manifests(self) -> set[bytes]:
+        """The keys of the manifests that were read and are there."""
+        return set(self._digests)
+
+    def look(self) -> None:
+        """Read what has come, and forget what has gone: manifests first, then packs.
+
+        Raises:
+            InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown.
+        """
+        self._look_at_manifests()
+        self._look_at_packs()
+
+    def _look_at_manifests(self) -> None:
+        found = set()
+        for run in self._tier.manifests.runs():
+            for listing in self._tier.manifests.checkpoints(run):
+                if (run, listing.ref) in self._without:
+                    continue
+                for name in listing.manifests:
+                    key = manifest_key(run, listing.ref, name)
+                    found.add(key)
+                    if key in self._digests:
+                        continue
+                    try:
+                        manifest = self._tier.manifests.read(run, listing.ref, name)
+                    except (FormatError, MissingPartitionError, StorageError) as error:
+                        if name not in self._tier.manifests.listing(run, listing.ref).manifests:
+                            # Deleted since it was listed.
+                            continue
+                        raise InconsistentCheckpointError(
+                            f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
+                            "delete that checkpoint first"
+                        ) from error
+                    self._digests[key] = b"".join(manifest.partitions())
+                    self._count(self._digests[key], 1)
+        for key in self._digests.keys() - found:
+            self._count(self._digests.pop(key), -1)
+
+    def _count(self, digests: bytes, change: int) -> None:
+        for name in _each(digests):
+            users = self._users.get(name, 0) + change
+            if users:
+                self._users[name] = users
+            else:
+                del self._users[name]
+
+    def _look_at_packs(self) -> None:
+        present = self._tier.pack_ids()
+        there = set(present)
+        self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in there}
+        self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in there}
+        self.unread = 0
+        for pack_id in present:
+            if pack_id not in self.packs:
+                try:
+                    self._read_pack(pack_id)
+                except MissingPartitionError:
+                    continue
+                except (StorageError, FormatError):
+                    self.unread += 1
+
+    def _read_pack(self, pack_id: PackId) -> None:
+        pack = self._tier.open_pack(pack_id, wait=False)
+        pack.close()
+        # Also of a damaged one: what it holds may be all that there is of a live partition.
+        self._bases[pack_id] = bases_in(pack.entries)
+        if pack.damage is not None:
+            raise pack.damage
+        lengths = frame_lengths(pack.entries["stored_length"]).astype(np.int64)
+        self.packs[pack_id] = HeldFrames(pack.digests(), pack.entries, lengths)
+
+    def live(self) -> set[Digest]:
+        """Return the digests that manifests name, what these are encoded against, and so on."""
+        bases: dict[Digest, set[Digest]] = {}
+        for based in self._bases.values():
+            for name, base in based.items():
+                bases.setdefault(name, set()).add(base)
+        needed = set(self._users)
+        new = needed & bases.keys()
+        while new:
+            further = set().union(*(bases[name] for name in new))
+            new = (further - needed) & bases.keys()
+            needed |= further
+        return needed
+
+
+def _each(digests: bytes) -> Iterator[Digest]:
+    size = registry.DIGEST_BYTES
+    return (Digest(digests[start : start + size]) for start in range(0, len(digests), size))
+
+
+def is_gone(tier: NvmeTier, key: bytes) -> bool:
+    """Tell whether a manifest that the catalog names has been deleted, or could never be the name of one."""
+    run, folder, name = [*os.fsdecode(key).split("/", 2), "", ""][:3]
+    if not layout.is_run(run) or layout.parse_checkpoint_name(folder) is None or not layout.parse_manifest_name(name):
+        return True
+    with translated("look for", tier.root / layout.MANIFESTS / run / folder / name):
+        return not (tier.root / layout.MANIFESTS / run / folder / name).exists()

@@ -1,0 +1,310 @@
+"""Repacking: what is needed of a pack that is mostly garbage is copied, so that the pack can go (SPEC.md §8.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from asymcheck.config import WRITER
+from asymcheck.errors import (
+    AsymcheckError,
+    DigestMismatchError,
+    FormatError,
+    MissingPartitionError,
+    OutOfSpaceError,
+    StorageError,
+)
+from asymcheck.events import emit
+from asymcheck.format import layout, registry
+from asymcheck.format.digest import ZERO_DIGEST, digest
+from asymcheck.format.frame import FrameDescriptor, check_frame
+from asymcheck.format.pack import PackHeader
+from asymcheck.pipeline.needed import HeldFrames, Needed, is_gone
+from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.types import Digest, Location, PackId
+
+_ATTEMPTS = 8
+# As in a collection: locks need descriptors.
+_BATCH = 64
+
+_Copy = tuple[Digest, bytes]
+"""A partition and the base that it is encoded against; zero for a full frame.
+
+A full frame can stand for any other; one with a base only for its like: else a chain of deltas could grow too long.
+"""
+
+
+@dataclasses.dataclass
+class RepackPlan:
+    """Which packs are to go, and what is copied before."""
+
+    victims: dict[PackId, list[int]] = dataclasses.field(default_factory=dict)
+    """For each of them the frames to copy, by number."""
+    homes: dict[_Copy, Location] = dataclasses.field(default_factory=dict)
+    """Where partitions lie that need no copy, in packs that stay."""
+    copied_bytes: int = 0
+    """Bytes of the frames to copy."""
+    new_packs: int = 0
+    """How many packs they make."""
+    busy: int = 0
+    """Packs that should go but are in use."""
+    batches: list[list[PackId]] = dataclasses.field(default_factory=list)
+    """Victims whose frames go into one new pack."""
+
+
+@dataclasses.dataclass
+class Repacked:
+    """What was done."""
+
+    packs: int = 0
+    """Packs marked freed, and retired."""
+    copied_bytes: int = 0
+    """Bytes of the frames copied."""
+    new_packs: int = 0
+    """Packs that they lie in now."""
+    busy: int = 0
+    """Packs that should go but are in use."""
+
+
+def plan_repack(
+    tier: NvmeTier, catalog: Catalog, needed: Needed, dead_pins: Collection[bytes] = frozenset()
+) -> RepackPlan:
+    """Choose the packs that are worth it, by what ``needed`` has seen; ``dead_pins`` protect nothing."""
+    live = needed.live()
+    with catalog.read() as transaction:
+        states = transaction.pack_states()
+        pins = transaction.pins().items()
+    pinned = {pack_id for key, (_, packs) in pins if key not in dead_pins for pack_id in packs}
+    # Of the others all is needed, and of entirely dead ones nothing.
+    in_part = {
+        pack_id: held
+        for pack_id, held in needed.packs.items()
+        if pack_id not in pinned
+        and not live.isdisjoint(held.names)
+        and (states.get(pack_id) != registry.PACK_LIVE or not live.issuperset(held.names))
+    }
+    wanted = live.intersection(name for held in in_part.values() for name in held.names)
+    plan = RepackPlan()
+    for pack_id, held in needed.packs.items():
+        if pack_id not in in_part and states.get(pack_id) == registry.PACK_LIVE:
+            plan.homes.update(_places(pack_id, held, wanted))
+    claimed: set[_Copy] = set()
+    batch_bytes = 0
+    # Packs that the catalog does not know come last: most are copies that a killed collection left of the others.
+    for pack_id, held in sorted(in_part.items(), key=lambda item: states.get(item[0]) != registry.PACK_LIVE):
+        own = [number for number, name in enumerate(held.names) if name in live]
+        own = [number for number in own if not _stands(_copy_of(held, number), plan.homes, claimed)]
+        own_bytes, total = int(held.lengths[own].sum()), int(held.lengths.sum())
+        if own and total - own_bytes <= tier.config.repack_waste * total:
+            if states.get(pack_id) == registry.PACK_LIVE:
+                plan.homes.update(_places(pack_id, held, wanted))
+            continue
+        with tier.locked(tier.packs / layout.pack_name(pack_id)) as free:
+            if not free:
+                plan.busy += 1
+                continue
+        if not plan.batches or len(plan.batches[-1]) == _BATCH or batch_bytes + own_bytes > tier.config.pack_bytes:
+            plan.batches.append([])
+            batch_bytes = 0
+        plan.new_packs += bool(own) and not batch_bytes
+        batch_bytes += own_bytes
+        plan.batches[-1].append(pack_id)
+        plan.victims[pack_id] = own
+        plan.copied_bytes += own_bytes
+        claimed.update(_copy_of(held, number) for number in own)
+    return plan
+
+
+def _copy_of(held: HeldFrames, number: int) -> _Copy:
+    return held.names[number], held.entries["base_digest"][number].tobytes()
+
+
+def _stands(copy: _Copy, *among: Mapping[_Copy, object] | set[_Copy]) -> bool:
+    return any(copy in some or (copy[0], ZERO_DIGEST) in some for some in among)
+
+
+def _places(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[tuple[_Copy, Location]]:
+    if wanted.isdisjoint(held.names):
+        return
+    for number, name in enumerate(held.names):
+        if name in wanted:
+            yield _copy_of(held, number), _location(pack_id, held, number)
+
+
+def _location(pack_id: PackId, held: HeldFrames, number: int) -> Location:
+    entry = held.entries[number]
+    lengths = (int(entry["offset"]), int(entry["stored_length"]), int(entry["plain_length"]))
+    numbers = (int(entry["kind"]), int(entry["codec"]), int(entry["digest_algorithm"]))
+    return Location(pack_id, *lengths, *numbers, entry["base_digest"].tobytes())
+
+
+def repack(tier: NvmeTier, catalog: Catalog, needed: Needed, retire: Callable[[Sequence[PackId]], object]) -> Repacked:
+    """Copy what is needed of packs that are mostly garbage, and free these; safe beside saves and reads.
+
+    ``retire`` takes the packs that are marked freed and locked. On a disk without room for a copy nothing is done.
+
+    Raises:
+        StorageError: the device refused; nothing is lost.
+    """
+    plan = plan_repack(tier, catalog, needed)
+    done = Repacked(busy=plan.busy)
+    for packs in plan.batches:
+        try:
+            _Batch(tier, catalog, needed, plan, packs).carry_out(retire, done)
+        except OutOfSpaceError:
+            break
+    return done
+
+
+class _Batch:
+    """Some packs whose needed frames go into one new pack.
+
+    At every instant each of these partitions lies in a complete pack: the new one gets its name before the old ones
+    are marked freed, in the transaction that enters it. Until then nothing relies on it.
+    """
+
+    def __init__(
+        self, tier: NvmeTier, catalog: Catalog, needed: Needed, plan: RepackPlan, packs: Sequence[PackId]
+    ) -> None:
+        self._tier, self._catalog, self._needed, self._plan = tier, catalog, needed, plan
+        self._held = {pack_id: needed.packs[pack_id] for pack_id in packs}
+        self._places: dict[_Copy, Location] = {}
+        self._entered = False
+
+    def carry_out(self, retire: Callable[[Sequence[PackId]], object], done: Repacked) -> None:
+        """Copy, enter, retire."""
+        with self._new_pack() as header, contextlib.ExitStack() as locks:
+            free = [
+                pack_id
+                for pack_id in self._held
+                if locks.enter_context(self._tier.locked(self._tier.packs / layout.pack_name(pack_id)))
+            ]
+            done.busy += len(self._held) - len(free)
+            freed = self._enter(header, free)
+            if freed and header is not None:
+                done.new_packs += 1
+                done.copied_bytes += header.index_offset - registry.BLOCK_BYTES
+            if freed:
+                retire(freed)
+                done.packs += len(freed)
+        self._plan.homes.update(self._places if self._entered else {})
+
+    @contextlib.contextmanager
+    def _new_pack(self) -> Iterator[PackHeader | None]:
+        """Copy into a complete pack, locked for the ``with`` block; it is removed again unless it was entered."""
+        frames = {pack_id: self._plan.victims[pack_id] for pack_id in self._held}
+        expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in frames.items())
+        if not expected:
+            yield None
+            return
+        writer = self._tier.start_pack(expected)
+        try:
+            try:
+                header, locations = self._written(writer, frames)
+            except BaseException:
+                writer.abandon()
+                raise
+            if header is None:
+                writer.abandon()
+            self._places = {(name, location.base_digest): location for name, location in locations}
+            yield header
+        finally:
+            if not self._entered:
+                # Nobody else could open it yet. Were it to stay, it would be no harm but a second copy.
+                with contextlib.suppress(AsymcheckError):
+                    self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
+            writer.close()
+
+    def _written(
+        self, writer: PackWriter, frames: Mapping[PackId, Sequence[int]]
+    ) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
+        for pack_id, numbers in frames.items():
+            for slot, descriptor in self._read(pack_id, numbers):
+                writer.write(slot, descriptor)
+        if writer.length == registry.BLOCK_BYTES:
+            return None, []
+        return writer.seal(time.time_ns(), WRITER)
+
+    def _read(self, pack_id: PackId, numbers: Sequence[int]) -> Iterator[tuple[Slot, FrameDescriptor]]:
+        """Yield frames as they lie, each checked; no more of a pack after the first that is damaged."""
+        if not numbers:
+            return
+        held, where = self._held[pack_id], f"pack {layout.pack_name(pack_id)}"
+        longest = int(held.entries["stored_length"][numbers].max())
+        with contextlib.suppress(FormatError, StorageError, MissingPartitionError), contextlib.ExitStack() as stack:
+            # What cannot be read is not copied, and so its pack stays, for repair to see to.
+            pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
+            slot = stack.enter_context(self._tier.slots.slot(longest))
+            for number in numbers:
+                yield slot, _checked(pack.read_frame(number, slot), pack_id, number, f"frame {number} of {where}")
+
+    def _enter(self, header: PackHeader | None, free: Sequence[PackId]) -> list[PackId]:
+        """Mark packs freed in the transaction that enters the new one; return which."""
+        for _ in range(_ATTEMPTS):
+            with self._catalog.read() as transaction:
+                unseen = transaction.manifests() - self._needed.manifests
+            gone = {key for key in unseen if is_gone(self._tier, key)}
+            if unseen - gone:
+                # Committed while frames were copied: it may need what was not.
+                self._needed.look()
+            live = self._needed.live()
+            moved = {pack_id: self._moved(pack_id, live) for pack_id in free}
+            with self._catalog.write() as transaction:
+                if transaction.manifests() - self._needed.manifests - gone:
+                    continue
+                freed = self._mark_freed(transaction, header, moved)
+            self._entered = bool(freed)
+            emit("gc.repacked", f"{len(freed)} packs")
+            return freed
+        return []
+
+    def _moved(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
+        """Return where else each needed partition of a pack lies; None when one of them lies nowhere else."""
+        held, found = self._held[pack_id], {}
+        for number, name in enumerate(held.names):
+            if name in live:
+                copies = (_copy_of(held, number), (name, ZERO_DIGEST))
+                places = [some[copy] for some in (self._places, self._plan.homes) for copy in copies if copy in some]
+                if not places:
+                    return None
+                found[name] = places[0]
+        return found
+
+    def _mark_freed(
+        self,
+        transaction: Transaction,
+        header: PackHeader | None,
+        moved: Mapping[PackId, Mapping[Digest, Location] | None],
+    ) -> list[PackId]:
+        pinned = {pack_id for _, packs in transaction.pins().values() for pack_id in packs}
+        freed = []
+        for pack_id, places in moved.items():
+            if places is None or pack_id in pinned:
+                continue
+            relied = {location.pack_id for location in places.values()} - {header.pack_id if header else None}
+            if any(transaction.pack_state(one) != registry.PACK_LIVE for one in relied):
+                continue
+            for name in self._held[pack_id].names:
+                transaction.forget_location(name, pack_id)
+            for name, location in places.items():
+                if transaction.location(name) is None:
+                    transaction.put_location(name, location)
+            transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
+            freed.append(pack_id)
+        if freed and header is not None:
+            transaction.put_pack(header.pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)
+        return freed
+
+
+def _checked(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
+    """Check a frame as far as that needs no base and no decoding, and return its descriptor.
+
+    Raises:
+        FormatError
+    """
+    descriptor, payload = check_frame(frame, pack_id, number, where)
+    if descriptor.codec == registry.CODEC_IDENTITY and digest(payload) != descriptor.digest:
+        raise DigestMismatchError(f"digest mismatch in {where}")
+    return descriptor

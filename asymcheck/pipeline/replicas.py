@@ -1,0 +1,150 @@
+"""Replicas: partitions of which other ranks have equal ones. One of these ranks, the owner, writes them for all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from asymcheck.errors import AsymcheckError
+from asymcheck.format.digest import digest
+from asymcheck.pipeline.capture import Capture
+from asymcheck.ranks.sharing import NOBODY, encode_rows
+from asymcheck.tiers.manifests import ManifestReader
+from asymcheck.types import CheckpointRef, Digest
+
+_KEY_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """A partition that was a copy of another rank's, and is none any more."""
+
+    rank: int
+    """Which rank found that out."""
+    owner: int
+    """Which rank has the other copy."""
+    tensor: str
+    """Name of the (first) tensor in it."""
+    tensors: int
+    """How many tensors are in it."""
+    start: int
+    """Its first byte in that tensor."""
+    digest: str
+    """Digest on ``rank``, hexadecimal."""
+    equal_until: int
+    """The last step at which both were equal."""
+
+    def text(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:
+        """Say it, with the digest of the other copy as the checkpoint has it."""
+        other = self._other_digest(manifests, run, ref)
+        more = "" if self.tensors == 1 else f" (or one of {self.tensors - 1} beside it)"
+        return (
+            f"step {ref.step} of run {run!r}: tensor {self.tensor}{more} is not the same on ranks {self.owner} and "
+            f"{self.rank}, as it was until step {self.equal_until}: from byte {self.start} on, rank {self.owner} has "
+            f"digest {other}, rank {self.rank} has {self.digest}. Each rank's own was saved"
+        )
+
+    def _other_digest(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:
+        with contextlib.suppress(AsymcheckError):
+            names = [name for name in manifests.listing(run, ref).manifests if name.rank == self.owner]
+            manifest = manifests.read(run, ref, names[0]) if names else None
+            for row in () if manifest is None else manifest.rows(range(len(manifest))):
+                at = 0
+                for extent in row.extents if row.name == self.tensor else ():
+                    if at == self.start:
+                        return extent.digest.hex()
+                    at += extent.length
+        return "another"
+
+
+@dataclasses.dataclass
+class _Shared:
+    """What came of looking at what the ranks have in common."""
+
+    identities: list[bytes]
+    """What each partition is of; as long as that stays the same, so do the owners."""
+    owners: list[int]
+    """Of each partition: a rank, or ``NOBODY``."""
+    digests: list[Digest | None]
+    """What it was then."""
+    step: int
+    """The step at which they were found equal last."""
+    changed: set[int] = dataclasses.field(default_factory=set)
+    """Those that have changed and stayed equal: they are copies of each other, and not alike by chance."""
+
+
+class Replicas:
+    """What this rank has in common with others. For the commit thread."""
+
+    def __init__(self, rank: int) -> None:
+        """Begin without knowing anything; this rank is ``rank``."""
+        self._rank = rank
+        self._shared: _Shared | None = None
+        self._last: Capture | None = None
+        self._identities: list[bytes] = []
+        self._named: tuple[object, ...] = ()
+        self._diverged: list[Divergence] = []
+
+    def report(self, capture: Capture) -> bytes:
+        """Return what rank 0 needs to know of the partitions of a capture that is complete."""
+        pairs = zip(self._identities_of(capture), capture.digests, strict=True)
+        keys = [digest(identity + (name or b""))[:_KEY_BYTES] for identity, name in pairs]
+        return encode_rows(keys, [partition.length for partition in capture.partitions])
+
+    def take(self, capture: Capture, owners: list[int]) -> None:
+        """Take what rank 0 has decided on that."""
+        identities = self._identities_of(capture)
+        self._shared = _Shared(identities, owners, list(capture.digests), capture.request.step)
+
+    def knows(self, capture: Capture) -> bool:
+        """Tell whether it is known who writes what of a capture."""
+        return self._shared is not None and self._shared.identities is self._identities_of(capture)
+
+    def is_of_other(self, capture: Capture, number: int) -> bool:
+        """Tell whether another rank writes a partition."""
+        known = self._shared if self.knows(capture) else None
+        return known is not None and known.owners[number] not in (self._rank, NOBODY)
+
+    def is_equal(self, capture: Capture, number: int) -> None:
+        """Note that the owner has written the very same."""
+        if self._shared is not None and self._shared.digests[number] != capture.digests[number]:
+            self._shared.changed.add(number)
+
+    def differs(self, capture: Capture, number: int, *, is_void: bool) -> None:
+        """Note that the owner has written something else, so that this rank had to write its own.
+
+        With ``is_void`` it may have written nothing, and nothing follows.
+        """
+        shared = self._shared
+        if shared is None or is_void:
+            return
+        owner, shared.owners[number] = shared.owners[number], self._rank
+        if number in shared.changed:
+            pieces = capture.partitions[number].pieces
+            name, own = capture.names[pieces[0].row], (capture.digests[number] or b"").hex()
+            count = len({piece.row for piece in pieces})
+            self._diverged.append(Divergence(self._rank, owner, name, count, pieces[0].start, own, shared.step))
+
+    def end(self, capture: Capture) -> list[Divergence]:
+        """Say that a capture is through; return what has diverged in it."""
+        found, self._diverged = self._diverged, []
+        if self._shared is not None:
+            self._shared.step = capture.request.step
+        return found
+
+    def _identities_of(self, capture: Capture) -> list[bytes]:
+        """Return what each partition is of: the same list as of the capture before, if that is the same."""
+        if capture is not self._last:
+            named = (capture.plan, capture.names, capture.boxes)
+            if self._last is None or named != self._named:
+                self._identities = _identities(capture)
+            self._named, self._last = named, capture
+        return self._identities
+
+
+def _identities(capture: Capture) -> list[bytes]:
+    tensors = [f"{name} {box.whole} {box.offset}" for name, box in zip(capture.names, capture.boxes, strict=True)]
+    return [
+        digest("\n".join(f"{tensors[one.row]} {one.start} {one.length}" for one in partition.pieces).encode())
+        for partition in capture.partitions
+    ]

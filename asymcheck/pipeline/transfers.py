@@ -1,0 +1,243 @@
+"""Transfers: the copies of one capture that a device carries out by itself, in the order of its queues.
+
+A device works behind the program: when ``step()`` is called, the optimizer step may only be queued. So copies are not
+timed but ordered. They wait, on the device, for a mark that was set after the optimizer step (or, later, when a window
+begins); and the next optimizer step waits, on the device, for the last of them. The program itself waits for neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from asymcheck.partition.leaves import Leaf, Source
+from asymcheck.partition.plan import Partition, Piece
+from asymcheck.tiers.gpu_staging import Link, Mark, Region, Staging, cuda_link
+
+LinkOf = Callable[[Source], Link | None]
+"""Says by which link the bytes of a tensor come; None for those in host memory, which the program copies itself."""
+
+
+def link_of(source: Source) -> Link | None:
+    """Return the link of a tensor that lies on a CUDA device. Those on other devices are copied at once."""
+    if isinstance(source, torch.Tensor) and source.device.type == "cuda":
+        return cuda_link(source.device)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lane:
+    """One device, and the buffer in its memory."""
+
+    link: Link
+    staging: Staging
+
+
+Give = Callable[[bytes], None]
+
+
+class Lanes:
+    """The devices that a training uses."""
+
+    def __init__(self, staging_bytes: int, find: LinkOf = link_of) -> None:
+        """Take ``staging_bytes`` of each device when its first tensor is met."""
+        self._staging_bytes = staging_bytes
+        self._find = find
+        self._lanes: dict[Link, Lane] = {}
+
+    def of(self, source: Source) -> Lane | None:
+        """Return the lane of a tensor; None for host memory."""
+        link = self._find(source)
+        if link is None:
+            return None
+        if link not in self._lanes:
+            assert isinstance(source, torch.Tensor)  # noqa: S101 - only those have links; for mypy
+            self._lanes[link] = Lane(link, Staging(source.device, self._staging_bytes))
+        return self._lanes[link]
+
+
+class Transfers:
+    """The copies of one capture. The training thread and the capture thread call it, the second under a lock or alone.
+
+    ``leaves`` are the tensors, by row; partitions are named by their pieces and their number in the plan.
+    """
+
+    def __init__(self, lanes: Lanes, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
+        """Find out which device has what."""
+        self._leaves = leaves
+        self._partitions = partitions
+        self._lane_of = [lanes.of(leaf.source) for leaf in leaves]
+        self._gates: dict[Lane, Mark] = {}
+        self._last: dict[Lane, Mark] = {}
+        self._ends: dict[int, list[Mark]] = {}
+        self._regions: dict[int, tuple[Lane, Region]] = {}
+        self.lanes = tuple(dict.fromkeys(lane for lane in self._lane_of if lane is not None))
+        """Every device that has a tensor of this capture."""
+
+    def lane_of(self, row: int) -> Lane | None:
+        """The device that has a tensor; None for host memory."""
+        return self._lane_of[row]
+
+    def is_on_device(self, number: int) -> bool:
+        """Tell whether a device has some of a partition."""
+        return any(self._lane_of[piece.row] is not None for piece in self._partitions[number].pieces)
+
+    def is_staged(self, number: int) -> bool:
+        """Tell whether a partition has been cloned into a staging buffer."""
+        return number in self._regions
+
+    def stage(self, number: int) -> bool:
+        """Clone a partition as it is now, on the device, so that its source may change; return whether there was room.
+
+        Pieces in host memory go along, if others of the partition lie on one device.
+        """
+        partition = self._partitions[number]
+        lanes = {lane for piece in partition.pieces if (lane := self._lane_of[piece.row]) is not None}
+        if len(lanes) != 1:
+            return False
+        lane = lanes.pop()
+        region = lane.staging.take(partition.length)
+        if region is None:
+            return False
+        lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
+        self._regions[number] = lane, region
+        return True
+
+    def catch_up(self, number: int) -> None:
+        """Wait until the device has done what it was asked to do with a partition, so that the program may read it."""
+        for lane in {self._lane_of[piece.row] for piece in self._partitions[number].pieces} - {None}:
+            if lane is not None:
+                lane.link.mark().wait()
+
+    def gate(self) -> None:
+        """Let copies that are queued from now on wait for what the device has been asked to do until now."""
+        self._gates = {lane: lane.link.mark() for lane in self.lanes}
+
+    def copy(self, number: int, payload: memoryview) -> None:
+        """Queue the copies of a partition; those of pieces in host memory are done when this returns."""
+        ends = self._ends[number] = []
+        if number in self._regions:
+            lane, region = self._regions[number]
+            ends.append(lane.link.queue(partial(_fetch, region.memory, payload), self._gates[lane]))
+            return
+        position = 0
+        for piece in self._partitions[number].pieces:
+            target = payload[position : position + piece.length]
+            position += piece.length
+            lane_of_row, leaf = self._lane_of[piece.row], self._leaves[piece.row]
+            if lane_of_row is None:
+                leaf.copy_bytes(piece.start, target)
+                continue
+            work = partial(leaf.copy_bytes, piece.start, target, wait=False)
+            self._last[lane_of_row] = lane_of_row.link.queue(work, self._gates[lane_of_row])
+            ends.append(self._last[lane_of_row])
+
+    def queue(self, lane: Lane, work: Callable[[], None]) -> Mark:
+        """Queue a copy that reads no tensor of the state."""
+        return lane.link.queue(work, self._gates[lane])
+
+    def hold(self) -> None:
+        """Let what the device is asked to do from now on wait for the copies of tensors that were queued."""
+        for lane, mark in self._last.items():
+            lane.link.hold(mark)
+
+    def have_passed(self, number: int) -> bool:
+        """Tell whether the copies of a partition, if any was queued, are done."""
+        return all(mark.passed() for mark in self._ends.get(number, ()))
+
+    def wait(self, number: int) -> None:
+        """Return when the copies of a partition, if any was queued, are done; free its part of the staging buffer."""
+        for mark in self._ends.pop(number, ()):
+            mark.wait()
+        if number in self._regions:
+            lane, region = self._regions.pop(number)
+            lane.staging.give_back(region)
+
+    def drop(self) -> None:
+        """Wait for what was queued, and free what is still taken of the staging buffers."""
+        for number in {*self._ends, *self._regions}:
+            self.wait(number)
+
+
+class Asides:
+    """Small parts of tensors, as they are now: those in host memory are read at once.
+
+    Those on a device are gathered in its staging buffer, and fetched together in one copy.
+    """
+
+    def __init__(self, transfers: Transfers, leaves: Sequence[Leaf]) -> None:
+        """Begin with none; ``leaves`` are those of ``transfers``."""
+        self._transfers, self._leaves = transfers, leaves
+        self._wanted: dict[Lane, list[tuple[Piece, Give]]] = {}
+        self._regions: dict[Lane, Region] = {}
+        self._fetched: list[tuple[Lane, memoryview, Mark]] = []
+
+    def want(self, row: int, start: int, length: int, give: Give) -> None:
+        """Ask for some bytes of a tensor; ``give`` gets them, at once or in :meth:`settle`."""
+        lane = self._transfers.lane_of(row)
+        if lane is None:
+            self._read(Piece(row, start, length), give)
+        else:
+            self._wanted.setdefault(lane, []).append((Piece(row, start, length), give))
+
+    def _read(self, piece: Piece, give: Give) -> None:
+        data = bytearray(piece.length)
+        if data:
+            self._leaves[piece.row].copy_bytes(piece.start, memoryview(data))
+        give(bytes(data))
+
+    def gather(self) -> None:
+        """Gather what was asked for; where the staging buffer has no room for it, the program waits and reads it."""
+        for lane, wanted in list(self._wanted.items()):
+            pieces = [piece for piece, _ in wanted]
+            region = lane.staging.take(sum(piece.length for piece in pieces))
+            if region is None:
+                lane.link.mark().wait()
+                for piece, give in self._wanted.pop(lane):
+                    self._read(piece, give)
+                continue
+            self._regions[lane] = region
+            lane.link.run(partial(_gather, self._leaves, pieces, region.memory))
+
+    def fetch(self, room: Callable[[int], memoryview]) -> None:
+        """Queue the copies to host memory, which ``room`` gives: so many bytes for each device."""
+        for lane, region in self._regions.items():
+            target = room(len(region.memory))
+            self._fetched.append((lane, target, self._transfers.queue(lane, partial(_fetch, region.memory, target))))
+
+    def settle(self) -> None:
+        """Wait for the copies, and hand out what was asked for. It may be called again."""
+        while self._fetched:
+            lane, data, end = self._fetched.pop()
+            end.wait()
+            start = 0
+            for piece, give in self._wanted.pop(lane):
+                give(bytes(data[start : start + piece.length]))
+                start += piece.length
+            lane.staging.give_back(self._regions.pop(lane))
+
+    def drop(self) -> None:
+        """Free what was gathered and never fetched."""
+        while self._regions:
+            lane, region = self._regions.popitem()
+            lane.staging.give_back(region)
+
+
+def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tensor) -> None:
+    """Copy pieces of tensors one after another into memory of the device."""
+    views = [leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length] for piece in pieces]
+    if all(view.device == memory.device for view in views):
+        # One call for hundreds of small ones.
+        torch.cat(views, out=memory)
+        return
+    start = 0
+    for view in views:
+        memory[start : start + len(view)].copy_(view)
+        start += len(view)
+
+
+def _fetch(memory: torch.Tensor, target: memoryview) -> None:
+    torch.frombuffer(target, dtype=torch.uint8).copy_(memory, non_blocking=True)

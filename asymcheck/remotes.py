@@ -1,0 +1,220 @@
+"""What a store does with remote locations: checkpoints go there, and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from asymcheck.arguments import check_step
+from asymcheck.captures import Captures
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import CatalogError, RemoteCopyWarning, warn_user
+from asymcheck.events import timed
+from asymcheck.format import layout
+from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.migration.pull import pull
+from asymcheck.migration.push import push
+from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.selection import selected
+from asymcheck.migration.tally import Moved
+from asymcheck.pipeline.collect import Collected, collect
+from asymcheck.policies.pushing import Push
+from asymcheck.recovery.rebuild import Rebuilt, rebuild
+from asymcheck.recovery.repair import repair
+from asymcheck.recovery.repaired import Repair, Repaired
+from asymcheck.recovery.resolve import candidates, resolve_each
+from asymcheck.tiers.nvme import Catalog, Transaction
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.remote import RemoteLocation, RemoteTier, parse_location
+from asymcheck.tiers.spanning import Far, SpanningTier
+from asymcheck.types import CheckpointRef, Progress, readable_size
+
+_T = TypeVar("_T")
+
+
+class Remotes(Captures):
+    """An opened store, as far as its checkpoints go elsewhere; :class:`asymcheck.Store` adds the rest."""
+
+    _far: Far | None = None
+
+    def _stand_behind(self, location: RemoteLocation) -> None:
+        """Read from ``location`` what is missing or damaged here."""
+        self._far = Far(str(location), lambda: RemoteTier(location, self._tier.config))
+
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[ReadTier]:
+        """Yield what checkpoints are read from: the store, and the location that stands behind it.
+
+        Warns:
+            RemoteCopyWarning: something was read from there.
+        """
+        if self._far is None:
+            yield self._tier
+            return
+        spanning = SpanningTier(self._nvme, self._far)
+        yield spanning
+        if spanning.far_packs:
+            warn_user(
+                f"store {self.location}: some of it is missing or damaged and was read from {self._far.name}; "
+                f"asymcheck verify {self.location} --repair --remote {self._far.name} brings it back",
+                RemoteCopyWarning,
+            )
+
+    def restorable(self, run: str, step: int | None, skipped: list[str]) -> Iterator[CheckpointRef]:
+        """Yield the consistent checkpoints of a run, or of a step of it, in the order in which to try them.
+
+        Appends to ``skipped`` why others are passed over.
+
+        Raises:
+            CheckpointNotFoundError, HeadRecordError, UnsupportedFormatError: as :meth:`asymcheck.Store.load`.
+        """
+        with self._source() as source:
+            for resolved in resolve_each(source, candidates(source, run, step), skipped):
+                resolved.sources.close()
+                yield resolved.ref
+
+    def repair(self, progress: Progress | None = None) -> Repaired:
+        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
+
+        What is lost here is fetched from the location that was given as ``remote`` to :meth:`open`, if any. Safe beside
+        saves, loads and collections of other processes. What it cannot repair it names, with what can be done about it.
+        A second repair in a row does nothing.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
+            RemoteUnreachableError: something is lost here, and the remote location does not answer.
+        """
+        first = self._with_catalog(lambda catalog, made: repair(self._nvme, catalog, progress, made))
+        lost = {name for one in first.left for name in one.checkpoints}
+        there = self._far.tier() if self._far is not None and lost else None
+        if there is None:
+            return first
+        listings = [
+            listing
+            for run in there.manifests.runs()
+            for listing in there.manifests.checkpoints(run)
+            if f"{run} {listing.ref}" in lost and listing.is_complete
+        ]
+        fetched = pull(there, self._writable(), self._catalog(), listings, progress, again=True)
+        what = f"{len(listings)} of {len(lost)} checkpoints with lost partitions or manifests"
+        count = fetched.moved_partitions
+        done = f"{count} partition{'' if count == 1 else 's'} fetched, {readable_size(fetched.moved_bytes)}"
+        healed = Repair("remote", str(there.location), what, done)
+        # What is damaged here and was fetched is of no use any more.
+        second = self._with_catalog(lambda catalog, made: repair(self._nvme, catalog, progress, made))
+        copied, nbytes = first.copied_partitions, first.copied_bytes
+        return Repaired((*first.done, *((healed,) if listings else ()), *second.done), second.left, copied, nbytes)
+
+    def _with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
+        """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
+        tier, made = self._writable(), list[Rebuilt]()
+
+        def populate(transaction: Transaction) -> None:
+            made[:] = [rebuild(tier, transaction)]
+
+        try:
+            return use(tier.open_catalog(populate, anew=anew), made[0] if made else None)
+        except CatalogError:
+            tier.leave_catalog()
+            return use(tier.open_catalog(populate, anew=anew), made[0] if made else None)
+
+    def push(
+        self,
+        location: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        everything: bool = False,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Copy a checkpoint to a remote location: what survives the loss of this machine.
+
+        Partitions that are there already are not sent again, and a push that was interrupted goes on where it was.
+        Other processes may save here, and push there, at the same time.
+
+        Args:
+            location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; made when
+                nothing is there.
+            step: which checkpoint; None for the newest consistent one.
+            run: whose; ``"default"`` by default.
+            everything: all complete checkpoints on the line, of ``run`` or of all runs.
+            progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
+            FormatError: it cannot be copied.
+            RemoteUnreachableError: the location did not answer in time; nothing is known of what lies there.
+            StorageError: the location refused. What was committed there stays.
+            InvalidInputError: there is another training of that run name, or no client for the location.
+        """
+        self._tier.check_usable()
+        step = None if step is None else check_step(step)
+        listings = selected(self._tier, _checked(run), step, everything=everything)
+        there = RemoteTier(parse_location(location), self._tier.config, create=True)
+        with contextlib.closing(there), timed("push", 0, lambda: {"location": str(there.location)}):
+            return push(self._tier, there, listings, progress)
+
+    def pushing(
+        self,
+        location: str | os.PathLike[str] | Push,
+        *,
+        run: str = DEFAULT_RUN,
+        every: int = 1,
+        poll_s: float = 0.5,
+    ) -> Pushing:
+        """Push checkpoints beside a training, as they become durable; use the result in a ``with`` block around it.
+
+        Those of ``run`` whose step is a multiple of ``every``, or that a :class:`Push` chooses, also those that are in
+        the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics` says how many are
+        still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you.
+
+        Raises:
+            InvalidInputError: ``location`` or ``every`` cannot be used. Whether anybody answers there is not asked.
+        """
+        self._tier.check_usable()
+        layout.check_run(run)
+        if not isinstance(location, Push):
+            location = Push(os.fspath(location), every=every, close_s=None)
+        where = parse_location(location.location)
+        return Pushing(self._tier, lambda: RemoteTier(where, self._tier.config, create=True), run, location, poll_s)
+
+    def pull(
+        self,
+        location: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        everything: bool = False,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Copy a checkpoint from a remote location into this store, every byte verified; see :meth:`push`.
+
+        Raises:
+            StoreNotFoundError: nothing was pushed to ``location``.
+            CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
+            FormatError, RemoteUnreachableError, StorageError, InvalidInputError: as for :meth:`push`.
+        """
+        tier = self._writable()
+        step = None if step is None else check_step(step)
+        there = RemoteTier(parse_location(location), tier.config)
+        with contextlib.closing(there), timed("pull", 0, lambda: {"location": str(there.location)}):
+            listings = selected(there, _checked(run), step, everything=everything)
+            return pull(there, tier, self._catalog(), listings, progress)
+
+    def gc(self, *, dry_run: bool = False) -> Collected:
+        """Free the packs that no checkpoint needs, for new checkpoints to overwrite.
+
+        Safe beside saves and loads of other processes. In a remote location such packs, and what interrupted uploads
+        have left, are removed when they are older than ``RemoteConfig.grace_s``.
+        """
+        self._tier.check_usable()
+        if isinstance(self._tier, RemoteTier):
+            return collect_remote(self._tier, dry_run=dry_run)
+        return collect(self._writable(), self._catalog(), dry_run=dry_run)
+
+
+def _checked(run: str | None) -> str | None:
+    return None if run is None else layout.check_run(run)

@@ -1,0 +1,165 @@
+"""Traces: what captures, flushes and commits took, as a file that Perfetto and ``chrome://tracing`` open."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from asymcheck.errors import StorageError
+from asymcheck.events import Event, Interval, observe, watch
+
+_MICRO = 1e6
+_GIGA = 1e9
+_SHOWN_AS_INSTANTS = "capture."
+_SEPARATE = {"window": "forward and backward", "checkpoint": "checkpoints"}
+
+
+def trace(path: str | os.PathLike[str]) -> Trace:
+    """Write a trace of this process to ``path`` until the ``with`` block ends, or until :meth:`Trace.close`.
+
+    ::
+
+        with asymcheck.trace("trace.json"):
+            train()
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    return Trace(path)
+
+
+class Trace:
+    """A file in the trace event format of Chrome, an array of JSON objects, one a line; see :func:`trace`.
+
+    Tracks, from above: the windows of forward and backward and the life of each checkpoint, for each run; what the
+    training thread waited for; each thread of the background. Times are in microseconds of ``time.perf_counter()``.
+    Each line is written as soon as its work is done, so that nothing is kept in memory, and the trace of a process that
+    was killed lacks only the closing bracket, which the format does not require. A forked child adds nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Begin; what was at ``path`` is overwritten.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._path = Path(path)
+        self._pid = os.getpid()
+        # A signal handler that closes a checkpointer may come while this thread writes a line.
+        self._lock = threading.RLock()
+        self._training = threading.get_ident()
+        self._tracks: dict[tuple[str, str | int], int] = {}
+        self._ends_at = 0
+        self._failure: OSError | None = None
+        try:
+            self._descriptor: int | None = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+            )
+        except OSError as error:
+            raise StorageError(f"trace {self._path}: {error.strerror}; give a file that can be written") from error
+        self._told = contextlib.ExitStack()
+        self._told.enter_context(watch(self._on_interval))
+        self._told.enter_context(observe(self._on_event))
+        with self._lock:
+            self._write({"ph": "M", "name": "process_name", "tid": 0, "args": {"name": "asymcheck"}})
+
+    def close(self) -> None:
+        """End the trace; what happens from now on is not in it. Closing twice is no error.
+
+        Raises:
+            StorageError: not all could be written. What is there can be opened.
+        """
+        self._told.close()
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is None:
+                return
+            try:
+                if self._failure is None and os.getpid() == self._pid:
+                    os.write(descriptor, b"\n]\n")
+            except OSError as error:
+                self._failure = error
+            finally:
+                os.close(descriptor)
+        if self._failure is not None:
+            message = f"trace {self._path} ends early: {self._failure.strerror}; make room, or trace to another file"
+            raise StorageError(message) from self._failure
+
+    def __enter__(self) -> Trace:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the trace."""
+        self.close()
+
+    def _on_interval(self, interval: Interval) -> None:
+        if os.getpid() != self._pid:
+            return
+        start, end = round(interval.start_s * _MICRO, 3), round((interval.start_s + interval.seconds) * _MICRO, 3)
+        about: dict[str, object] = dict(interval.detail)
+        if interval.bytes:
+            about["bytes"] = interval.bytes
+            if interval.name != "checkpoint" and interval.seconds > 0 and not about.get("known"):
+                about["GB/s"] = round(interval.bytes / interval.seconds / _GIGA, 3)
+        title = str(about.get("phase", interval.name))
+        with self._lock:
+            described = {"name": title, "cat": interval.name, "tid": self._track_of(interval)}
+            if interval.name == "checkpoint":
+                # Several are under way at once, so they are no nested slices of a track. An id has 64 bits.
+                described["id"] = f"0x{about.get('save', '')!s:.16}"
+                self._write({"ph": "b", **described, "ts": start, "args": about})
+                self._write({"ph": "e", **described, "ts": end})
+            else:
+                self._write({"ph": "X", **described, "ts": start, "dur": round(end - start, 3), "args": about})
+
+    def _on_event(self, event: Event) -> None:
+        if not event.name.startswith(_SHOWN_AS_INSTANTS) or os.getpid() != self._pid:
+            return
+        now = round(time.perf_counter() * _MICRO, 3)
+        thread = threading.current_thread()
+        with self._lock:
+            tid = self._track(thread.name, threading.get_ident())
+            about = {"of": event.detail, "bytes": event.bytes}
+            self._write({"ph": "i", "s": "t", "name": event.name, "cat": "event", "tid": tid, "ts": now, "args": about})
+
+    def _track_of(self, interval: Interval) -> int:
+        if interval.name in _SEPARATE:
+            run = interval.detail.get("run")
+            return self._track(f"{_SEPARATE[interval.name]} of run {run}", interval.name)
+        is_training = interval.thread == self._training
+        return self._track("training thread" if is_training else interval.thread_name, interval.thread)
+
+    def _track(self, name: str, key: str | int) -> int:
+        """Return the number of a track; the first time it is asked for, name it. Numbers of threads are given again."""
+        number = self._tracks.get((name, key))
+        if number is None:
+            number = self._tracks[name, key] = len(self._tracks) + 1
+            place = list(_SEPARATE).index(key) if key in _SEPARATE else 2 if key == self._training else 2 + number
+            self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": name}})
+            self._write({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": place}})
+        return number
+
+    def _write(self, record: dict[str, object]) -> None:
+        """Append one object, or, once that fails, nothing any more."""
+        if self._descriptor is None or self._failure is not None:
+            return
+        line = ("[\n" if not self._ends_at else ",\n") + json.dumps({"pid": self._pid, **record}, separators=(",", ":"))
+        data = line.encode()
+        try:
+            if os.write(self._descriptor, data) == len(data):
+                self._ends_at += len(data)
+                return
+            self._failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._failure = error
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._ends_at)

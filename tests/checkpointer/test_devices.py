@@ -1,0 +1,174 @@
+"""What lies on a device is captured as of its step, though device and program are never at the same place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.config import MIB, CaptureConfig
+from asymcheck.pipeline import background
+from asymcheck.pipeline.transfers import Lanes
+from asymcheck.tiers.gpu_staging import Staging
+from tests.pipeline.simulated_device import SimulatedDevice
+
+STEPS = 12
+
+
+class Queued(torch.optim.Optimizer):
+    """An optimizer whose step only queues what changes parameters and state, as one on a GPU does."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], device: SimulatedDevice) -> None:
+        """Own moments on the device, and every other count."""
+        super().__init__(parameters, {})
+        self._device = device
+        for number, parameter in enumerate(parameters):
+            moment = torch.full_like(parameter, 0.5)
+            count = torch.zeros(())
+            device.own(moment, *([count] if number % 2 else []))
+            self.state[parameter] = {"moment": moment, "count": count}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # closures are not used
+        """Queue the update."""
+
+        def update() -> None:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.add_(1)
+                        self.state[parameter]["moment"].mul_(1.5)
+
+        self._device.run(update)
+        for entry in self.state.values():
+            if self._device.link_of(entry["count"]):
+                self._device.run(functools.partial(entry["count"].add_, 1))
+            else:
+                entry["count"].add_(1)
+
+
+@pytest.fixture(params=[(0, 0), (0.01, 0), (0, 0.005)], ids=["in time", "late training", "late copies"])
+def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
+    """A device that is never late, and two that are at random."""
+    device = SimulatedDevice(*request.param)
+    yield device
+    device.close()
+
+
+def train(
+    location: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
+) -> asymcheck.Statistics:
+    """Train on the device, one checkpoint a step; buffers change in the forward pass."""
+    monkeypatch.setattr(background, "Lanes", functools.partial(Lanes, find=device.link_of))
+    large = torch.nn.Parameter(torch.zeros(700_000))
+    strided = torch.nn.Parameter(torch.zeros(600, 500).t())
+    small = [torch.nn.Parameter(torch.zeros(3 + number)) for number in range(6)]
+    buffer, big_buffer, on_host = torch.zeros(5), torch.zeros(400_000), torch.zeros(7)
+    device.own(large, strided, *small, buffer, big_buffer)
+    optimizer = Queued([large, strided, *small], device)
+    state: dict[str, object] = {
+        "model": {"large": large, "strided": strided, **{f"small{n}": one for n, one in enumerate(small)}},
+        "optimizer": optimizer,
+        "buffers": {"small": buffer, "big": big_buffer, "host": on_host},
+    }
+    with asymcheck.Store.open(location) as store, asymcheck.Checkpointer(store, state, capture=capture) as ckpt:
+        for step in range(STEPS):
+            for changing in (buffer, big_buffer):
+                device.run(functools.partial(changing.add_, 1))
+            on_host.add_(1)
+            optimizer.step()
+            ckpt.step(step)
+        ckpt.wait()
+        return ckpt.statistics()
+
+
+def check(location: Path) -> None:
+    """Every checkpoint has the values of its step."""
+    with asymcheck.Store.open(location) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == list(range(STEPS))
+        for step in range(STEPS):
+            state = store.load(step=step)
+            for name, tensor in state["model"].items():
+                assert tensor.eq(step + 1).all(), f"{name} of step {step}: {tensor.unique()}"
+            for number, entry in state["optimizer"]["state"].items():
+                assert entry["moment"].eq(0.5 * 1.5 ** (step + 1)).all(), f"moment {number} of step {step}"
+                assert entry["count"] == step + 1
+            for name, tensor in state["buffers"].items():
+                assert tensor.eq(step + 1).all(), f"buffer {name} of step {step}: {tensor.unique()}"
+
+
+@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.CaptureWarning")
+@pytest.mark.parametrize(
+    "capture",
+    [
+        CaptureConfig(),
+        CaptureConfig(staging_bytes=64 * MIB, proof="off"),
+        CaptureConfig(staging_bytes=64 * 1024),
+        CaptureConfig(staging_bytes=2 * MIB, ring_bytes=11 * MIB),
+        CaptureConfig(staging_bytes=2 * MIB, ring_bytes=4 * MIB),
+        CaptureConfig(schedule="symmetric"),
+        CaptureConfig(schedule="eager"),
+    ],
+    ids=["default", "roomy", "tight", "small ring", "stream", "symmetric", "eager"],
+)
+def test_each_checkpoint_has_the_bytes_of_its_step(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
+) -> None:
+    """Deferred or eager, staged or not, in a ring of any size, from a device that is late or not."""
+    statistics = train(tmp_path, device, monkeypatch, capture)
+    check(tmp_path)
+    assert statistics.durable == STEPS
+    assert device.pinned == 0, "the ring's memory was given back pinned"
+
+
+def test_all_of_the_staging_buffer_is_free_in_the_end(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every region that was taken is given back."""
+    made: list[Staging] = []
+
+    class Watched(Staging):
+        def __init__(self, on: torch.device, size: int) -> None:
+            super().__init__(on, size)
+            made.append(self)
+
+    monkeypatch.setattr("asymcheck.pipeline.transfers.Staging", Watched)
+    train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
+    assert [staging.free_bytes for staging in made] == [8 * MIB]
+
+
+def test_a_device_without_room_for_a_staging_buffer_is_captured_all_the_same(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program then waits for the device and reads by itself."""
+    train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=0))
+    check(tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("schedule", ["asymmetric", "eager"])
+def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(tmp_path: Path, schedule: str) -> None:
+    """The same on a real device, with batch norm and a fused optimizer, and with whole tensors compared."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 2048), torch.nn.BatchNorm1d(2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    wanted = []
+    config = CaptureConfig(proof="full", schedule=schedule)  # type: ignore[arg-type]  # one of the literals
+    with asymcheck.Store.open(tmp_path) as store, asymcheck.Checkpointer(store, state, capture=config) as ckpt:
+        for step in range(STEPS):
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step(step)
+            wanted.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        ckpt.wait()
+        for step in range(STEPS):
+            loaded = store.load("model.*", step=step)["model"]
+            for name, tensor in wanted[step].items():
+                assert torch.equal(loaded[name], tensor.cpu()), f"{name} of step {step}"

@@ -1,0 +1,217 @@
+"""Saves that encode: byte for byte what was saved, with bases that stay as long as they are needed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import CaptureConfig, Checkpointer, Store, StoreConfig
+from asymcheck.codecs.encode import Encoded
+from asymcheck.events import Event, observe
+from asymcheck.format.registry import DELTA_DEPTH_MAX, KIND_DELTA, KIND_DERIVED, KIND_FULL
+from asymcheck.pipeline import encoder
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import Digest
+from asymcheck.verify import Severity
+
+CONFIG = StoreConfig(
+    compression="smallest", partition_bytes=1 << 18, bundle_below_bytes=1 << 16, deferred_bytes_min=1 << 16
+)
+STEPS = 2 * DELTA_DEPTH_MAX + 3
+WIDTH = 90_000
+
+
+class MixedPrecision(torch.optim.Optimizer):
+    """Trains float32 masters, of which the parameters are rounded copies."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Begin with masters that the parameters are rounded from."""
+        super().__init__(parameters, {})
+        for parameter in parameters:
+            master = torch.randn(parameter.shape) * 0.02
+            parameter.data.copy_(master)
+            self.state[parameter] = {"master": master, "exp_avg": torch.randn_like(master)}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # closures are not used
+        """Move a little."""
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                state["exp_avg"].mul_(0.9).add_(torch.randn_like(state["exp_avg"]), alpha=0.1)
+                state["master"].add_(state["exp_avg"], alpha=1e-6)
+                parameter.copy_(state["master"])
+
+
+@pytest.fixture
+def training() -> tuple[dict[str, object], MixedPrecision, Callable[[], object]]:
+    """Return a state, its optimizer, and what copies its tensors."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = MixedPrecision(parameters)
+    frozen = torch.randn(WIDTH)
+    state: dict[str, object] = {
+        "model": {"a": parameters[0], "b": parameters[1], "frozen": frozen},
+        "optimizer": optimizer,
+    }
+    return state, optimizer, lambda: copy.deepcopy({"model": state["model"], "optimizer": optimizer.state_dict()})
+
+
+def frames(path: Path) -> dict[Digest, tuple[int, Digest]]:
+    """Kind and base of every partition in a store."""
+    tier = NvmeTier(path, StoreConfig(), read_only=True)
+    found = {}
+    for pack_id in tier.pack_ids():
+        pack = tier.open_pack(pack_id)
+        for entry in pack.entries:
+            found[Digest(entry["digest"].tobytes())] = int(entry["kind"]), Digest(entry["base_digest"].tobytes())
+        pack.close()
+    return found
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two states have the same tensors."""
+    tensors, others = (torch.utils._pytree.tree_leaves(state) for state in (one, other))
+    pairs = zip(tensors, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def train(
+    path: Path,
+    training: tuple[dict[str, object], MixedPrecision, Callable[[], object]],
+    capture: CaptureConfig | None = None,
+) -> dict[int, object]:
+    """Save every step, each durable before the next; return what was saved."""
+    state, optimizer, copied = training
+    wanted = {}
+    with Store.open(path, config=CONFIG) as store, Checkpointer(store, state, capture=capture) as checkpointer:
+        for step in range(STEPS):
+            optimizer.step()
+            checkpointer.step(step)
+            wanted[step] = copied()
+            checkpointer.wait()
+    return wanted
+
+
+def test_every_step_comes_back_from_deltas_and_copies(
+    tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
+) -> None:
+    """Masters as deltas on the step before, parameters as copies of masters; no chain is longer than it may be."""
+    wanted = train(tmp_path, training)
+    with Store.open(tmp_path) as store:
+        assert all(same(store.load(step=step), wanted[step]) for step in wanted)
+        assert store.verify() == []
+    found = frames(tmp_path)
+    kinds = Counter(kind for kind, _ in found.values())
+    assert kinds[KIND_DELTA] >= STEPS
+    assert kinds[KIND_DERIVED] >= STEPS
+
+    def depth(name: Digest) -> int:
+        kind, base = found[name]
+        return 0 if kind == KIND_FULL else (kind == KIND_DELTA) + depth(base)
+
+    assert max(depth(name) for name in found) == DELTA_DEPTH_MAX
+
+
+def test_bases_outlive_the_checkpoints_they_were_saved_for(
+    tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
+) -> None:
+    """And go when nothing needs them any more."""
+    wanted = train(tmp_path, training)
+    newest = max(wanted)
+    with Store.open(tmp_path) as store:
+        for step in wanted:
+            if step != newest:
+                store.delete(step)
+        store.gc()
+        assert same(store.load(), wanted[newest])
+        assert store.verify() == []
+        store.delete(newest)
+        store.gc()
+    assert frames(tmp_path) == {}
+
+
+def test_what_is_stored_as_a_delta_is_known_when_it_comes_again(
+    tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
+) -> None:
+    """The same state once more, by the same cut, writes nothing."""
+    train(tmp_path, training, CaptureConfig(schedule="eager"))
+    state = training[0]
+    with Store.open(tmp_path, config=CONFIG) as store:
+        assert store.save(state, step=1000).written_bytes == 0
+        for step in range(STEPS):
+            store.delete(step)
+        store.gc()
+        assert store.verify() == []
+        assert torch.equal(
+            store.load()["optimizer"]["state"][0]["master"], training[1].state_dict()["state"][0]["master"]
+        )
+
+
+@pytest.mark.parametrize("point", ["frame.written", "pack.sealed"])
+def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
+    tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]], point: str
+) -> None:
+    """What relied on it is stored whole."""
+    state, optimizer, copied = training
+    # What is reused would show by itself that its pack is gone.
+    del state["model"]["frozen"]  # type: ignore[attr-defined]  # a dict
+    collected = threading.Event()
+
+    def collect(event: Event) -> None:
+        if event.name == point and armed.is_set() and not collected.is_set():
+            collected.set()
+            with Store.open(tmp_path) as other:
+                other.delete(0)
+                other.gc()
+
+    armed = threading.Event()
+    with Store.open(tmp_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer, observe(collect):
+        optimizer.step()
+        checkpointer.step(0)
+        checkpointer.wait()
+        armed.set()
+        optimizer.step()
+        checkpointer.step(1)
+        wanted = copied()
+        checkpointer.wait()
+        assert collected.is_set()
+        assert same(store.load(), wanted)
+        # Of the deltas that were given up, verification says that nothing can read them, and that nothing needs to.
+        assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
+
+
+@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.CaptureWarning")
+@pytest.mark.parametrize("ring_bytes", [1 << 20, 3 << 20, 5 << 20])
+def test_rings_of_any_size_give_the_same_checkpoints(
+    tmp_path: Path,
+    training: tuple[dict[str, object], MixedPrecision, Callable[[], object]],
+    ring_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where captures stream through, and where old ones would be given up for new ones while they are bases."""
+    state, optimizer, copied = training
+
+    def late(*arguments: object) -> Encoded | None:
+        time.sleep(0.02)
+        return encode(*arguments)  # type: ignore[arg-type]  # passed on as they came
+
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", late)
+    wanted = {}
+    capture = CaptureConfig(ring_bytes=ring_bytes)
+    with Store.open(tmp_path, config=CONFIG) as store:
+        with Checkpointer(store, state, capture=capture) as checkpointer:
+            for step in range(12):
+                optimizer.step()
+                checkpointer.step(step)
+                wanted[step] = copied()
+                if step % 3 == 0:
+                    checkpointer.wait()
+        assert all(same(store.load(step=step), wanted[step]) for step in wanted)
+        assert store.verify() == []

@@ -1,0 +1,37 @@
+"""A state that has got more during the training than a new process puts into it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.errors import StateMismatchError
+
+
+def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Path) -> None:
+    """Also where the state that a new process makes has not got it yet: a history, averages by name."""
+
+    def made() -> dict[str, object]:
+        return {"w": torch.zeros(3), "kept": {"inner": {}}, "history": [], "averages": {}}
+
+    before = made()
+    with Store.open(store_path) as store:
+        with Checkpointer(store, before) as checkpointer:
+            checkpointer.restore()
+            before["kept"]["inner"]["a"] = 5  # type: ignore[index]  # as made() makes it
+            before["history"] += [0.5, {"loss": 0.25}]  # type: ignore[operator]  # as above
+            before["averages"]["w"] = torch.ones(2000)  # type: ignore[index]  # as above
+            checkpointer.save(1)
+        after = made()
+        history = after["history"]
+        with Checkpointer(store, after) as checkpointer:
+            checkpointer.restore()
+        assert after["kept"] == {"inner": {"a": 5}}
+        assert history == [0.5, {"loss": 0.25}]
+        assert torch.equal(after["averages"]["w"], torch.ones(2000))  # type: ignore[index]  # as above
+        # Who reads a part of what is stored gets that part.
+        part: dict[str, dict[str, object]] = {"kept": {}}
+        assert store.load(into=part) == {"kept": {}}
+        with pytest.raises(StateMismatchError, match=r"history: a list of 1 is given, but a list of 2 is stored"):
+            store.load(into={"history": [torch.zeros(1)]})

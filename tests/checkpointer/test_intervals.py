@@ -1,0 +1,139 @@
+"""Intervals: who watches sees how long each part took, and can break nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store, events
+from asymcheck.config import CaptureConfig, StoreConfig
+from asymcheck.errors import LostCheckpointWarning
+from asymcheck.events import INTERVALS, Interval
+from tests.checkpointer.disks import Disk
+from tests.checkpointer.loops import assert_every_step_is_right, linear_loop, sized
+
+
+def test_nobody_watches_and_nothing_is_made(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No interval, no clock and no description of one, in a whole training; with a watcher there are."""
+    made: list[str] = []
+
+    def counted(name: str) -> None:
+        kind = getattr(events, name)
+
+        def make(*arguments: object) -> object:
+            made.append(name)
+            return kind(*arguments)
+
+        monkeypatch.setattr(events, name, make)
+
+    counted("Interval")
+    counted("_Timed")
+    assert_every_step_is_right(store, linear_loop()[2], 3, config)
+    assert made == []
+    with events.watch(lambda _interval: None), Checkpointer(store, linear_loop()[2].state, run="b") as checkpointer:
+        checkpointer.step(0)
+    assert set(made) == {"Interval", "_Timed"}
+
+
+def test_every_name_is_listed_and_every_listed_name_occurs(
+    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """A session that does all there is: a full ring, a save, a restore, and what a killed process may have left."""
+    seen: list[Interval] = []
+    _, _, loop = linear_loop()
+    # Large enough to be looked at before it is copied.
+    loop.state["constant"] = torch.ones(2000)
+    disk.delay_s = 0.002
+    with events.watch(seen.append), Checkpointer(store, loop.state, capture=sized(config, 90_000)) as checkpointer:
+        for step in range(5):
+            loop.iterate(step)
+            checkpointer.step(step)
+        checkpointer.wait()
+        checkpointer.save(5)
+        checkpointer.restore()
+        with Store.open(tmp_path / "small", config=StoreConfig(compression="smallest")) as small:
+            small.save({"w": torch.randn(20_000)}, step=0)
+    assert {interval.name for interval in seen} == set(INTERVALS)
+    assert all(interval.seconds >= 0 and interval.start_s > 0 for interval in seen)
+
+
+def test_a_watcher_that_raises_is_reported_and_left_out(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On whatever thread: training goes on, every step is stored, and who else watches sees all of it."""
+    reported: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda found: reported.append(found.exc_value))
+    failed = {name: ZeroDivisionError(name) for name in ("step", "copy", "write", "commit")}
+    others: list[str] = []
+
+    def watcher_of(name: str) -> events.Watcher:
+        def watcher(interval: Interval) -> None:
+            if interval.name == name:
+                raise failed[name]
+
+        return watcher
+
+    with contextlib.ExitStack() as watched:
+        for name in failed:
+            watched.enter_context(events.watch(watcher_of(name)))
+        watched.enter_context(events.watch(lambda interval: others.append(interval.name)))
+        assert_every_step_is_right(store, linear_loop()[2], 4, config)
+    assert sorted(map(str, reported)) == sorted(failed)
+    assert others.count("commit") == 4
+    assert not events.is_watched()
+
+
+def test_a_block_that_fails_is_told_of_as_such() -> None:
+    """With the class of what left it; the error itself goes its way."""
+    seen: list[Interval] = []
+
+    def fail() -> None:
+        with events.timed("mine", 7, lambda: {"a": 1}):
+            raise ZeroDivisionError
+
+    with events.watch(seen.append), pytest.raises(ZeroDivisionError):
+        fail()
+    (interval,) = seen
+    assert (interval.name, interval.bytes, interval.detail) == ("mine", 7, {"a": 1, "failed": "ZeroDivisionError"})
+    assert (interval.thread, interval.thread_name) == (threading.get_ident(), threading.current_thread().name)
+
+
+def test_a_lost_checkpoint_is_told_of_as_such(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """Its write, its commit or both have failed, and so has it."""
+    seen: list[Interval] = []
+    _, _, loop = linear_loop()
+    with events.watch(seen.append), Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+        disk.full = "packs"
+        loop.iterate(0)
+        checkpointer.step(0)
+        with pytest.warns(LostCheckpointWarning):
+            checkpointer.wait()
+        disk.full = None
+        loop.iterate(1)
+        checkpointer.step(1)
+    ended = {
+        interval.detail["step"]: interval.detail.get("failed") for interval in seen if interval.name == "checkpoint"
+    }
+    assert ended == {0: "OutOfSpaceError", 1: None}
+
+
+def test_bytes_that_the_store_has_are_known_and_not_written(store: Store, config: CaptureConfig) -> None:
+    """An interval says of each partition which of the two happened, in a save and in the background."""
+    seen: list[Interval] = []
+    _, _, loop = linear_loop()
+    loop.iterate(0)
+    with events.watch(seen.append):
+        store.save(loop.state, step=0)
+        store.save(loop.state, step=1)
+        with Checkpointer(store, loop.state, capture=config, run="other") as checkpointer:
+            checkpointer.step(2)
+    known = [bool(interval.detail["known"]) for interval in seen if interval.name == "write"]
+    each = len(known) // 3
+    assert each > 1
+    assert known == [False] * each + [True] * 2 * each

@@ -1,0 +1,311 @@
+"""Retention beside a training: what is not kept goes after each commit, and never at the cost of what is."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import AutoInterval, Checkpointer, Retention, Store, events
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AbandonedCheckpointsWarning, InvalidInputError, PruneError, PruneWarning
+from asymcheck.events import Event
+from asymcheck.pruning import Pruner
+from tests.checkpointer.disks import Disk, open_on
+from tests.checkpointer.loops import assert_stored, copy_of, linear_loop, sized
+
+
+def _steps(store: Store) -> list[int]:
+    return [checkpoint.step for checkpoint in store.checkpoints()]
+
+
+def _disk_bytes(store: Store) -> int:
+    usage = store.usage()
+    return usage.pack_bytes + usage.pooled_bytes
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-new", "half-frozen"])
+@pytest.mark.parametrize("waits", [True, False], ids=["calm", "busy"])
+def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: bool, frozen: bool) -> None:
+    """Fifty steps, each saved, two kept: never more on disk than those, what is being written, and one to overwrite."""
+    _, _, loop = linear_loop(160)
+    if frozen:
+        loop.state["frozen"] = torch.randn(160 * 160 * 3)
+    expected: dict[int, object] = {}
+    each = most = 0
+    # Room for two captures, as by default for states that are not as small as these.
+    capture = sized(config, 2_200_000 if frozen else 1_100_000)
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=capture) as checkpointer:
+        for step in range(50):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+            if waits or not step:
+                checkpointer.wait()
+            each = each or _disk_bytes(store)
+            most = max(most, _disk_bytes(store))
+        assert checkpointer.statistics().written_bytes > 10 * each
+    # Two kept, and a third until it is pruned; in a hurry the next one may be begun by then.
+    assert most < each * (3.5 if waits else 4.5)
+    assert_stored(store, {step: expected[step] for step in (48, 49)})
+    assert store.accounting().locked_bytes == 0
+    assert store.verify() == []
+
+
+def test_everything_is_kept_unless_asked(store: Store, config: CaptureConfig) -> None:
+    """The default deletes nothing."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(5):
+            loop.iterate(step)
+            checkpointer.step(step)
+    assert _steps(store) == [0, 1, 2, 3, 4]
+
+
+def test_rules_and_metrics_go_together(store: Store, config: CaptureConfig) -> None:
+    """The best by the metric that is given to ``step()``, every so many, and the last."""
+    _, _, loop = linear_loop()
+    keep = Retention(keep_last=1, keep_every=4, keep_best=("loss", 1))
+    with Checkpointer(store, loop.state, keep=keep, capture=config) as checkpointer:
+        for step in range(10):
+            loop.iterate(step)
+            checkpointer.step(step, metrics={"loss": abs(step - 5)})
+    assert _steps(store) == [0, 4, 5, 8, 9]
+
+
+def test_it_happens_on_the_thread_that_commits(store: Store, config: CaptureConfig) -> None:
+    """Nothing is deleted or freed on the thread of the training."""
+    seen: dict[str, set[str]] = {}
+
+    def observer(event: Event) -> None:
+        seen.setdefault(event.name, set()).add(threading.current_thread().name)
+
+    _, _, loop = linear_loop()
+    with (
+        events.observe(observer),
+        Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config) as checkpointer,
+    ):
+        for step in range(4):
+            loop.iterate(step)
+            checkpointer.step(step)
+            checkpointer.wait()
+    assert seen["gc.retired"] == {"asymcheck-commit"}
+
+
+def test_training_does_not_wait_for_it(store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While pruning hangs, steps are taken and captured, and what is durable is said to be."""
+    _, _, loop = linear_loop()
+    go_on, hanging = threading.Event(), threading.Event()
+    prune = Pruner.prune
+
+    def hang(self: Pruner, now_ns: int) -> object:
+        hanging.set()
+        assert go_on.wait(60)
+        return prune(self, now_ns)
+
+    monkeypatch.setattr(Pruner, "prune", hang)
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        assert hanging.wait(60)
+        loop.iterate(1)
+        assert checkpointer.step(1)
+        checkpointer.wait("dram")
+        assert _steps(store) == [0]
+        go_on.set()
+    assert _steps(store) == [1]
+
+
+class Fire:
+    """A pruning that fails while it burns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.burns = True
+        self.called = threading.Semaphore(0)
+        prune = Pruner.prune
+
+        def burn(pruner: Pruner, now_ns: int) -> object:
+            self.called.release()
+            if self.burns:
+                raise OSError("the drive is on fire")
+            return prune(pruner, now_ns)
+
+        monkeypatch.setattr(Pruner, "prune", burn)
+
+    def wait(self, checkpointer: Checkpointer) -> None:
+        """Wait until it was tried once more."""
+        assert self.called.acquire(timeout=60)
+        assert checkpointer._upkeep is not None
+        with checkpointer._upkeep.still():
+            pass
+
+
+def test_a_failure_reaches_the_loop_once_and_costs_no_checkpoint(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, until it is over; then what had to wait goes."""
+    _, _, loop = linear_loop()
+    fire = Fire(monkeypatch)
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+        checkpointer.step(0)
+        fire.wait(checkpointer)
+        with pytest.raises(PruneError, match="old checkpoints of run 'default' could not be removed: the drive is on"):
+            checkpointer.step(1)
+        for step in (1, 2, 3):
+            loop.iterate(step)
+            checkpointer.step(step)
+            fire.wait(checkpointer)
+        assert _steps(store) == [0, 1, 2, 3]
+        fire.burns = False
+        loop.iterate(4)
+        checkpointer.step(4)
+        fire.wait(checkpointer)
+        assert _steps(store) == [4]
+        fire.burns = True
+        with pytest.raises(PruneError):
+            checkpointer.save(5)
+        assert _steps(store) == [4, 5]
+
+
+def test_a_failure_is_a_warning_where_errors_are(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ``close()`` tells of one that nobody was told of before."""
+    _, _, loop = linear_loop()
+    Fire(monkeypatch)
+    checkpointer = Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config, on_error="warn")
+    checkpointer.step(0)
+    with pytest.warns(PruneWarning, match="on fire"):
+        checkpointer.close()
+    assert _steps(store) == [0]
+
+
+def test_a_save_that_is_waited_for_prunes_too(store: Store, config: CaptureConfig) -> None:
+    """Before it returns, with nothing in the background."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=config) as checkpointer:
+        for step in range(4):
+            loop.iterate(step)
+            checkpointer.save(step)
+            assert _steps(store) == list(range(max(step - 1, 0), step + 1))
+
+
+def test_a_resumed_training_goes_on_keeping(store: Store, config: CaptureConfig) -> None:
+    """Also what the one before it has left; and what it goes back to is not pruned while it is restored."""
+    for first in (0, 5, 10):
+        _, _, loop = linear_loop()
+        with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=config) as checkpointer:
+            restored = checkpointer.restore()
+            assert (restored.step if restored else -1) == first - 1
+            for step in range(first, first + 5):
+                loop.iterate(step)
+                checkpointer.step(step)
+    assert _steps(store) == [13, 14]
+    assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
+
+
+def test_what_was_abandoned_stays(store: Store, config: CaptureConfig) -> None:
+    """Who forgets to restore loses nothing of the training before."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+        with pytest.warns(AbandonedCheckpointsWarning):
+            checkpointer.step(0)
+        for step in (1, 2):
+            loop.iterate(step)
+            checkpointer.step(step)
+    assert [(one.step, one.on_line) for one in store.checkpoints()] == [(0, False), (1, False), (2, False), (2, True)]
+
+
+def test_other_runs_are_left_alone(store: Store, config: CaptureConfig) -> None:
+    """Retention is about the run of its checkpointer."""
+    _, _, loop = linear_loop()
+    for step in range(3):
+        store.save({"x": torch.full((3000,), float(step))}, step=step, run="other")
+    with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+    assert [one.step for one in store.checkpoints("other")] == [0, 1, 2]
+    assert [one.step for one in store.checkpoints("default")] == [2]
+
+
+def test_a_full_disk_is_no_reason_to_delete_more(disk: Disk, store_path: Path, config: CaptureConfig) -> None:
+    """A checkpoint that could not be stored makes no other go."""
+    _, _, loop = linear_loop()
+    with open_on(disk, store_path) as store:
+        with Checkpointer(
+            store, loop.state, keep=Retention(keep_last=2), capture=config, on_error="warn"
+        ) as checkpointer:
+            for step in range(6):
+                disk.full = "packs" if step == 4 else None
+                loop.iterate(step)
+                checkpointer.step(step)
+                if step == 4:
+                    with pytest.warns(UserWarning, match="no room"):
+                        checkpointer.wait()
+                checkpointer.wait()
+        assert _steps(store) == [3, 5]
+
+
+def test_the_interval_is_chosen_and_kept_to(store: Store, config: CaptureConfig) -> None:
+    """It begins with three checkpoints, says what it chose and why, and goes on after a restore."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, every="auto", capture=config) as checkpointer:
+        assert checkpointer.restore() is None
+        assert (checkpointer.interval.steps, str(checkpointer.interval)[:15]) == (0, "not chosen yet:")
+        begun = []
+        for step in range(60):
+            loop.iterate(step)
+            if checkpointer.step(step):
+                begun.append(step)
+                checkpointer.wait()
+        assert begun[:3] == [1, 3, 5]
+        assert checkpointer.interval.steps > 60, "a failure every 3 h is rare beside steps of a millisecond"
+        assert "a failure every 3 h" in str(checkpointer.interval)
+        chosen = checkpointer.interval
+        checkpointer.restore(step=3)
+        assert not checkpointer.step(4)
+        assert checkpointer.interval is chosen
+    assert _steps(store) == begun
+
+
+def test_the_aim_of_the_interval_can_be_given(store: Store, config: CaptureConfig) -> None:
+    """A failure each hundredth of a second makes the store the limit, or the overhead."""
+    _, _, loop = linear_loop()
+    aim = AutoInterval(overhead=1.0, mtbf=timedelta(milliseconds=10))
+    with Checkpointer(store, loop.state, every=aim, capture=config) as checkpointer:
+        for step in range(40):
+            loop.iterate(step)
+            if checkpointer.step(step):
+                checkpointer.wait()
+        assert checkpointer.interval.steps > 0
+        assert "3 h" not in str(checkpointer.interval)
+        assert checkpointer.statistics().captures >= 3
+
+
+def test_a_given_interval_is_said_as_given(store: Store) -> None:
+    """Also without having been chosen."""
+    assert str(Checkpointer(store, {}, every=7).interval) == "every 7 steps: so it was asked for"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": "often"}, "or 'auto'"),
+        ({"every": 0}, "1 or more"),
+        ({"every": True}, "1 or more"),
+        ({"keep": 2}, "Retention"),
+    ],
+)
+def test_what_means_nothing_is_refused(store: Store, options: dict[str, object], words: str) -> None:
+    """With what to give instead."""
+    with pytest.raises(InvalidInputError, match=words):
+        Checkpointer(store, {}, **options)  # type: ignore[arg-type]  # that is the point

@@ -1,0 +1,29 @@
+"""The last step is one that is stored, or on its way: never one that is known to be lost."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from asymcheck.last_step import LastStep
+
+
+def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN401 - stands for a capture
+    return SimpleNamespace(request=SimpleNamespace(step=step), error=error)
+
+
+def test_a_lost_step_is_not_the_last() -> None:
+    """The newest that is durable is, when all that came after it were lost."""
+    last = LastStep()
+    assert last.value is None
+    for step in (6, 8, 10):
+        last.begun(step)
+    last.settle([_capture(6)])
+    assert last.value == 10
+    last.settle([_capture(8, OSError("full")), _capture(10, OSError("full"))])
+    assert last.value == 6
+    last.begun(12)
+    last.settle([_capture(12)])
+    assert last.value == 12
+    last.kept(3)
+    last.begun(4)
+    last.settle([_capture(4, OSError("full"))])
+    assert last.value == 3

@@ -1,0 +1,103 @@
+"""A long training does not gather memory, descriptors, threads or mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import MIB, CaptureConfig
+from tests.checkpointer.loops import Loop, linear_loop
+
+STEPS, STEPS_LONG = 80, 1000
+_KEPT = 10
+_SAMPLES = 40
+_FLAT_BYTES = 4 * MIB
+_WIDTH = 400
+"""A model and two moments of 0.6 MB each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What the process uses."""
+
+    memory: int
+    """Bytes of memory that lie not in a ring or another file in memory."""
+    descriptors: int
+    """Open files."""
+    threads: int
+    """Threads."""
+    mappings: int
+    """Stretches of mapped memory that are files."""
+
+
+def _use() -> Use:
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {name: int(status[name].split()[0]) for name in ("VmRSS", "RssShmem")}
+    files = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
+    return Use(
+        1024 * (kib["VmRSS"] - kib["RssShmem"]), len(os.listdir("/proc/self/fd")), int(status["Threads"]), len(files)
+    )
+
+
+def _train(store: Store, loop: Loop, steps: int) -> list[Use]:
+    """Train, a checkpoint at each step, and let go of old ones; return what is used, from time to time."""
+    used = []
+    with Checkpointer(store, loop.state, capture=CaptureConfig(), on_checkpoint=lambda _report: None) as checkpointer:
+        for step in range(steps):
+            loop.iterate(step)
+            checkpointer.step(step)
+            if step % (steps // _SAMPLES) == 0:
+                checkpointer.wait()
+                _let_go(store)
+                used.append(_use())
+    return used
+
+
+def _let_go(store: Store) -> None:
+    for checkpoint in store.checkpoints()[:-_KEPT]:
+        store.delete(checkpoint.step)
+    store.gc()
+
+
+def _growth(values: Sequence[int]) -> float:
+    """By how much values rise from the first to the last, by the straight line that fits best."""
+    return statistics.linear_regression(range(len(values)), values).slope * (len(values) - 1)
+
+
+def _check(store_path: Path, steps: int) -> None:
+    _, _, loop = linear_loop(_WIDTH)
+    loop.state["buffer"] = torch.zeros(100_000)
+    loop.iterate(0)
+    with Store.open(store_path) as store:
+        before = _use()
+        used = _train(store, loop, steps)
+        after = _use()
+    half = used[len(used) // 2 :]
+    assert max(use.memory for use in used) - before.memory <= 64 * MIB
+    assert _growth([use.memory for use in half]) <= _FLAT_BYTES
+    for name in ("descriptors", "threads", "mappings"):
+        counts = [getattr(use, name) for use in half]
+        assert _growth(counts) < 1, f"{name}: {counts}"
+    # The slots that the store lends for writing, its catalog and the pool of threads stay; all that is the ring's goes.
+    assert after.threads == before.threads
+    assert after.descriptors <= before.descriptors + 4
+
+
+def test_memory_and_descriptors_stay_flat(store_path: Path) -> None:
+    """Over some dozens of checkpoints."""
+    _check(store_path, STEPS)
+
+
+@pytest.mark.long
+def test_they_stay_flat_over_a_thousand_checkpoints(store_path: Path) -> None:
+    """Beyond the ring a checkpoint leaves nothing behind."""
+    _check(store_path, STEPS_LONG)

@@ -1,0 +1,173 @@
+"""Reports: one line for each checkpoint of the background, on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+
+from asymcheck import Checkpointer, CheckpointReport, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import (
+    CaptureWarning,
+    InvalidInputError,
+    LostCheckpointError,
+    OutOfSpaceError,
+    StaleStateWarning,
+)
+from tests.checkpointer.disks import Disk
+from tests.checkpointer.loops import linear_loop, sized
+
+REPORT = CheckpointReport(
+    "default", 1200, 1_500_000_000, 213, 0.0094, 0.31, 1.26, 1_200_000_000, 1_200_000_000, 300_000_000, None
+)
+BEGINNING = "step 1200: 1.4 GiB in 213 partitions; stalled 9.4 ms"
+LATER = f"{BEGINNING}, in memory after 310.0 ms, durable after 1.3 s;"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {},
+            f"{LATER} 1.1 GiB written, 286.1 MiB known",
+        ),
+        (
+            {"written_bytes": 900_000_000},
+            f"{LATER} 858.3 MiB written for 1.1 GiB, 286.1 MiB known",
+        ),
+        (
+            {"in_memory_s": None, "partitions": 1},
+            "step 1200: 1.4 GiB in 1 partition; stalled 9.4 ms, durable after 1.3 s; 1.1 GiB written, 286.1 MiB known",
+        ),
+        (
+            {"error": OutOfSpaceError("no room\nat all")},
+            f"{BEGINNING}, lost after 1.3 s: no room at all",
+        ),
+    ],
+    ids=["durable", "encoded", "streamed", "lost"],
+)
+def test_it_is_one_line(changes: dict[str, object], line: str) -> None:
+    """In words and units for people."""
+    assert str(dataclasses.replace(REPORT, **changes)) == line  # type: ignore[arg-type]  # fields of the report
+
+
+def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: CaptureConfig) -> None:
+    """In order, on the thread of the loop, with the numbers that the statistics are made of."""
+    reports: list[CheckpointReport] = []
+    threads: set[int] = set()
+
+    def take(report: CheckpointReport) -> None:
+        reports.append(report)
+        threads.add(threading.get_ident())
+
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, on_checkpoint=take, every=2) as checkpointer:
+        for step in range(12):
+            loop.iterate(step)
+            checkpointer.step(step)
+            if step == 7:
+                loop.iterate(7)
+                checkpointer.wait()
+                assert [report.step for report in reports] == [0, 2, 4, 6]
+        loop.iterate(12)
+    assert [report.step for report in reports] == [0, 2, 4, 6, 8, 10]
+    assert threads == {threading.get_ident()}
+    assert all(report.run == "default" and report.error is None for report in reports)
+    total = checkpointer.statistics()
+    assert sum(report.state_bytes for report in reports) == total.captured_bytes
+    assert sum(report.written_bytes for report in reports) == total.written_bytes > 0
+    assert [report.durable_s for report in reports] == total.durable_s
+    assert 0 < total.step_s < sum(report.stalled_s for report in reports) <= total.step_s + total.fence_s + 1e-9
+    for report in reports:
+        assert report.in_memory_s is not None
+        assert 0 < report.in_memory_s < report.durable_s
+        assert report.written_bytes + report.known_bytes <= report.state_bytes
+
+
+def test_what_the_store_has_is_known(store: Store, config: CaptureConfig) -> None:
+    """Nothing is written for a state that did not change."""
+    reports: list[CheckpointReport] = []
+    _, _, loop = linear_loop()
+    loop.iterate(0)
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append)
+    with checkpointer:
+        checkpointer.step(0)
+        checkpointer.wait()
+        checkpointer.step(1)
+        with pytest.warns(StaleStateWarning):
+            checkpointer.wait()
+    first, second = reports
+    assert (first.known_bytes, second.written_bytes) == (0, 0)
+    assert second.known_bytes == first.written_bytes > 0
+
+
+def test_what_streams_is_never_in_memory(store: Store, config: CaptureConfig) -> None:
+    """It would not survive the process."""
+    reports: list[CheckpointReport] = []
+    _, _, loop = linear_loop()
+    small = sized(config, 1 << 15)
+    with Checkpointer(store, loop.state, capture=small, on_checkpoint=reports.append) as checkpointer:
+        loop.iterate(0)
+        with pytest.warns(CaptureWarning, match="smaller than the state"):
+            checkpointer.step(0)
+    assert [report.in_memory_s for report in reports] == [None]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_a_lost_checkpoint_is_reported_and_raised(
+    store: Store, disk: Disk, config: CaptureConfig, raises: bool
+) -> None:
+    """The report comes first; a function that raises does not hide the loss."""
+    reports: list[CheckpointReport] = []
+
+    def take(report: CheckpointReport) -> None:
+        reports.append(report)
+        if raises:
+            raise ZeroDivisionError
+
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=take)
+    disk.full = "packs"
+    loop.iterate(0)
+    checkpointer.step(0)
+    with pytest.raises(LostCheckpointError) as caught:
+        checkpointer.wait()
+    assert isinstance(caught.value.__context__, ZeroDivisionError) == raises
+    assert isinstance(caught.value.__cause__, OutOfSpaceError)
+    disk.full = None
+    checkpointer.close()
+    (report,) = reports
+    assert report.error is caught.value.__cause__
+    assert (report.known_bytes, report.step) == (0, 0)
+    assert report.durable_s > 0
+
+
+def test_a_capture_that_never_reached_the_flush_is_reported(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost when its first partition was handed over; its time is that until it was given up."""
+    reports: list[CheckpointReport] = []
+    _, _, loop = linear_loop()
+    loop.iterate(0)
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append)
+
+    def refuse(*_arguments: object) -> None:
+        raise OutOfSpaceError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asymcheck.pipeline.ring_flush.Drain", refuse)
+        checkpointer.step(0)
+        with pytest.raises(LostCheckpointError, match="no memory"):
+            checkpointer.wait()
+    checkpointer.close()
+    (report,) = reports
+    assert 0 < report.durable_s < 60
+    assert report.in_memory_s is None
+
+
+def test_what_is_no_function_is_refused(store: Store) -> None:
+    """At once, and not when the first checkpoint is durable."""
+    with pytest.raises(InvalidInputError, match="on_checkpoint='stdout': give a function of one argument, or None"):
+        Checkpointer(store, {"a": 1}, on_checkpoint="stdout")  # type: ignore[arg-type]  # what is tested

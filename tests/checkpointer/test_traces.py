@@ -1,0 +1,226 @@
+"""Traces: a file that Perfetto opens, in which one sees when each partition was copied and what training waited for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import StorageError
+from tests.checkpointer.loops import Loop, assert_every_step_is_right, linear_loop
+
+STEPS = 8
+WIDTH = 32
+ROUNDED_US = 0.01
+
+
+def _deep_loop() -> Loop:
+    """Four blocks, so that there are windows, and some dozen partitions to copy in them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def iterate(step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, WIDTH), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+
+    return Loop({"model": model, "optimizer": optimizer}, iterate)
+
+
+@pytest.fixture
+def trained(store: Store, config: CaptureConfig, tmp_path: Path) -> list[dict[str, Any]]:
+    """The closed trace of a training that saved every step."""
+    with asymcheck.trace(tmp_path / "trace.json"):
+        assert_every_step_is_right(store, _deep_loop(), STEPS, config)
+    return _read(tmp_path / "trace.json")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text("utf-8"))
+    assert isinstance(found, list)
+    return found
+
+
+def _of(trace: list[dict[str, Any]], kind: str, phase: str = "X") -> list[dict[str, Any]]:
+    return [record for record in trace if record.get("cat") == kind and record["ph"] == phase]
+
+
+def test_each_checkpoint_has_all_its_parts(trained: list[dict[str, Any]]) -> None:
+    """Each partition is copied, digested and written once; step, fence, commit and the checkpoint itself are there."""
+    for step in range(STEPS):
+        mine = [record for record in trained if record.get("args", {}).get("step") == step]
+        parts = defaultdict(list)
+        for record in mine:
+            parts[record["cat"]].append(record["args"].get("partition"))
+        partitions = sorted(parts["copy"])
+        assert len(partitions) > 4
+        assert partitions == list(range(len(partitions)))
+        assert sorted(parts["digest"]) == sorted(parts["write"]) == partitions
+        assert [len(parts[name]) for name in ("step", "commit", "checkpoint")] == [1, 1, 1]
+        # The last one is not waited for by an optimizer but by the end.
+        assert len(parts["fence"]) == 1
+        begun, ended = (_of(trained, "checkpoint", phase)[step] for phase in "be")
+        assert (begun["id"], begun["name"]) == (ended["id"], ended["name"])
+        assert int(begun["id"], 16) < 1 << 64
+        assert _of(trained, "step")[step]["ts"] == begun["ts"] < ended["ts"]
+
+
+def test_checkpoints_are_told_apart(trained: list[dict[str, Any]]) -> None:
+    """They overlap, and a viewer pairs the beginning and the end of each by its id."""
+    assert len({record["id"] for record in _of(trained, "checkpoint", "b")}) == STEPS
+
+
+def test_intervals_of_a_track_nest_or_follow_each_other(trained: list[dict[str, Any]]) -> None:
+    """Else the viewer would draw them wrong. Windows do not even nest: each ends where the next begins."""
+    tracks = defaultdict(list)
+    for record in trained:
+        if record["ph"] == "X":
+            assert record["dur"] >= 0
+            tracks[record["tid"]].append((record["ts"], record["ts"] + record["dur"]))
+    assert len(tracks) >= 4
+    for intervals in tracks.values():
+        open_until: list[float] = []
+        for start, end in sorted(intervals, key=lambda one: (one[0], -one[1])):
+            while open_until and open_until[-1] <= start + ROUNDED_US:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + ROUNDED_US
+            open_until.append(end)
+
+
+def test_windows_are_those_of_forward_and_backward(trained: list[dict[str, Any]]) -> None:
+    """Four of each between two captures, on a track of their own, from one to the next without a gap."""
+    windows = _of(trained, "window")
+    for step in range(STEPS - 1):
+        mine = [window for window in windows if window["args"]["step"] == step]
+        assert [window["name"] for window in mine] == ["forward"] * 4 + ["backward"] * 4
+        assert [window["args"]["window"] for window in mine] == list(range(8))
+        for one, other in itertools.pairwise(mine):
+            assert abs(one["ts"] + one["dur"] - other["ts"]) <= ROUNDED_US
+    assert {window["tid"] for window in windows}.isdisjoint({copy["tid"] for copy in _of(trained, "copy")})
+
+
+def test_without_modules_there_are_no_windows(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """Nobody knows then where forward ends; the rest is there."""
+    values = [torch.nn.Parameter(torch.ones(100))]
+    optimizer = torch.optim.SGD(values, 0.1)
+
+    def iterate(step: int) -> None:
+        optimizer.zero_grad()
+        (values[0] * step).sum().backward()
+        optimizer.step()
+
+    with asymcheck.trace(tmp_path / "trace.json"):
+        assert_every_step_is_right(store, Loop({"values": values, "optimizer": optimizer}, iterate), 3, config)
+    trace = _read(tmp_path / "trace.json")
+    assert not _of(trace, "window")
+    assert len(_of(trace, "fence")) == 3
+
+
+def test_copies_lie_between_step_and_the_next_change(trained: list[dict[str, Any]]) -> None:
+    """From the moment when ``step()`` releases them to the end of the fence, by the tracks alone."""
+    begins = {record["args"]["step"]: record["ts"] for record in _of(trained, "step")}
+    ends = {record["args"]["step"]: record["ts"] + record["dur"] for record in _of(trained, "fence")}
+    for copy in _of(trained, "copy"):
+        step = copy["args"]["step"]
+        assert begins[step] <= copy["ts"]
+        assert copy["ts"] + copy["dur"] <= ends[step] + ROUNDED_US
+
+
+def test_tracks_are_named_and_in_order(trained: list[dict[str, Any]]) -> None:
+    """Windows first, then checkpoints, the training thread and the threads of the background."""
+    names = {record["tid"]: record["args"]["name"] for record in trained if record["name"] == "thread_name"}
+    places = {
+        record["tid"]: record["args"]["sort_index"] for record in trained if record["name"] == "thread_sort_index"
+    }
+    assert {record["tid"] for record in trained} == {0, *names}
+    ordered = [names[tid] for tid in sorted(names, key=lambda tid: places[tid])]
+    assert ordered[:3] == ["forward and backward of run default", "checkpoints of run default", "training thread"]
+    assert {"asymcheck-capture", "asymcheck-commit"} < set(ordered[3:])
+    assert {names[record["tid"]] for record in _of(trained, "step")} == {"training thread"}
+
+
+def test_what_moves_bytes_says_how_fast(trained: list[dict[str, Any]]) -> None:
+    """Bytes and rate of each copy and write, and the tensor that it begins with."""
+    for record in (*_of(trained, "copy"), *_of(trained, "write")):
+        about = record["args"]
+        assert about["GB/s"] == pytest.approx(about["bytes"] / record["dur"] / 1e3, rel=0.05, abs=0.002)
+        assert about["tensor"].startswith(("model.", "optimizer."))
+        assert about["run"] == "default"
+
+
+def test_a_callers_own_intervals_are_in_it(tmp_path: Path) -> None:
+    """For instance the optimizer's."""
+    path = tmp_path / "trace.json"
+    with asymcheck.trace(path), asymcheck.events.timed("mine", detail=lambda: {"batch": 3}):
+        pass
+    assert [record["args"] for record in _of(_read(path), "mine")] == [{"batch": 3}]
+
+
+def test_nothing_is_added_after_the_end(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """Neither by what goes on, nor by a second close; without a ``with`` block, too."""
+    path = tmp_path / "trace.json"
+    _, _, loop = linear_loop()
+    trace = asymcheck.trace(path)
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        trace.close()
+        length = len(_read(path))
+        loop.iterate(1)
+        checkpointer.step(1)
+    trace.close()
+    assert len(_read(path)) == length > 3
+    assert not asymcheck.events.is_watched()
+
+
+def test_a_forked_child_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the descriptor and the watchers of its parent, whose trace it would spoil."""
+    path = tmp_path / "trace.json"
+    trace = asymcheck.trace(path)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with asymcheck.events.timed("mine"):
+            asymcheck.events.emit("capture.complete")
+        assert path.read_bytes() == before
+    with asymcheck.events.timed("mine"):
+        asymcheck.events.emit("capture.complete")
+    trace.close()
+    assert [record["name"] for record in _read(path) if record["ph"] in "Xi"] == ["capture.complete", "mine"]
+
+
+def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    """Before anything is watched."""
+    with pytest.raises(StorageError, match=r"trace .*/no/trace\.json: No such file or directory; give a file"):
+        asymcheck.trace(tmp_path / "no" / "trace.json")
+    assert not asymcheck.events.is_watched()
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every step is stored; the end says what happened, and what was written can be read."""
+    path, write, room = tmp_path / "trace.json", os.write, [2000]
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != str(path):
+            return write(descriptor, data)
+        room[0] -= (taken := write(descriptor, data[: room[0]]))
+        return taken
+
+    monkeypatch.setattr(os, "write", limited)
+    trace = asymcheck.trace(path)
+    assert_every_step_is_right(store, linear_loop()[2], 3, config)
+    with pytest.raises(StorageError, match="ends early: No space left on device; make room"):
+        trace.close()
+    assert len(json.loads(path.read_text("utf-8") + "]")) > 5

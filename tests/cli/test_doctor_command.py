@@ -1,0 +1,58 @@
+"""``asymcheck doctor`` shows what was measured, and says what to configure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def test_measures_and_advises(call: Call, store: Path) -> None:
+    """Tables of facts and codecs, then an entry for each thing to configure; how much is written is said before."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"model": {"weight": torch.randn(10_000)}}, step=40)
+    before = sorted(path.name for path in (store / "packs").iterdir())
+    outcome = call("doctor", store, "--quick", "--mtbf", "3h")
+    assert outcome.status == 0
+    assert outcome.err == f"asymcheck: measuring writes up to 76.0 MiB into {store} and removes it\n"
+    assert sorted(path.name for path in (store / "packs").iterdir()) == before
+    for text in ("copy in memory", "one block durable, median", "byte-planes", "codecs on step 40 of run default"):
+        assert text in outcome.out
+    advice = outcome.out[outcome.out.index("advice for") :]
+    assert "a failure every 3 h" in advice
+    for text in ("pack_bytes ", "stall of at most ", "a checkpoint every ", "ring_bytes ", "weights float32: "):
+        assert text in advice
+
+
+def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
+    """Without checkpoints it cannot know what to advise for; with a size it can."""
+    asymcheck.Store.open(store_path).close()
+    outcome = call("doctor", store_path, "--quick")
+    assert outcome.status == 0
+    assert "name one with --state-size" in outcome.out
+    assert "advice for" not in outcome.out
+    assert call("doctor", store_path, "--quick", "--json").json["advice"] is None
+    document = call("doctor", store_path, "--quick", "--state-size", "2GB", "--mtbf", "90min", "--json").json
+    situation = document["advice"]["situation"]  # type: ignore[index]  # JSON
+    assert (situation["state_bytes"], situation["mtbf_s"]) == (2 * 10**9, 5400)
+
+
+@pytest.mark.parametrize("span", ["0", "-1h", "1w", "1h30", "h", "1e3", "٣h", ""])
+def test_a_span_that_is_none(call: Call, store: Path, span: str) -> None:
+    """Status 2, and what to give."""
+    outcome = call("doctor", store, f"--mtbf={span}")
+    assert outcome.status == 2
+    assert "give seconds, or a number with s, min, h or d" in outcome.err
+
+
+def test_no_store_is_made(call: Call, tmp_path: Path) -> None:
+    """Status 3 where there is none."""
+    assert call("doctor", tmp_path / "none", "--quick").status == 3
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,113 @@
+"""``asymcheck gc`` with rules of retention says what goes and why the rest stays, and deletes nothing in a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.cli import exits
+from tests.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+
+
+def steps(store: Path, run: str = "default") -> list[tuple[int, int]]:
+    """Return the steps that are there, with their generations."""
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        return [(item.step, item.generation) for item in opened.checkpoints(run)]
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """Return what was printed, without the save ids and the sentence about packs."""
+    assert (outcome.status, outcome.err) == (exits.OK, "")
+    return [line.partition(", save ")[0] + line.partition(")")[2] for line in outcome.out.splitlines()[:-1]]
+
+
+def test_a_dry_run_names_what_would_go_and_the_reasons_of_the_rest(call: Call, store: Path) -> None:
+    """And what would be freed; then the same words in another tense, when it is done."""
+    before = steps(store)
+    outcome = call("gc", store, "--keep-last", 1, "--dry-run")
+    assert lines(outcome) == [
+        "would delete default step 10 (generation 1, 50.8 KiB",
+        "would delete default step 20 (generation 1, 50.8 KiB",
+        "would keep default step 30 (generation 1: abandoned",
+        "would keep default step 25 (generation 2: newest consistent, newest, keep last 1",
+    ]
+    assert "would free " in outcome.out
+    assert steps(store) == before
+    outcome = call("gc", store, "--keep-last", 1)
+    assert lines(outcome)[::3] == [
+        "deleted default step 10 (generation 1, 50.8 KiB",
+        "kept default step 25 (generation 2: newest consistent, newest, keep last 1",
+    ]
+    assert steps(store) == [(30, 1), (25, 2)]
+    assert steps(store, "other") == [(1, 1)]
+    assert call("verify", store).status == exits.OK
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--keep-every", 20], [20, 30, 25]),
+        (["--keep-best", "loss:1"], [20, 30, 25]),
+        (["--keep-best", "loss:1:max"], [10, 30, 25]),
+        (["--keep-for", "2w"], [10, 20, 30, 25]),
+        (["--keep-for", "0s"], [30, 25]),
+        (["--keep-last", 2, "--drop-abandoned"], [20, 25]),
+        (["--keep-for", "1h", "--drop-abandoned"], [10, 20, 30, 25]),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_each_rule_is_an_option(call: Call, store: Path, words: list[object], left: list[int]) -> None:
+    """With the meaning that it has in Python."""
+    assert call("gc", store, *words).status == exits.OK
+    assert [step for step, _ in steps(store)] == left
+
+
+def test_another_run_is_named(call: Call, store: Path) -> None:
+    """Or none is: the default run is, not all of them."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"x": 1}, step=2, run="other")
+    assert call("gc", store, "--keep-last", 1, "--run", "other").status == exits.OK
+    assert (len(steps(store)), steps(store, "other")) == (4, [(2, 1)])
+    outcome = call("gc", store, "--keep-last", 1, "--run", "othr")
+    assert outcome.status == exits.NOT_FOUND
+    assert "has no run 'othr'; it has runs default, other" in outcome.err
+
+
+def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
+    """Of packs that were mostly garbage."""
+    shared = torch.arange(1 << 18)
+    with asymcheck.Store.open(store_path) as opened:
+        for step in range(2):
+            opened.save({"shared": shared, "own": torch.full((1 << 20,), step)}, step=step)
+    outcome = call("gc", store_path, "--keep-last", 1, "--dry-run")
+    assert "(1 pack after a copy of 2.0 MiB that is needed of them)" in outcome.out
+    outcome = call("gc", store_path, "--keep-last", 1)
+    assert "(1 pack after a copy of 2.0 MiB that was needed of them)" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--drop-abandoned"], "goes with a rule"),
+        (["--keep-last", 0], "x>=1"),
+        (["--keep-best", "loss"], "give a metric and how many"),
+        (["--keep-best", "loss:0"], "give a metric and how many"),
+        (["--keep-best", "loss:1:most"], "give a metric and how many"),
+        (["--keep-for", "7"], "is no span of time"),
+        (["--keep-for", "-7d"], "is no span of time"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
+)
+def test_wrong_words_delete_nothing(call: Call, store: Path, words: list[object], message: str) -> None:
+    """The message says what to give."""
+    before = steps(store)
+    outcome = call("gc", store, *words)
+    assert outcome.status == exits.USAGE
+    assert message in " ".join(outcome.err.split())
+    assert steps(store) == before

@@ -1,0 +1,95 @@
+"""Which checkpoint lies where: a store and a remote location side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from asymcheck import Store
+from asymcheck.cli import exits
+from tests.architecture.source_tree import REPOSITORY
+from tests.cli.conftest import Outcome
+
+
+@pytest.fixture
+def location(store: Path, tmp_path: Path) -> str:
+    """Step 10 lies there and here; step 20 only there; the others only here."""
+    place = f"file://{tmp_path}/remote"
+    with Store.open(store) as opened:
+        opened.push(place, 10)
+        opened.push(place, 20)
+        opened.delete(20)
+    return place
+
+
+def rows(outcome: Outcome) -> dict[tuple[str, str], str]:
+    """What a table says of each run and step."""
+    found = {}
+    for line in outcome.out.splitlines():
+        words = line.split()
+        if len(words) > 2 and words[0] in ("default", "other"):
+            place = next((place for place in ("here and there", "there", "here") if f" {place}" in line), "")
+            found[words[0], words[1]] = place
+    return found
+
+
+def check_schema(document: dict[str, object], name: str) -> None:
+    """A document is what its schema says."""
+    jsonschema.validate(document, json.loads((REPOSITORY / "docs" / "schemas" / f"{name}.json").read_text()))
+
+
+def test_inspect_says_where_each_lies(store: Path, location: str, call: Callable[..., Outcome]) -> None:
+    """Also those that are there alone."""
+    assert rows(call("inspect", store, "--remote", location)) == {
+        ("default", "10"): "here and there",
+        ("default", "20"): "there",
+        ("default", "25"): "here",
+        ("default", "30"): "here",
+        ("other", "1"): "here",
+    }
+    document = call("inspect", store, "--remote", location, "--json").json
+    check_schema(document, "inspect")
+    assert [one["step"] for one in document["there"]] == [10, 20]  # type: ignore[index, attr-defined]  # a list
+    assert call("inspect", store, "--json").json["there"] is None
+
+
+def test_log_says_where_each_lies(store: Path, location: str, call: Callable[..., Outcome]) -> None:
+    """In the order of the line, and at the end what is there alone."""
+    out = call("log", store, "--remote", location).out
+    lines = [line for line in out.splitlines() if line.startswith("step")]
+    assert [line.rpartition("(")[2] for line in lines] == ["newest, here)", "here and there)"]
+    assert f"only in {location}: step 20" in out
+    document = call("log", store, "--remote", location, "--json").json
+    check_schema(document, "log")
+    assert len(document["there"]) == 2  # type: ignore[arg-type]  # a list
+
+
+def test_what_cannot_be_asked_together(
+    store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Is said."""
+    assert call("inspect", store, "--remote", location, "--step", "10").status == 2
+    assert call("inspect", store, "--remote", location, "--tier", "dram").status == 2
+    assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0
+
+
+def test_a_location_is_checked_without_its_frames(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Lengths, indexes and manifests are; a flipped bit inside of a frame is found by --deep alone."""
+    assert call("verify", location).out.splitlines()[-1] == "frames were not read: --deep does"
+    packs = sorted((tmp_path / "remote" / "packs").iterdir(), key=lambda path: path.stat().st_size)
+    whole = packs[-1].read_bytes()
+    packs[-1].write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    assert call("verify", location).status == 0
+    deep = call("verify", location, "--deep")
+    assert (deep.status, "damaged-frame" in deep.out) == (exits.DAMAGED, True)
+    packs[-1].write_bytes(whole[: len(whole) // 2])
+    cut = call("verify", location)
+    assert cut.status != 0
+    assert "damaged-pack" in cut.out
+    packs[-1].unlink()
+    gone = call("verify", location)
+    assert (gone.status, "missing-partition" in gone.out) == (exits.DAMAGED, True)

@@ -1,0 +1,36 @@
+"""A killed training whose ring is ahead of its store, and ways to damage the ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asymcheck.tiers.dram_ring import RingReader
+from tests.crash.states import Journal
+from tests.crash.zygote import Child, wait_until
+
+DURABLE, CAPTURED = 2, 5
+"""The killed training whose rings are damaged has steps 0 and 1 on disk, and 2, 3 and 4 in memory alone."""
+
+
+def kill_when_ready(child: Child, folder: Path) -> None:
+    """Kill a training when it has done all its steps."""
+    wait_until(lambda: bool(Journal(folder / "journal").lines("ready")), "the training")
+    child.kill()
+    child.wait_killed()
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Change a bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def partition_of_newest(ring: Path) -> tuple[int, int]:
+    """Return offset and length of a frame that nothing but the newest capture needs: the last but its manifest."""
+    with RingReader(ring) as reader:
+        manifests = {entry.offset for entry in reader.captures}
+        frames = zip(reader.entries["offset"].tolist(), reader.entries["stored_length"].tolist(), strict=True)
+        return max(frame for frame in frames if frame[0] not in manifests)

@@ -1,0 +1,356 @@
+"""The rings of killed trainings on the command line: listed, written to files and collected, with nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import CheckpointNotFoundError, FormatError
+from asymcheck.format.frame import HEADER_BYTES, decode_header, encode_header, payload_offset
+from asymcheck.format.layout import parse_ring_name
+from asymcheck.format.record import RECORD_BYTES
+from asymcheck.format.ring import DATA_OFFSET, decode_ring_header, encode_ring_header
+from asymcheck.types import PackId
+from tests.checkpointer.loops import folder_for_rings, rings
+from tests.cli.conftest import Outcome, run_command
+from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest
+from tests.crash.states import Journal
+from tests.crash.trainer import assert_restored, train, train_two_runs
+from tests.crash.zygote import Child, Zygote, wait_until
+from tests.store.equality import assert_same
+
+
+def call(folder: Path, command: str, *words: object) -> Outcome:
+    """Call a command with the store and the rings of a training."""
+    return run_command(command, folder / "store", "--ring-folder", folder_for_rings(folder), *words)
+
+
+def restore(folder: Path, name: str, *words: object) -> Outcome:
+    """Write a capture to a file in the folder of the training."""
+    return call(folder, "restore", "--tier", "dram", "--to", folder / name, *words)
+
+
+def damage_newest(folder: Path) -> None:
+    """Change a bit of the newest capture."""
+    (ring,) = rings(folder)
+    offset, length = partition_of_newest(ring)
+    flip(ring, offset + payload_offset(length) + 5)
+
+
+@pytest.fixture
+def living(zygote: Zygote, tmp_path: Path) -> Child:
+    """A training that lives, with captures in its ring."""
+    child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
+    wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
+    return child
+
+
+@pytest.fixture
+def deleted(zygote: Zygote, tmp_path: Path) -> Path:
+    """The folder of a killed training whose store was deleted, and which has another store now."""
+    kill_when_ready(zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE), tmp_path)
+    shutil.rmtree(tmp_path / "store")
+    return tmp_path
+
+
+# -------------------------------------------------------------------------------------------------------------- inspect
+
+
+def test_a_dead_ring_is_listed_with_its_captures(folder: Path) -> None:
+    """Which process, which steps, which of them the store has; and nothing is changed."""
+    (ring,) = rings(folder)
+    before = ring.read_bytes()
+    found = call(folder, "inspect", "--tier", "dram", "--json")
+    assert found.status == 0
+    (told,) = json.loads(found.out)["rings"]
+    assert (told["path"], told["is_alive"], told["nbytes"], told["run"]) == (str(ring), False, len(before), "default")
+    captures = [(one["step"], one["generation"], one["is_durable"], one["is_intact"]) for one in told["captures"]]
+    assert captures[-3:] == [(step, 1, False, True) for step in range(DURABLE, CAPTURED)]
+    assert all(is_durable for _, _, is_durable, _ in captures[:-3])
+    text = call(folder, "inspect", "--tier", "dram").out
+    assert f"process {told['pid']}, dead" in text
+    assert text.count("in memory only  intact") == CAPTURED - DURABLE
+    assert ring.read_bytes() == before
+
+
+def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None:
+    """Its frames are not checked, for they may change; its process goes on."""
+    found = call(tmp_path, "inspect", "--tier", "dram", "--json")
+    (told,) = json.loads(found.out)["rings"]
+    assert (told["is_alive"], told["pid"]) == (True, living.pid)
+    assert {one["is_intact"] for one in told["captures"]} == {None}
+    assert max(one["step"] for one in told["captures"]) == CAPTURED - 1
+    assert f"process {living.pid}, alive" in call(tmp_path, "inspect", "--tier", "dram").out
+    assert "in memory only" not in call(tmp_path, "inspect").err
+
+
+@pytest.mark.parametrize("how", ["bit", "cut"])
+def test_damage_is_told(folder: Path, how: str) -> None:
+    """Of a flipped bit, the capture that needs it; of a ring that was cut short, that nothing can be read."""
+    if how == "bit":
+        damage_newest(folder)
+    else:
+        os.truncate(rings(folder)[0], 20_000)
+    found = call(folder, "inspect", "--tier", "dram")
+    assert found.status == 6
+    assert ("DAMAGED: 1 of" if how == "bit" else "20000 of") in found.out
+    (told,) = json.loads(call(folder, "inspect", "--tier", "dram", "--json").out)["rings"]
+    broken = [one["step"] for one in told["captures"] if one["problem"]]
+    assert (broken, bool(told["problem"])) == (([CAPTURED - 1], False) if how == "bit" else ([], True))
+
+
+def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
+    """In one line, with the way to it; not any more when it was taken up."""
+    assert "step 4 of run default is in memory only: restore() takes it up, or asymcheck" in call(folder, "inspect").err
+    assert call(folder, "inspect", "--run", "default").err.count("\n") == 1
+    assert_restored(folder, CAPTURED - 1)
+    assert call(folder, "inspect").err == ""
+
+
+def test_what_was_deleted_from_the_store_is_not_mentioned(zygote: Zygote, tmp_path: Path) -> None:
+    """It was durable; that a ring still has it is no news."""
+    kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2, durable=2), tmp_path)
+    with Store.open(tmp_path / "store") as store:
+        for step in range(2):
+            store.delete(step)
+    assert call(tmp_path, "inspect").err == ""
+
+
+def test_no_rings_are_no_error_of_inspect(tmp_path: Path) -> None:
+    """It says so."""
+    Store.open(tmp_path / "store").close()
+    found = call(tmp_path, "inspect", "--tier", "dram")
+    assert (found.status, found.out) == (0, f"no rings of store {tmp_path / 'store'} in {tmp_path / 'memory'}\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- restore
+
+
+@pytest.mark.parametrize("words", [("x.pt",), ("x.safetensors", "--part", "model"), ("x", "--tensors", "model.*")])
+def test_a_capture_becomes_the_file_that_its_checkpoint_becomes(folder: Path, words: tuple[str, ...]) -> None:
+    """With the same bytes; the ring stays as it is, and a training takes it up afterwards."""
+    (ring,) = rings(folder)
+    before = ring.read_bytes()
+    name, *rest = words
+    done = restore(folder, name, *rest)
+    assert (done.status, f"from default step {CAPTURED - 1}" in done.out) == (0, True), done.err
+    assert ring.read_bytes() == before
+    assert_restored(folder, CAPTURED - 1)
+    (folder / "other").mkdir()
+    assert run_command("restore", folder / "store", "--to", folder / "other" / name, *rest).status == 0
+    assert_same(_content(folder / name), _content(folder / "other" / name))
+
+
+def _content(path: Path) -> object:
+    if path.is_dir():
+        return {item.name: item.read_bytes() for item in path.iterdir()}
+    # A .pt file has a random name of itself in it.
+    return torch.load(path, weights_only=True) if path.suffix == ".pt" else path.read_bytes()
+
+
+@pytest.mark.parametrize("step", [DURABLE, CAPTURED - 2])
+def test_a_step_can_be_named(folder: Path, step: int) -> None:
+    """Any that is in the ring."""
+    assert f"from default step {step}" in restore(folder, "x.pt", "--step", step).out
+
+
+def test_only_the_ring_is_read(folder: Path) -> None:
+    """A store without packs and manifests is no hindrance."""
+    for name in ("packs", "manifests"):
+        shutil.rmtree(folder / "store" / name)
+    assert restore(folder, "x.pt").status == 0
+
+
+def test_a_damaged_capture_gives_way_to_an_older_one(folder: Path) -> None:
+    """Said, and by the status, too; named, it is an error, and no file is left."""
+    damage_newest(folder)
+    done = restore(folder, "x.pt")
+    assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
+    assert f"passed over step {CAPTURED - 1} (generation 1" in done.err
+    named = restore(folder, "y.pt", "--step", CAPTURED - 1)
+    assert (named.status, "lies in no intact frame" in named.err) == (4, True)
+    assert not (folder / "y.pt").exists()
+
+
+def test_a_ring_that_was_cut_short_is_an_error(folder: Path) -> None:
+    """That names it."""
+    (ring,) = rings(folder)
+    os.truncate(ring, 20_000)
+    done = restore(folder, "x.pt")
+    assert (done.status, ring.name in done.err, "20000 of" in done.err) == (4, True, True)
+
+
+def test_the_newest_of_two_dead_rings_is_taken(folder: Path) -> None:
+    """Two that hold captures of one run: whichever has the newest, or the step that is named."""
+    (ring,) = rings(folder)
+    other = ring.with_name(f"{ring.name[:-37]}{'0' * 32}.ring")
+    shutil.copy(ring, folder / "copy")
+    damage_newest(folder)
+    assert f"step {CAPTURED - 2}" in restore(folder, "x.pt").out
+    _as_ring(folder / "copy", other)
+    assert len(rings(folder)) == 2
+    found = json.loads(call(folder, "inspect", "--tier", "dram", "--json").out)["rings"]
+    assert sorted(one["captures"][-1]["is_intact"] for one in found) == [False, True]
+    assert f"step {CAPTURED - 1}" in restore(folder, "y.pt").out
+
+
+def _as_ring(copy: Path, path: Path) -> None:
+    """Give a copy of a ring another id: in its name, its header and its frames."""
+    data = bytearray(copy.read_bytes())
+    header = decode_ring_header(data[:RECORD_BYTES], "copy")
+    _, ring_id = parse_ring_name(path.name) or (b"", b"")
+    data[:RECORD_BYTES] = encode_ring_header(dataclasses.replace(header, ring_id=ring_id))
+    for offset in range(DATA_OFFSET, len(data), 4096):
+        try:
+            frame = decode_header(data[offset : offset + HEADER_BYTES], "copy")
+        except FormatError:
+            continue
+        data[offset : offset + HEADER_BYTES] = encode_header(frame.descriptor, PackId(ring_id), offset // 4096)
+    path.write_bytes(data)
+
+
+def test_another_run_is_named(zygote: Zygote, tmp_path: Path) -> None:
+    """Two rings of two runs: each gives its own, and what is not there is said with what is."""
+    kill_when_ready(zygote.start(train_two_runs, path=str(tmp_path), steps=3), tmp_path)
+    for run in ("one", "two"):
+        assert f"from {run} step 2" in restore(tmp_path, f"{run}.pt", "--run", run).out
+    missing = restore(tmp_path, "x.pt")
+    assert (missing.status, "it has runs one, two" in missing.err) == (3, True)
+    step = restore(tmp_path, "x.pt", "--run", "one", "--step", 7)
+    assert (step.status, "it has steps 0, 1, 2" in step.err) == (3, True)
+    assert call(tmp_path, "inspect").err.count("is in memory only") == 2
+
+
+def test_the_ring_of_a_living_process_is_refused(living: Child, tmp_path: Path) -> None:
+    """With its name; when it is dead, the same command works."""
+    refused = restore(tmp_path, "x.pt")
+    assert (refused.status, f"is in use by process {living.pid}" in refused.err) == (5, True)
+    assert not (tmp_path / "x.pt").exists()
+    living.kill()
+    living.wait_killed()
+    assert restore(tmp_path, "x.pt").status == 0
+
+
+def test_nothing_in_memory_is_said(tmp_path: Path) -> None:
+    """With the store and the folder that was looked into."""
+    Store.open(tmp_path / "store").close()
+    done = restore(tmp_path, "x.pt")
+    assert (done.status, "no ring of this store is there" in done.err, str(tmp_path / "memory") in done.err) == (
+        3,
+        True,
+        True,
+    )
+    with Store.open(tmp_path / "store") as store, pytest.raises(CheckpointNotFoundError):
+        store.stream_from_memory(None, ring_folder=tmp_path / "nowhere")  # type: ignore[arg-type]  # not reached
+
+
+# ------------------------------------------------------------------------------------------------------------------- gc
+
+
+def test_what_is_not_durable_stays(folder: Path) -> None:
+    """It is named, with the way to take it up, and can be taken up after it."""
+    (ring,) = rings(folder)
+    done = call(folder, "gc")
+    assert done.status == 0
+    assert f"left ring {ring}" in done.out
+    assert "3 captures in it not durable (step 2, 3, 4); restore() takes them up, or asymcheck restore" in done.out
+    assert_restored(folder, CAPTURED - 1)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("discard", [True, False])
+def test_a_ring_goes_when_all_is_durable_or_it_is_discarded(folder: Path, *, discard: bool, dry_run: bool) -> None:
+    """A dry run says so with the size, and removes nothing."""
+    (ring,) = rings(folder)
+    size = ring.stat().st_size
+    words = [*(["--discard-rings"] if discard else []), *(["--dry-run"] if dry_run else [])]
+    if not discard:
+        shutil.copy(ring, folder / "kept")
+        assert_restored(folder, CAPTURED - 1)
+        shutil.move(folder / "kept", ring)
+    done = call(folder, "gc", *words)
+    assert f"{'would remove' if dry_run else 'removed'} ring {ring}, {size / 2**20:.1f} MiB" in done.out
+    assert rings(folder) == ([ring] if dry_run else [])
+    assert json.loads(call(folder, "gc", *words, "--json").out)["rings"] == [] or dry_run
+
+
+@pytest.mark.parametrize("how", ["unmade", "cut"])
+def test_a_ring_that_cannot_be_read(folder: Path, how: str) -> None:
+    """One that was never made goes; of one that was cut short nobody knows, so it stays until it is discarded."""
+    (ring,) = rings(folder)
+    os.truncate(ring, 0 if how == "unmade" else 20_000)
+    done = call(folder, "gc")
+    assert (rings(folder) == []) == (how == "unmade"), done.out
+    if how == "cut":
+        assert "nothing can take up what it holds; --discard-rings removes it" in done.out
+        call(folder, "gc", "--discard-rings")
+        assert rings(folder) == []
+
+
+def test_the_ring_of_a_living_process_is_not_collected(living: Child, tmp_path: Path) -> None:
+    """Nor named; not even to be discarded."""
+    (ring,) = rings(tmp_path)
+    done = call(tmp_path, "gc", "--discard-rings")
+    assert (done.status, "ring" in done.out) == (0, False)
+    assert rings(tmp_path) == [ring]
+    assert living.pid
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["nothing there", "another store there"])
+def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: bool) -> None:
+    """And goes when it is discarded."""
+    if another:
+        Store.open(deleted / "store").close()
+    Store.open(deleted / "any").close()
+    words = ("gc", deleted / "any", "--ring-folder", folder_for_rings(deleted))
+    named = run_command(*words)
+    assert f"of store {deleted / 'store'}, which is not there any more: 3 captures in it not durable" in named.out
+    assert len(rings(deleted)) == 1
+    assert "removed ring" in run_command(*words, "--discard-rings").out
+    assert rings(deleted) == []
+
+
+@pytest.mark.parametrize("how", ["whole", "damaged", "somewhere"])
+def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """As long as that store is there, readable or not, another one neither names its ring nor discards it."""
+    kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2), tmp_path)
+    Store.open(tmp_path / "any").close()
+    if how == "damaged":
+        (tmp_path / "store" / "asymcheck.store").write_bytes(b"x")
+    if how == "somewhere":
+        # A path that begins nobody knows where says nothing about what is there.
+        (ring,) = rings(tmp_path)
+        data = ring.read_bytes()
+        header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store="nowhere")
+        ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
+    words = ("gc", tmp_path / "any", "--ring-folder", folder_for_rings(tmp_path), "--discard-rings")
+    assert "ring" not in run_command(*words).out
+    assert len(rings(tmp_path)) == 1
+
+
+def test_a_ring_of_another_user_is_never_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By none of the commands; it is not even opened."""
+    (ring,) = rings(folder)
+    status = ring.stat()
+    monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
+    opened: list[object] = []
+    really = os.open
+
+    def watched(path: str, *rest: int, **more: int) -> int:
+        opened.append(path)
+        return really(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", watched)
+    assert "no rings" in call(folder, "inspect", "--tier", "dram").out
+    assert restore(folder, "x.pt").status == 3
+    assert "ring" not in call(folder, "gc", "--discard-rings").out
+    assert opened
+    assert ring not in opened
+    assert rings(folder) == [ring]

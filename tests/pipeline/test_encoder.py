@@ -1,0 +1,54 @@
+"""The encoder: what it decides follows from what whole partitions took, not from samples alone."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from asymcheck.codecs.encode import Encoded
+from asymcheck.format.digest import digest
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_IDENTITY
+from asymcheck.partition.plan import Piece
+from asymcheck.pipeline import encoder as module
+from asymcheck.pipeline.encoder import Contents, Encoder, contents_of
+from asymcheck.pipeline.meter import Meter
+
+PLAIN = memoryview(np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype("<f4").tobytes())
+NAME = digest(PLAIN)
+
+
+@pytest.fixture
+def contents() -> Contents:
+    """Weights."""
+    return contents_of([Piece(0, 0, len(PLAIN))], "weights", ["float32"])
+
+
+def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample is over before the core is taken away; a partition is not, and counts."""
+
+    def starved(name: bytes, plain: memoryview, *rest: object) -> Encoded | None:
+        if len(plain) == len(PLAIN):
+            time.sleep(0.5)
+        return encode(name, plain, *rest)  # type: ignore[arg-type]  # passed on as they came
+
+    encode = module._encode
+    monkeypatch.setattr(module, "_encode", starved)
+    monkeypatch.setattr(Meter, "bytes_per_s", 5e6)
+    encoder = Encoder("auto", "nvme", 1 << 30)
+    first = encoder.move(NAME, "dram", PLAIN, contents, [])
+    assert first.codec == CODEC_BYTE_PLANES
+    encoded = encoder.carry_out(first, PLAIN, contents, [])
+    assert encoded is not None
+    assert encoder.move(NAME, "dram", PLAIN, contents, []).codec == CODEC_IDENTITY
+    assert encoder.reasons() == {"weights": {"byte-planes": first.why}}
+
+
+def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even at a sample."""
+    monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
+    move = Encoder("off", "nvme", 1 << 30).move(NAME, "dram", PLAIN, contents, [])
+    assert (move.codec, move.digests, move.target, move.batch) == (CODEC_IDENTITY, (NAME,), "nvme", 1 << 30)

@@ -1,0 +1,116 @@
+"""Pacing from a made-up training: it measures early, then keeps to what it chose, and adapts."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+from asymcheck.pipeline.background import Statistics
+from asymcheck.pipeline.pacing import Pacer
+from asymcheck.policies.interval import AutoInterval
+
+
+class Training:
+    """A training whose clock and costs are made up."""
+
+    def __init__(self, pacer: Pacer, *, step_s: float, stall_s: float, durable_s: float = 0.5) -> None:
+        self.pacer, self.step_s, self.stall_s, self.durable_s = pacer, step_s, stall_s, durable_s
+        self.spent = Statistics(ring_bytes=2_100)
+        self.now_s = 1_000.0
+        self.durable_at: list[float] = []
+        self.first_stall_s = 3.0
+
+    def run(self, first: int, count: int) -> list[int]:
+        """Take steps, and return those at which a checkpoint was begun."""
+        begun = []
+        for step in range(first, first + count):
+            self.now_s += self.step_s
+            done = [at for at in self.durable_at if at <= self.now_s]
+            self.durable_at = [at for at in self.durable_at if at > self.now_s]
+            self.spent.durable += len(done)
+            self.spent.durable_s += [self.durable_s] * len(done)
+            if self.pacer.is_due(step, self.now_s, self.spent):
+                self.pacer.began(step)
+                begun.append(step)
+                stall_s = self.stall_s + (0 if self.spent.captures else self.first_stall_s)
+                self.spent.captures += 1
+                self.spent.captured_bytes += 1_000
+                # Half of it in step(), half at the fence of the next iteration.
+                self.spent.step_s += stall_s / 2
+                self.spent.fence_s += stall_s / 2
+                self.now_s += stall_s
+                self.durable_at.append(self.now_s + self.durable_s)
+        return begun
+
+
+def test_it_measures_early_and_then_keeps_to_its_choice() -> None:
+    """Three checkpoints, not at the first step; then Young's interval, without the stall of the first checkpoint."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    assert pacer.chosen.steps == 0
+    begun = training.run(0, 200)
+    assert begun[:3] == [1, 3, 5]
+    assert pacer.chosen.steps == 20
+    assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 9
+    assert "Young's interval for 100 ms of stall and a failure every 33.3 min" in str(pacer.chosen)
+
+
+def test_it_waits_for_the_store_before_it_measures_again() -> None:
+    """One that is not durable yet tells nothing of how long that takes; then as often as two in flight allow."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=1)))
+    training = Training(pacer, step_s=1.0, stall_s=0.001, durable_s=9.5)
+    begun = training.run(0, 60)
+    assert begun[:5] == [1, 11, 21, 26, 31]
+    assert pacer.chosen.steps == 5
+    assert "the ring has room for 2" in str(pacer.chosen)
+
+
+def test_it_follows_what_changes_and_not_what_wavers() -> None:
+    """A stall a tenth longer changes nothing; one a hundred times as long makes checkpoints rarer."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 100)
+    calm = pacer.chosen
+    training.stall_s = 0.11
+    training.run(100, 800)
+    assert pacer.chosen is calm
+    training.stall_s = 10.0
+    training.run(900, 5000)
+    assert pacer.chosen.steps == 1000
+
+
+def test_slower_steps_are_counted_by_their_median() -> None:
+    """Not by one that took an hour."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 50)
+    training.now_s += 3600
+    training.run(50, 50)
+    assert pacer.chosen.steps == 20
+    training.step_s = 4.0
+    training.run(100, 200)
+    assert pacer.chosen.steps == 5
+
+
+def test_a_restore_begins_the_interval_again() -> None:
+    """From the step that was restored, whichever way that is; the time of the restore is none of a step."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 100)
+    pacer.restart(45)
+    training.now_s += 500
+    before = max(pacer._step_s)
+    assert training.run(46, 60)[:2] == [65, 85]
+    pacer.restart(106)
+    training.now_s += 500
+    training.run(107, 3)
+    assert max(pacer._step_s) == before
+    assert pacer.chosen.steps == 20
+
+
+def test_a_resumed_training_measures_again() -> None:
+    """In a process of its own, from whatever step."""
+    pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=2000)))
+    pacer.restart(700)
+    begun = Training(pacer, step_s=1.0, stall_s=0.1).run(701, 60)
+    assert begun[:4] == [702, 704, 706, 726]

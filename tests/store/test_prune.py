@@ -1,0 +1,260 @@
+"""Pruning: what no rule keeps is deleted and gives its room back, and what must stay stays whatever the rules say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Collected, Retention, Store
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    ClosedStoreError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    ReadOnlyStoreError,
+    SkippedCheckpointWarning,
+)
+from asymcheck.policies.retention import judge
+from asymcheck.pruning import Pruner
+from tests.store.equality import assert_same, directory_content
+
+MIB = 1 << 20
+
+
+def _state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randint(256, (2 * MIB,), dtype=torch.uint8, generator=generator)}
+
+
+def _save(store: Store, *steps: int, run: str = "default") -> None:
+    for step in steps:
+        store.save(_state(step), step=step, run=run, metrics={"loss": abs(step - 2.5)})
+
+
+def _steps(store: Store, run: str = "default") -> list[int]:
+    return [checkpoint.step for checkpoint in store.checkpoints(run)]
+
+
+def test_what_no_rule_keeps_is_deleted_and_its_packs_are_freed(store: Store) -> None:
+    """The result names each checkpoint with the reasons for which it stays; other runs are not touched."""
+    _save(store, *range(6))
+    # Step 1 has the same bytes here as there.
+    _save(store, 1, 7, run="other")
+    pruned = store.prune(Retention(keep_last=1, keep_every=4, keep_best=("loss", 1)))
+    assert {one.checkpoint.step: one.reasons for one in pruned.verdicts} == {
+        0: ("keep every 4",),
+        1: (),
+        2: ("keep best 1 by loss: 0.5, number 1",),
+        3: (),
+        4: ("keep every 4",),
+        5: ("newest consistent", "newest", "keep last 1"),
+    }
+    assert [one.step for one in pruned.removed] == [1, 3]
+    assert (pruned.run, pruned.collected.freed_packs) == ("default", 1)
+    assert _steps(store) == [0, 2, 4, 5]
+    assert _steps(store, "other") == [1, 7]
+    for run in ("default", "other"):
+        for step in _steps(store, run):
+            assert_same(store.load(step, run=run), _state(step))
+    assert store.verify() == []
+
+
+def test_a_dry_run_says_what_the_real_run_does(store: Store) -> None:
+    """Which go, why the others stay, and how many bytes come back; and it changes nothing."""
+    _save(store, *range(5))
+    before = directory_content(store.path)
+    retention = Retention(keep_last=2)
+    expected = store.prune(retention, dry_run=True)
+    after = directory_content(store.path)
+    assert {name: after[name] for name in after if "lock.mdb" not in name} == {
+        name: before[name] for name in before if "lock.mdb" not in name
+    }
+    assert [one.step for one in expected.removed] == [0, 1, 2]
+    assert expected.collected.freed_bytes >= 6 * MIB
+    assert store.prune(retention) == expected
+    assert [one.reasons for one in store.prune(retention).verdicts] == [
+        ("keep last 2",),
+        ("newest", "keep last 2"),
+    ]
+
+
+def test_what_a_newer_broken_one_falls_back_to_stays(store: Store) -> None:
+    """One checkpoint is to be kept, and the newest cannot be restored: then the one that is restored stays, too."""
+    _save(store, 0)
+    packs = {path: path.name for path in (store.path / "packs").iterdir()}
+    _save(store, 1, 2)
+    for path in (store.path / "packs").iterdir():
+        if path not in packs:
+            path.unlink()
+    pruned = store.prune(Retention(keep_last=1))
+    assert [one.step for one in pruned.removed] == [1]
+    assert pruned.verdicts[0].reasons == ("newest consistent",)
+    with pytest.warns(SkippedCheckpointWarning, match="step 2"):
+        assert_same(store.load(), _state(0))
+
+
+def test_nothing_goes_while_none_is_consistent(store: Store) -> None:
+    """What is broken today may be repaired tomorrow, and there is nothing else."""
+    _save(store, 0, 1, 2)
+    for path in (store.path / "packs").iterdir():
+        path.unlink()
+    pruned = store.prune(Retention(keep_last=1))
+    assert pruned.removed == []
+    assert pruned.verdicts[0].reasons == ("none on the line is consistent",)
+
+
+def test_what_was_abandoned_stays_unless_it_is_to_go(store: Store) -> None:
+    """After a restore to an older step. It also stays while the line has nothing in its place."""
+    _save(store, 1, 2, 3)
+    generation = store.begin_generation(store.checkpoints()[0])
+    store.save(_state(9), step=2, generation=generation)
+    assert [(one.step, one.generation) for one in store.prune(Retention(keep_last=1)).removed] == [(1, 1)]
+    gone = store.prune(Retention(keep_last=1, keep_abandoned=False)).removed
+    assert [(one.step, one.generation) for one in gone] == [(2, 1), (3, 1)]
+    store.begin_generation(None)
+    pruned = store.prune(Retention(keep_last=1, keep_abandoned=False))
+    assert [one.reasons for one in pruned.verdicts] == [("none on the line is consistent",)]
+
+
+def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
+    """A head record is lost: then nobody can tell what leads to the present."""
+    _save(store, 1, 2)
+    store.begin_generation(store.checkpoints()[0])
+    store.begin_generation(store.checkpoints()[0])
+    max((store.path / "heads/default").iterdir()).write_bytes(b"")
+    pruned = store.prune(Retention(keep_last=1, keep_abandoned=False))
+    assert pruned.removed == []
+    assert pruned.verdicts[0].reasons == ("whether it is on the line cannot be known",)
+
+
+def test_what_is_young_stays(store: Store) -> None:
+    """By the time at which its save began."""
+    _save(store, 1)
+    time.sleep(0.05)
+    between_ns = time.time_ns()
+    _save(store, 2, 3)
+    pruner = store.pruner("default", Retention(keep_for=timedelta(milliseconds=10)))
+    assert [one.step for one in pruner.prune(between_ns).removed] == [1]
+    assert [one.step for one in store.prune(Retention(keep_for=timedelta(hours=1))).removed] == []
+
+
+def test_a_damaged_manifest_is_reported_after_what_goes_went(store: Store) -> None:
+    """It keeps all packs, and counts as no checkpoint: nothing is deleted for its sake."""
+    _save(store, 1, 2, 3, 4)
+    (manifest,) = (store.path / "manifests/default").glob(f"*{2:012d}*/*.manifest") or [None]
+    manifest.write_bytes(b"x")
+    with pytest.raises(InconsistentCheckpointError, match="delete that checkpoint first"):
+        store.prune(Retention(keep_last=2, keep_every=2))
+    assert _steps(store) == [2, 3, 4]
+    assert store.prune(Retention(keep_last=2)).collected.freed_packs == 2
+
+
+READER = """
+import sys
+from asymcheck import Store
+from asymcheck.recovery.resolve import resolve_one
+store = Store.open(sys.argv[1], read_only=True)
+tier = store._tier
+listing = next(one for one in tier.manifests.checkpoints("default") if one.ref.step == int(sys.argv[2]))
+with resolve_one(tier, listing).sources:
+    print("reading", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_another_process_reads_stays_until_it_is_done(store: Store) -> None:
+    """Its packs are locked; what is read of others, or shared with those that stay, holds nothing."""
+    shared = _state(99)["x"]
+    for step in range(4):
+        store.save({"x": _state(step)["x"], "shared": shared}, step=step)
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(store.path), "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdin is not None
+        assert reader.stdout.readline() == b"reading\n"
+        assert store.prune(Retention(keep_last=1), dry_run=True).verdicts[1].reasons == ("being read",)
+        pruned = store.prune(Retention(keep_last=1))
+        assert [one.step for one in pruned.removed] == [0, 2]
+        assert pruned.verdicts[1].reasons == ("being read",)
+        assert_same(store.load(1), {"x": _state(1)["x"], "shared": shared})
+        reader.stdin.close()
+        assert reader.wait() == 0
+    assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [1]
+
+
+def test_a_training_that_goes_back_meanwhile_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the judgement and the deletion training goes on from a checkpoint that was to go: it stays."""
+    _save(store, 1, 2, 3)
+    first = store.checkpoints()[0]
+    begun: list[int] = []
+
+    def judge_and_go_back(*arguments: object) -> object:
+        verdicts = judge(*arguments)  # type: ignore[arg-type]  # as it was called
+        if not begun and any(not verdict.stays for verdict in verdicts):
+            begun.append(store.begin_generation(first))
+        return verdicts
+
+    monkeypatch.setattr("asymcheck.pruning.judge", judge_and_go_back)
+    pruned = store.prune(Retention(keep_last=1))
+    assert begun
+    assert _steps(store) == [1, 2, 3]
+    assert [one.reasons[-1] for one in pruned.verdicts] == ["keep last 1", "abandoned", "abandoned"]
+
+
+def test_a_pruner_reads_only_what_is_new(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruning after every commit costs what that commit brought, however many checkpoints are kept."""
+    pruner: Pruner = store.pruner("default", Retention(keep_last=1, keep_every=2))
+    _save(store, *range(10))
+    pruner.prune(0)
+    read: list[int] = []
+    original = type(store._tier.manifests).read
+
+    def counted(self: object, run: str, ref: object, name: object) -> object:
+        read.append(ref.step)  # type: ignore[attr-defined]  # a CheckpointRef
+        return original(self, run, ref, name)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(type(store._tier.manifests), "read", counted)
+    for step in range(10, 14):
+        _save(store, step)
+        read.clear()
+        pruner.prune(0)
+        assert set(read) == {step}
+    assert _steps(store) == [0, 2, 4, 6, 8, 10, 12, 13]
+
+
+def test_what_is_asked_wrongly_is_refused(store: Store) -> None:
+    """Before anything is deleted."""
+    _save(store, 1, 2)
+    with pytest.raises(InvalidInputError, match="Retention"):
+        store.prune(2)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(CheckpointNotFoundError, match="no run 'othr'"):
+        store.prune(Retention(keep_last=1), run="othr")
+    with Store.open(store.path, read_only=True) as reader, pytest.raises(ReadOnlyStoreError):
+        reader.prune(Retention(keep_last=1))
+    assert _steps(store) == [1, 2]
+    store.close()
+    with pytest.raises(ClosedStoreError):
+        store.prune(Retention(keep_last=1))
+
+
+def test_pruning_twice_is_nothing(store: Store) -> None:
+    """The second time there is nothing to delete and nothing to free."""
+    _save(store, *range(4))
+    store.prune(Retention(keep_last=2))
+    again = store.prune(Retention(keep_last=2))
+    assert (again.removed, again.collected) == ([], Collected(kept_packs=2))
+
+
+def test_a_run_without_checkpoints_has_nothing_to_prune(store_path: Path) -> None:
+    """Its folder is left of one that was deleted."""
+    with Store.open(store_path) as store:
+        _save(store, 1)
+        store.delete(1)
+        assert store.prune(Retention(keep_last=1)).verdicts == ()

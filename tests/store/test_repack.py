@@ -1,0 +1,400 @@
+"""Repacking: a pack that is mostly garbage gives its room back, and what was needed of it is found all the same."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Collected, Store, StoreConfig, events
+from asymcheck.errors import OutOfSpaceError
+from asymcheck.events import Event
+from asymcheck.format import layout, registry
+from asymcheck.pipeline import repack as repack_module
+from asymcheck.pipeline.needed import Needed
+from asymcheck.tiers.files import Files
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.owners import hold, let_go, this_process
+from asymcheck.types import PackId
+from tests.store.equality import assert_same
+
+MIB = 1 << 20
+
+
+def _bytes(seed: int, mebibytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (mebibytes * MIB,), dtype=torch.uint8, generator=generator)
+
+
+SHARED = _bytes(1000, 1)
+PIN = b"p" * 20
+
+
+def _state(step: int, mebibytes: int = 4) -> dict[str, torch.Tensor]:
+    return {"shared": SHARED, "own": _bytes(step, mebibytes)}
+
+
+def _save(store: Store, *steps: int) -> None:
+    for step in steps:
+        store.save(_state(step), step=step)
+
+
+def _whole(store: Store, *steps: int) -> None:
+    """Fail unless these steps are all that is there, and whole."""
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == list(steps)
+    for step in steps:
+        assert_same(store.load(step), _state(step))
+    assert store.verify() == []
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_is_needed_is_copied_and_the_pack_is_freed(store: Store) -> None:
+    """One old MiB used to hold five. The numbers say so, those of a dry run too."""
+    _save(store, 0, 1)
+    (old,) = {path.name for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB}
+    store.delete(0)
+    assert store.accounting().locked_bytes > 4 * MIB
+    expected = store.gc(dry_run=True)
+    done = store.gc()
+    assert done == expected
+    assert (done.freed_packs, done.repacked_packs, done.kept_packs) == (1, 1, 2)
+    assert done.copied_bytes == MIB + 4096
+    assert old not in _names(store.path / "packs")
+    # The file of the old pack waits to be overwritten.
+    assert old in _names(store.path / "pool")
+    assert store.accounting().locked_bytes == 0
+    assert store.gc() == store.gc(dry_run=True) == Collected(kept_packs=2)
+    _whole(store, 1)
+
+
+def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> None:
+    """It names a pack that is gone; a reader looks the digest up again, and so does the next save."""
+    _save(store, 0, 1)
+    store.delete(0)
+    before = {path: path.read_bytes() for path in (store.path / "manifests").rglob("*.manifest")}
+    store.gc()
+    assert {path: path.read_bytes() for path in (store.path / "manifests").rglob("*.manifest")} == before
+    assert store.save({"shared": SHARED}, step=5).written_bytes == 0
+    store.rebuild()
+    assert store.save({"shared": SHARED}, step=6).written_bytes == 0
+    assert_same(store.load(1), _state(1))
+
+
+def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
+    """More is too much; and how much that is can be said."""
+    for waste, repacked in ((0.5, 0), (0.49, 1), (1.0, 0), (0.0, 1)):
+        with Store.open(store_path / str(waste), config=StoreConfig(repack_waste=waste)) as store:
+            store.save({"shared": SHARED, "own": _bytes(0, 1)}, step=0)
+            store.save({"shared": SHARED, "own": _bytes(1, 1)}, step=1)
+            store.delete(0)
+            assert store.gc(dry_run=True) == store.gc()
+            assert store.usage().packs == 2
+            assert (store.accounting().locked_bytes == 0) == bool(repacked)
+
+
+def test_what_is_left_of_many_packs_goes_into_one(store: Store) -> None:
+    """So that the store does not end in crumbs."""
+    for step in range(6):
+        keep = {f"kept{number}": _bytes(100 + number, 1) for number in range(step + 1)}
+        store.save({**keep, "own": _bytes(step, 3)}, step=step)
+    for step in range(5):
+        store.delete(step)
+    done = store.gc()
+    assert (done.freed_packs, done.repacked_packs, store.usage().packs) == (5, 5, 2)
+    assert done.copied_bytes == 5 * (MIB + 4096)
+    assert store.verify() == []
+    assert_same(store.load(5), {**keep, "own": _bytes(5, 3)})
+
+
+def test_new_packs_are_no_larger_than_packs_may_be(store_path: Path) -> None:
+    """What does not fit into one goes into a second."""
+    with Store.open(store_path, config=StoreConfig(pack_bytes=5 * MIB, partition_bytes=MIB)) as store:
+        states = [{"kept": _bytes(100, 4)[: n * MIB], "own": _bytes(n, 3)} for n in (1, 2, 3, 4)]
+        for step, state in enumerate(states):
+            store.save(state, step=step)
+        for step in range(3):
+            store.delete(step)
+        store.gc()
+        assert max(path.stat().st_size for path in (store.path / "packs").iterdir()) < 5 * MIB + 16 * 4096
+        assert_same(store.load(3), states[3])
+        assert store.verify() == []
+
+
+def test_a_pack_that_is_read_stays_until_the_next_time(store: Store) -> None:
+    """Nothing is copied for it, and it is counted as busy, by a dry run too."""
+    _save(store, 0, 1)
+    store.delete(0)
+    packs = _names(store.path / "packs")
+    readers = [store._tier.open_pack(pack_id) for pack_id in store._tier.pack_ids()]
+    try:
+        assert store.gc(dry_run=True) == store.gc() == Collected(busy_packs=1, kept_packs=1)
+        assert _names(store.path / "packs") == packs
+    finally:
+        for reader in readers:
+            reader.close()
+    assert store.gc().repacked_packs == 1
+    _whole(store, 1)
+
+
+Meanwhile = Callable[[Store], object]
+
+
+@pytest.fixture
+def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], None]:
+    """Let something happen when the copies are complete and nothing is entered yet."""
+
+    def arrange(action: Meanwhile) -> None:
+        original = repack_module._Batch._enter
+        done: list[None] = []
+
+        def enter(self: repack_module._Batch, *arguments: object) -> object:
+            if not done:
+                done.append(None)
+                action(store)
+            return original(self, *arguments)  # type: ignore[arg-type]  # as it was called
+
+        monkeypatch.setattr(repack_module._Batch, "_enter", enter)
+
+    return arrange
+
+
+def test_a_save_that_had_pinned_the_pack_keeps_it(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """Its manifest may name anything in there."""
+    _save(store, 0, 1)
+    store.delete(0)
+    packs = _names(store.path / "packs")
+
+    def pin(one: Store) -> None:
+
+        hold(PIN)
+        with one._catalog().write() as transaction:
+            transaction.put_pin(PIN, this_process(), one._tier.pack_ids())
+
+    meanwhile(pin)
+    assert store.gc() == Collected(kept_packs=2)
+    assert _names(store.path / "packs") == packs
+    # The save has ended without a word: collection finds out.
+    let_go(PIN)
+    assert store.gc().repacked_packs == 1
+    _whole(store, 1)
+
+
+def test_a_checkpoint_that_is_committed_meanwhile_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pin was there before and is gone: what it reused must not go, though nobody needed it at first."""
+    _save(store, 0, 1)
+    store.delete(0)
+    with Store.open(store.path) as other:
+        # It looks into the packs before they are locked.
+        placed: list[None] = []
+        original = repack_module._Batch._new_pack
+
+        def new_pack(self: repack_module._Batch) -> object:
+            if not placed:
+                placed.append(None)
+                assert other.save(_state(0), step=7).written_bytes == 0
+            return original(self)
+
+        monkeypatch.setattr(repack_module._Batch, "_new_pack", new_pack)
+        done = store.gc()
+    assert placed
+    assert done.repacked_packs == 0
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 7]
+    assert_same(store.load(7), _state(0))
+    assert_same(store.load(1), _state(1))
+    assert store.verify() == []
+
+
+def test_an_unrelated_checkpoint_that_is_committed_meanwhile_is_no_obstacle(
+    store: Store, meanwhile: Callable[[Meanwhile], None]
+) -> None:
+    """Its manifest is read, and needs nothing of what goes."""
+    _save(store, 0, 1)
+    store.delete(0)
+    meanwhile(lambda one: one.save({"new": _bytes(70, 1)}, step=2))
+    assert store.gc().repacked_packs == 1
+    assert_same(store.load(2), {"new": _bytes(70, 1)})
+    assert_same(store.load(1), _state(1))
+
+
+def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last look at the manifests, before the transaction: the save's pin is gone, its manifest is there."""
+    _save(store, 0, 1)
+    store.delete(0)
+    pinned, go_on = threading.Event(), threading.Event()
+
+    def pause(event: Event) -> None:
+        if event.name == "catalog.pinned" and threading.current_thread() is thread:
+            pinned.set()
+            assert go_on.wait(60)
+
+    with Store.open(store.path) as other, events.observe(pause):
+        thread = threading.Thread(target=lambda: other.save(_state(0), step=7))
+        original, entering = Needed.live, repack_module._Batch._enter
+
+        def enter(self: repack_module._Batch, *arguments: object) -> object:
+            def live(needed: Needed) -> object:
+                found = original(needed)
+                if not go_on.is_set():
+                    go_on.set()
+                    thread.join()
+                return found
+
+            monkeypatch.setattr(Needed, "live", live)
+            return entering(self, *arguments)  # type: ignore[arg-type]  # as it was called
+
+        def new_pack(self: repack_module._Batch) -> object:
+            # The save has looked into the packs, and pinned them, before they are locked.
+            thread.start()
+            assert pinned.wait(60)
+            return packing(self)
+
+        packing = repack_module._Batch._new_pack
+        monkeypatch.setattr(repack_module._Batch, "_enter", enter)
+        monkeypatch.setattr(repack_module._Batch, "_new_pack", new_pack)
+        assert store.gc().repacked_packs == 0
+    assert_same(store.load(7), _state(0))
+    assert_same(store.load(1), _state(1))
+    assert store.verify() == []
+
+
+def test_what_is_relied_upon_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """A second copy needs no third; but when its pack is taken by another collection meanwhile, the first one stays."""
+    _save(store, 0, 1)
+    store.delete(0)
+    packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
+    store.gc()
+    for path, data in packs.items():
+        path.write_bytes(data)
+    store.rebuild()
+    copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
+
+    def take(one: Store) -> None:
+        with one._catalog().write() as transaction:
+            transaction.put_pack(PackId(bytes.fromhex(copy.stem)), registry.PACK_FREED, 0, 0)
+
+    meanwhile(take)
+    assert store.gc().repacked_packs == 0
+    assert {path.name for path in packs} <= _names(store.path / "packs")
+
+
+def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has chosen what to copy when the other has done all of it: the first leaves nothing behind."""
+    _save(store, 0, 1)
+    store.delete(0)
+    results: list[Collected] = []
+    original = repack_module._Batch.carry_out
+
+    def carry_out(self: repack_module._Batch, *arguments: object) -> None:
+        if not results:
+            results.append(Collected())
+            with Store.open(store.path) as other:
+                results.append(other.gc())
+        original(self, *arguments)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(repack_module._Batch, "carry_out", carry_out)
+    assert store.gc().repacked_packs == 0
+    assert results[1].repacked_packs == 1
+    assert store.usage().packs == 2
+    _whole(store, 1)
+
+
+def test_a_damaged_frame_is_not_copied_and_its_pack_stays(store: Store) -> None:
+    """It is for repair to see to; a copy would only spread it."""
+    _save(store, 0, 1)
+    store.delete(0)
+    (old,) = (path for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB)
+    data = bytearray(old.read_bytes())
+    place = data.index(SHARED[:64].numpy().tobytes())
+    data[place + 1000] ^= 1
+    old.write_bytes(data)
+    assert store.gc() == Collected(kept_packs=2)
+    assert old.exists()
+    assert {finding.kind for finding in store.verify()} >= {"damaged-frame"}
+
+
+def test_a_second_copy_needs_no_third(store: Store) -> None:
+    """A crash after the copy leaves needed bytes twice: the pack that is mostly garbage goes, nothing is written."""
+    _save(store, 0, 1)
+    store.delete(0)
+    packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
+    store.gc()
+    for path, data in packs.items():
+        path.write_bytes(data)
+    store.rebuild()
+    assert store.usage().packs == 3
+    done = store.gc()
+    assert (done.freed_packs, done.repacked_packs, done.copied_bytes) == (1, 1, 0)
+    _whole(store, 1)
+
+
+class Full(Files):
+    """A disk that has no room for a new pack."""
+
+    full = False
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        """Write, or refuse."""
+        if self.full and path.suffix == ".tmp":
+            raise OutOfSpaceError(f"no room for {path.name}")
+        super().pwrite(descriptor, data, offset, path)
+
+
+@pytest.fixture
+def full_store(store_path: Path) -> Iterator[tuple[Store, Full]]:
+    """A store on such a disk."""
+    disk = Full()
+    with Store(NvmeTier(store_path, StoreConfig(), files=disk)) as store:
+        yield store, disk
+
+
+def test_without_room_for_a_copy_the_rest_is_freed_all_the_same(full_store: tuple[Store, Full]) -> None:
+    """A collection on a full disk gives room back; what needs room first waits."""
+    store, disk = full_store
+    _save(store, 0, 1)
+    store.save({"other": _bytes(50, 2)}, step=2)
+    store.delete(0)
+    store.delete(2)
+    disk.full = True
+    done = store.gc()
+    assert (done.freed_packs, done.repacked_packs) == (1, 0)
+    assert not [path for path in (store.path / "packs").iterdir() if path.suffix == ".tmp"]
+    disk.full = False
+    assert store.gc().repacked_packs == 1
+    _whole(store, 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_copy_that_a_kill_left_is_gone_after_one_collection(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
+) -> None:
+    """Whether it is looked at before the pack that it was made of, or after."""
+    _save(store, 0, 1)
+    store.delete(0)
+    killed = tmp_path / "killed"
+
+    def kill(event: Event) -> None:
+        if event.name == "pack.sealed":
+            shutil.copytree(store.path, killed)
+
+    before = {path.name for path in (store.path / "packs").iterdir()}
+    with events.observe(kill):
+        store.gc()
+    (copy,) = {path.name for path in (killed / "packs").iterdir()} - before
+    listed = NvmeTier.pack_ids
+
+    def ordered(tier: NvmeTier) -> list[PackId]:
+        return sorted(listed(tier), key=lambda pack_id: (layout.pack_name(pack_id) == copy) != is_first)
+
+    monkeypatch.setattr(NvmeTier, "pack_ids", ordered)
+    with Store.open(killed) as again:
+        _save(again, 2)
+        assert again.gc(dry_run=True) == again.gc()
+        assert again.gc().freed_packs == 0
+        _whole(again, 1, 2)

@@ -1,22 +1,69 @@
-"""Runs a workload: ``python -m benchmarks WORKLOAD [--quick] [--json FILE] [--plot FILE.png] [--folder DIR]``."""
+"""Runs a workload: ``python -m benchmarks WORKLOAD [--quick] [--json FILE] [--plot FILE.png] [--folder DIR]``.
+
+``python -m benchmarks compare OLD.json NEW.json`` says what became worse; status 1 when something did.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import environment
+from benchmarks import compare, environment
 from benchmarks.plot import draw
-from benchmarks.report import print_environment, print_report, write_json
+from benchmarks.report import UnreadableReportError, print_environment, print_report, write_json
 
-WORKLOADS = ("durable", "restore", "catalog", "memory", "stall")
+WORKLOADS = (
+    "durable",
+    "restore",
+    "catalog",
+    "memory",
+    "stall",
+    "gpu",
+    "batch",
+    "codec",
+    "bytes",
+    "hdfs",
+    "reshard",
+    "ranks",
+    "models",
+    "goodput",
+)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the arguments, print the environment, measure, print."""
+    given = list(sys.argv[1:] if words is None else words)
+    if given[:1] == ["compare"]:
+        parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=compare.__doc__)
+        parser.add_argument("old", type=Path, help="an earlier report, as --json writes it")
+        parser.add_argument("new", type=Path, help="a later one of the same workload")
+        both = parser.parse_args(given[1:])
+        try:
+            raise SystemExit(compare.main(both.old, both.new))
+        except UnreadableReportError as error:
+            # Not 1: that says that something became worse.
+            parser.error(str(error))
+    arguments = _parsed(given)
+    print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
+    more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model}
+    workload = importlib.import_module(f"benchmarks.{arguments.workload}")
+    known = {name: value for name, value in more.items() if value is not None}
+    try:
+        report = workload.run(arguments.folder, quick=arguments.quick, **known)
+    except UnreadableReportError as error:
+        sys.exit(f"python -m benchmarks {arguments.workload}: {error}")
+    print_report(report)
+    if arguments.json is not None:
+        write_json(report, arguments.json)
+    if arguments.plot is not None:
+        draw(report, arguments.plot)
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument(
@@ -27,14 +74,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, help="measure in this folder's file system [default: the temporary folder]"
     )
+    parser.add_argument("--size", type=float, metavar="GB", help="size of the state, of `gpu` alone [default: 14]")
+    parser.add_argument("--from", dest="source", type=Path, help="a report of `models`, for `goodput` alone")
+    parser.add_argument("--model", help="which of its models, for `goodput` alone [default: the first]")
     arguments = parser.parse_args(words)
-    print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
-    report = importlib.import_module(f"benchmarks.{arguments.workload}").run(arguments.folder, quick=arguments.quick)
-    print_report(report)
-    if arguments.json is not None:
-        write_json(report, arguments.json)
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
+    if arguments.size is not None and (arguments.workload != "gpu" or arguments.size <= 0):
+        parser.error("--size is a positive number, and for the workload gpu")
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder} is no folder")
+    if (arguments.source or arguments.model) and arguments.workload != "goodput":
+        parser.error("--from and --model are for the workload goodput")
+    if arguments.workload == "goodput" and arguments.source is None:
+        parser.error("goodput needs what `models --json FILE` has measured: --from FILE")
+    return arguments
 
 
 if __name__ == "__main__":

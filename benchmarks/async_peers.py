@@ -43,6 +43,8 @@ class Saver:
         """Seconds for which each checkpoint held the training thread."""
         self.durable: list[float] = []
         """Seconds from the beginning of each checkpoint until it was durable."""
+        self.errors: list[float] = []
+        """Greatest error of each checkpoint, as a share of the greatest number; of those that lose information."""
 
     def save(self, step: int) -> None:
         """Begin a checkpoint; on return training goes on."""
@@ -55,7 +57,12 @@ class Saver:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state's tensors by dotted names, without a copy."""
-        return _flat({key: value.state_dict() for key, value in self.state.items()})
+        return flat_tensors(self.state)
+
+
+def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of objects with ``state_dict`` by dotted names, without a copy."""
+    return _flat({key: value.state_dict() for key, value in state.items()})
 
 
 def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
@@ -73,12 +80,16 @@ class Ours(Saver):
     """asymcheck in the background."""
 
     def __init__(
-        self, state: dict[str, Any], where: Path, schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
+        self,
+        state: dict[str, Any],
+        where: Path,
+        schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric",
+        config: asymcheck.StoreConfig | None = None,
     ) -> None:
-        """Save by one of the schedules."""
+        """Save by one of the schedules, into a store of that configuration."""
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
-        self._store = asymcheck.Store.open(where)
+        self._store = asymcheck.Store.open(where, config=config)
         self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=CaptureConfig(schedule=schedule))
         self._counted = 0.0
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.curve import draw_curve
+from benchmarks.panels import draw_goodput, draw_models
 from benchmarks.report import Report, Row
 
 _OURS, _OTHERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
@@ -15,20 +17,27 @@ _CHOSEN = {
     "durable": ("throughput",),
     "restore": ("throughput",),
     "memory": ("peak memory", "peak memory without files"),
+    "codec": ("ratio, mixed", "encode, 1 thread, mixed"),
 }
-"""The metrics drawn where the others say the same once more; of other workloads, all."""
-_BETTER = {"GB/s": "more is better"}
+"""Beginnings of the metrics drawn where the others say the same once more; of other workloads, all."""
+_COMPARED = ("throughput", "time to durable", "time to restore")
+_COMPARED_BEGINNINGS = ("ratio, ", "encode, ", "checkpoints, ")
+"""Metrics by which others are measured beside asymcheck."""
 
 
 def draw(report: Report, path: Path) -> None:
     """Write the picture as a PNG file: a panel for each metric."""
+    own = {"batch": draw_curve, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
+    if own is not None:
+        own(report, path)
+        return
     chosen = _CHOSEN.get(report.workload)
     panels: dict[tuple[str, str], list[Row]] = {}
     for one in report.results:
         if report.workload == "catalog":
             shown = _in_ms(one)
             panels.setdefault(("time" if shown.unit == "ms" else "size", shown.unit), []).append(shown)
-        elif chosen is None or one.metric in chosen:
+        elif chosen is None or one.metric in chosen or one.metric.startswith(tuple(f"{name} " for name in chosen)):
             panels.setdefault((one.metric, one.unit), []).append(one)
     limits = {one.unit: one.median for one in report.results if one.system == "state"}
     lines = [len([one for one in rows if not _is_limit(one)]) for rows in panels.values()]
@@ -72,7 +81,7 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
         axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {_number(value)} {unit}")
     if lines:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)
-    axis.set_xlabel(", ".join(filter(None, (f"{metric} [{unit}]", _BETTER.get(unit, "less is better")))), fontsize=9)
+    axis.set_xlabel(", ".join(filter(None, (f"{metric} [{unit}]", _better(metric, unit)))), fontsize=9)
     axis.tick_params(labelsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -97,7 +106,12 @@ def _grouped(rows: list[Row]) -> list[Row]:
 
 def _is_ours(one: Row) -> bool:
     # Where there are no peers, all of it is asymcheck.
-    return one.system.startswith("asymcheck") or one.metric not in ("throughput", "time to durable", "time to restore")
+    is_compared = one.metric in _COMPARED or one.metric.startswith(_COMPARED_BEGINNINGS)
+    return one.system.startswith("asymcheck") or not is_compared
+
+
+def _better(metric: str, unit: str) -> str:
+    return "more is better" if unit == "GB/s" or metric.startswith("ratio, ") else "less is better"
 
 
 def _is_limit(one: Row) -> bool:

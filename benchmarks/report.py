@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 _T = TypeVar("_T")
-_WIDTH = 120
+_WIDTH = 140
 # What a workload adds to the environment while it runs, so that it is not printed at the start.
-_TOLD_AGAIN = ("best peer", "made cold by", "state", "store", "skipped")
+_TOLD_AGAIN = ("best peer", "made cold by", "state", "store", "skipped", "facts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +96,23 @@ def print_report(report: Report) -> None:
 def write_json(report: Report, path: Path) -> None:
     """Write the report as one JSON document."""
     path.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+class UnreadableReportError(Exception):
+    """A file is no report, or not the one that is needed."""
+
+
+def read_json(path: Path) -> Report:
+    """Read what :func:`write_json` wrote.
+
+    Raises:
+        UnreadableReportError: it is not that.
+    """
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UnreadableReportError(f"{path} cannot be read as a report: {error}") from error
+    try:
+        return Report(told["workload"], told["environment"], [Row(**one) for one in told["results"]], told["ratios"])
+    except (KeyError, TypeError) as error:
+        raise UnreadableReportError(f"{path} is no report of a workload: it was not written by --json") from error

@@ -20,6 +20,15 @@ _GPT2_LAYER = (
 )
 
 
+def gpt2_shapes(layers: int = 12) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what GPT-2 and AdamW have, by name; with 0 layers, of a few small tensors."""
+    shapes = [(50257, 768), (1024, 768), *(_GPT2_LAYER * layers), (768,), (768,)]
+    if not layers:
+        shapes = [(1001, 96), (7, 3), (1,)]
+    parts = ("model", "exp_avg", "exp_avg_sq")
+    return {f"{part}.p{number}": shape for part in parts for number, shape in enumerate(shapes)}
+
+
 def gpt2_adamw(layers: int = 12) -> dict[str, object]:
     """Return the state of GPT-2 124M (with 12 layers) and AdamW in float32: 1.49 GB of random numbers.
 

@@ -10,8 +10,32 @@ import jsonschema
 import pytest
 import torch
 
+import asymcheck
 from asymcheck import Store
-from benchmarks import __main__, catalog, coldness, durable, memory, peers, resident, restore, stall, states, synthetic
+from benchmarks import (
+    __main__,
+    batch,
+    catalog,
+    codec,
+    coldness,
+    durable,
+    goodput,
+    gpu,
+    hdfs,
+    memory,
+    models,
+    packers,
+    peers,
+    ranks,
+    reshard,
+    resident,
+    restore,
+    stall,
+    states,
+    synthetic,
+    training,
+)
+from benchmarks import bytes as bytes_workload
 from benchmarks.plot import draw
 from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
@@ -20,24 +44,56 @@ from tests.architecture.source_tree import REPOSITORY
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SCHEMA = json.loads((REPOSITORY / "benchmarks" / "report.schema.json").read_text())
+SLOW = ("memory", "stall", "codec", "ranks", "models")
+TINY = training.Shape(1, 64, 16, 2)
 PNG = b"\x89PNG\r\n\x1a\n"
+GRID = models.Grid(["GPT-2"], "tiny", {1: 4, 10: 11}, ["asymcheck +S+O", "safetensors", "PCcheck, made anew"])
+
+
+def _goodput(folder: Path) -> Report:
+    """Of figures that were never measured, of a workload that is tested beside it."""
+    source = folder.parent / "models.json"
+    model = "made-up"
+    measures = {"time to durable": 900.0, "visible stall": 30.0, "iteration": 1000.0}
+    results = [row("asymcheck +S+O", f"{name}, {model}, every 10", "ms", [value]) for name, value in measures.items()]
+    results += [row("asymcheck +S+O", f"{name}, {model}", "ms", [400.0]) for name in ("steps lost", "recovery")]
+    write_json(Report("models", {"state": "made up", "date": "now"}, results, {"x": 1.0}), source)
+    return goodput.run(folder, quick=True, source=source)
+
+
 RUNS: dict[str, Callable[[Path], Report]] = {
     "durable": lambda folder: durable.run(folder, quick=True, state=states.small()),
     "restore": lambda folder: restore.run(folder, quick=True, state=states.small()),
     "catalog": lambda folder: catalog.run(folder, quick=True, shape=synthetic.Shape(2000, 20)),
     "memory": lambda folder: memory.run(folder, quick=True, state=states.small()),
     "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, {1: 3})),
+    "gpu": lambda folder: gpu.run(folder, quick=True),
+    "batch": lambda folder: batch.run(folder, quick=True, state=states.small(), sizes=[4 << 20, 8 << 20]),
+    "codec": lambda folder: codec.run(folder, quick=True, shape=TINY),
+    "bytes": lambda folder: bytes_workload.run(folder, quick=True, shape=TINY, count=2),
+    "ranks": lambda folder: ranks.run(folder, quick=True, shape=ranks.Shape((2, 4), 4, 8, (1, 2), 1 << 20, 2)),
+    "reshard": lambda folder: reshard.run(folder, quick=True, layers=0),
+    "models": lambda folder: models.run(folder, quick=True, grid=GRID),
+    "goodput": _goodput,
+}
+MARKS = {
+    "memory": pytest.mark.slow,
+    "stall": pytest.mark.slow,
+    "codec": pytest.mark.slow,
+    "ranks": pytest.mark.slow,
+    "reshard": pytest.mark.slow,
+    "models": pytest.mark.slow,
+    "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
 
 
 def test_every_workload_is_run_here() -> None:
-    """The tests below leave none out."""
-    assert tuple(RUNS) == __main__.WORKLOADS == tuple(SCHEMA["properties"]["workload"]["enum"])
+    """The tests below leave none out; that of hdfs needs a cluster, and has a test of its own."""
+    assert {*RUNS, "hdfs"} == set(__main__.WORKLOADS)
+    assert tuple(SCHEMA["properties"]["workload"]["enum"]) == __main__.WORKLOADS
 
 
-@pytest.mark.parametrize(
-    "workload", [pytest.param(name, marks=pytest.mark.slow) if name in ("memory", "stall") else name for name in RUNS]
-)
+@pytest.mark.parametrize("workload", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUNS])
 def test_a_workload_reports_what_the_schema_says(workload: str, tmp_path: Path) -> None:
     """The JSON has the promised shape, median lies between least and greatest, and nothing is left in the folder."""
     folder = tmp_path / "folder"
@@ -52,6 +108,66 @@ def test_a_workload_reports_what_the_schema_says(workload: str, tmp_path: Path) 
     assert not list(folder.iterdir())
     draw(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
+
+
+def test_without_cuda_the_gpu_workload_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with status 1, measures nothing and leaves nothing; a size is for this workload alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        __main__.main(["gpu", "--quick", "--folder", str(tmp_path), "--size", "2"])
+    for words in (["stall", "--size", "2"], ["gpu", "--size", "-1"]):
+        with pytest.raises(SystemExit) as caught:
+            __main__.main(words)
+        assert caught.value.code == 2
+    assert "--size is a positive number" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_what_the_gpu_workload_does_is_measured_on_any_device(tmp_path: Path) -> None:
+    """All but the link itself: the CPU stands in for a device, with the smallest model."""
+    shape = gpu.Shape(0.0, 16, 1, 8, {1: 2, 10: 11})
+    report = gpu.measure(tmp_path, shape, torch.device("cpu"))
+    metrics = {item.metric: item.n for item in report.results}
+    assert metrics["visible stall, every 1"] == metrics["visible stall, every 10"] == 2
+    assert metrics["iteration, every 10"] == 11
+    assert metrics["capture"] == 5
+    document = dataclasses.asdict(report)
+    with pytest.raises(jsonschema.ValidationError, match="capture/limit"):
+        jsonschema.validate(document, SCHEMA)
+    document["ratios"]["capture/limit"] = 0.5
+    document["environment"]["device"] = "none"
+    jsonschema.validate(document, SCHEMA)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None:
+    """Layers make it up, to within half a layer."""
+    for gigabytes in (3.0, 14.0, 70.0):
+        shape = dataclasses.replace(gpu.FULL, gigabytes=gigabytes)
+        parameters = shape.layers * 12 * shape.width**2 + (50_257 + shape.context) * shape.width
+        assert abs(12 * parameters - gigabytes * 1e9) < 0.51 * 12 * 12 * shape.width**2
+
+
+def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
+    """Pushes, restores and counts; what it leaves is nothing."""
+    shape = hdfs.Shape(1, 1, (1,), TINY, 2)
+    report = hdfs.run(tmp_path, quick=True, shape=shape, state=states.small(4))
+    jsonschema.validate(dataclasses.asdict(report), SCHEMA)
+    metrics = {(item.system, item.metric): item.median for item in report.results}
+    # Descriptor, and for each checkpoint a pack and a manifest.
+    assert metrics["asymcheck push", "files of 2 checkpoints"] == 5
+    assert metrics["torch.save + put", "files of 2 checkpoints"] == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_java_the_workload_hdfs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before anything is made."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="there is no java"):
+        hdfs.run(tmp_path, quick=True)
 
 
 def test_the_schema_refuses_a_report_without_its_ratios() -> None:
@@ -165,3 +281,73 @@ def test_everybody_is_first_once() -> None:
     """The order rotates, so that none always follows the same one."""
     assert [rotated("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
     assert sorted(rotated("abc", 1)) == ["a", "b", "c"]
+
+
+def test_sizes_of_batches_are_enough_for_a_curve() -> None:
+    """Eight at least, from one partition on."""
+    assert len(batch.SIZES) >= 8
+    assert sorted(set(batch.SIZES)) == list(batch.SIZES)
+    assert batch.SIZES[0] == asymcheck.StoreConfig().partition_bytes
+
+
+def test_the_size_of_a_pack_is_that_of_a_batch(tmp_path: Path) -> None:
+    """Each is one sync: a state of eight MB in packs of two MiB is made durable by five or so."""
+    config = asymcheck.StoreConfig(partition_bytes=1 << 20, pack_bytes=2 << 20)
+    synced: list[str] = []
+    with Store.open(tmp_path / "store", config=config) as store:
+        with asymcheck.events.observe(lambda event: synced.append(event.name)):
+            store.save(states.small(8), step=1)
+        assert store.usage().packs == synced.count("pack.synced") >= 4
+
+
+@pytest.mark.parametrize("packer", packers.packers(), ids=lambda packer: packer.name)
+def test_a_packer_that_changes_bytes_is_refused(packer: packers.Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ratio that is good because it is wrong is an error, not a figure; what is right has one."""
+    values = torch.randn(50_000)
+    piece = packers.Kind("weights", "float32", values.numpy().tobytes())
+    assert codec.measure(packer, [piece], 2, 2).ratio > 1
+    assert piece.plain == values.numpy().tobytes()
+    unpack = packer.unpack
+    monkeypatch.setattr(packer, "unpack", lambda packed, of: bytes(unpack(packed, of))[:-1] + b"x")
+    with pytest.raises(RuntimeError, match="changed weights float32"):
+        codec.measure(packer, [piece], 1, 1)
+
+
+def test_weights_of_mixed_precision_are_the_rounded_master() -> None:
+    """So they cost nothing; weights that are something else are an error."""
+    run = training.WAYS["mixed"](training.pretrained(TINY))
+    run.train(2)
+    states_of = {0: training.kept(run)}
+    run.train(1)
+    states_of[10] = training.kept(run)
+    ratios = codec.whole(states_of, 10)
+    assert 1.2 < ratios["ratio_mixed_state_single"] < ratios["ratio_mixed_state_10_apart"]
+    next(iter(states_of[10]["model"].values()))[0, 0] += 1
+    with pytest.raises(RuntimeError, match="not the rounded master"):
+        codec.whole(states_of, 10)
+
+
+def test_only_adapters_change_in_a_low_rank_run() -> None:
+    """What is frozen is the same bytes in every checkpoint; in the others everything moves."""
+    start = training.pretrained(TINY)
+    for name, way in training.WAYS.items():
+        run = way(start)
+        before = {key: tensor.clone() for key, tensor in training.tensors_of(run.state()["model"])}
+        run.train(2)
+        changed = {key for key, tensor in training.tensors_of(run.state()["model"]) if not tensor.equal(before[key])}
+        if name == "lora":
+            assert changed
+            assert all(key.endswith((".up", ".down")) for key in changed)
+        else:
+            assert len(changed) > len(before) // 2
+
+
+def test_bytes_on_the_drive_are_those_of_files(tmp_path: Path) -> None:
+    """A folder's are the sum of its files', holes apart."""
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "inner/b"):
+        (tmp_path / name).write_bytes(os.urandom(8192))
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 30)
+    assert bytes_workload.on_drive(tmp_path / "a") == 8192
+    assert bytes_workload.on_drive(tmp_path) == 16384

@@ -1,0 +1,226 @@
+"""``goodput``: the share of a training's time that makes progress, by scheme, under failures as they really come.
+
+Fed by what ``models`` has measured (``--from FILE``), here or on another machine. Each scheme is taken at its own best
+interval. A job on n GPUs fails n times as often as one GPU; what survives a failure follows from its kind: when only
+the process ends, the ring in memory is left, when the node reboots, its drive, and when it is replaced, only what lies
+elsewhere. The event simulation plays failures one by one, the formula is what renewal theory says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from benchmarks import environment
+from benchmarks.report import Report, Row, UnreadableReportError, read_json, row
+
+Survives = Literal["dram", "nvme", "remote"]
+
+LLAMA3_GPUS, LLAMA3_DAYS = 16_384, 54
+LLAMA3_INTERRUPTIONS: Mapping[str, tuple[int, Survives]] = {
+    "faulty GPU": (148, "remote"),
+    "GPU HBM3 memory": (72, "nvme"),
+    "software bug": (54, "dram"),
+    "network switch or cable": (35, "dram"),
+    "host maintenance": (32, "remote"),
+    "GPU SRAM memory": (19, "nvme"),
+    "GPU system processor": (17, "nvme"),
+    "network card": (7, "remote"),
+    "NCCL watchdog": (7, "dram"),
+    "silent data corruption": (6, "remote"),
+    "GPU thermal interface and sensor": (6, "remote"),
+    "SSD": (3, "remote"),
+    "power supply": (3, "remote"),
+    "server chassis": (2, "remote"),
+    "IO expansion board": (2, "remote"),
+    "dependency": (2, "dram"),
+    "CPU": (2, "remote"),
+    "system memory": (2, "remote"),
+}
+"""Unexpected interruptions of the Llama 3 405B pre-training (Dubey et al., 2024, table 5), with what we say survives:
+a process that ends leaves memory, a device that is reset with its node leaves the drive, other hardware is replaced."""
+
+_TIERS: tuple[Survives, ...] = ("dram", "nvme", "remote")
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one scheme takes on each rank; seconds."""
+
+    iteration_s: float
+    stall_s: float
+    """For which a checkpoint holds the training."""
+    lag_s: Mapping[Survives, float]
+    """From the beginning of a checkpoint until it survives that; infinite for what it never does."""
+    restore_s: Mapping[Survives, float]
+    """From the start of the processes until training goes on."""
+    least_interval_s: float
+    """No more often than this: what is in flight has to be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """How often a job fails, of what, and how long it takes to start again whatever the checkpoints."""
+
+    mean_s: float
+    """Mean time between failures."""
+    shares: Mapping[Survives, float]
+    """Share of the failures after which no more than that is left; they add up to 1."""
+    restart_s: float
+
+
+def llama3(gpus: int, restart_s: float = 300.0) -> Failures:
+    """Return the failures of the Llama 3 run, for a job on so many GPUs."""
+    total = sum(count for count, _ in LLAMA3_INTERRUPTIONS.values())
+    mean_s = LLAMA3_DAYS * 86_400 / total * LLAMA3_GPUS / gpus
+    return Failures(mean_s, _shares(), restart_s)
+
+
+def _shares() -> dict[Survives, float]:
+    total = sum(count for count, _ in LLAMA3_INTERRUPTIONS.values())
+    return {
+        tier: sum(count for count, left in LLAMA3_INTERRUPTIONS.values() if left == tier) / total for tier in _TIERS
+    }
+
+
+def formula(costs: Costs, failures: Failures, every: int) -> float:
+    """Return the expected share of time that makes progress, with a checkpoint each ``every`` iterations.
+
+    A cycle is the time from one resumption to the next failure, exponential with mean M, and the recovery after it,
+    which begins anew when it fails: M (exp(D / M) - 1) for a recovery of D seconds. Of the cycle's progress that counts
+    which the newest checkpoint has that survives: with a period P and a lag d, the expected number of checkpoints
+    is exp(-d / M) exp(-P / M) / (1 - exp(-P / M)).
+    """
+    period = every * costs.iteration_s + costs.stall_s
+    mean = failures.mean_s
+    kept = recovery = 0.0
+    for tier, share in failures.shares.items():
+        lag, restore = _of(costs, tier)
+        whole = 1 / math.expm1(period / mean) if period < 700 * mean else 0.0
+        kept += share * math.exp(-lag / mean) * whole * every * costs.iteration_s
+        recovery += share * mean * math.expm1(min((failures.restart_s + restore) / mean, 700.0))
+    return kept / (mean + recovery)
+
+
+def _of(costs: Costs, tier: Survives) -> tuple[float, float]:
+    """Return lag and restore of what is left when ``tier`` is: the tiers below it are left, too."""
+    left = _TIERS[_TIERS.index(tier) :]
+    lag = min(costs.lag_s[one] for one in left)
+    restore = (
+        min(costs.restore_s[one] for one in left if math.isfinite(costs.lag_s[one])) if math.isfinite(lag) else 0.0
+    )
+    return lag, restore
+
+
+def simulate(costs: Costs, failures: Failures, every: int, *, days: float, seed: int = 0) -> float:
+    """Return the share of time that made progress in a training of ``days``, failure by failure."""
+    chance = random.Random(seed)
+    tiers, weights = list(failures.shares), list(failures.shares.values())
+    now, progress, end = 0.0, 0.0, days * 86_400
+    # For each tier the progress of its newest checkpoint; progress is in seconds of iterations.
+    saved = dict.fromkeys(_TIERS, 0.0)
+    period = every * costs.iteration_s + costs.stall_s
+    while now < end:
+        up = chance.expovariate(1 / failures.mean_s)
+        tier = chance.choices(tiers, weights)[0]
+        for one in _TIERS:
+            if up >= costs.lag_s[one] + period:
+                saved[one] = progress + int((up - costs.lag_s[one]) / period) * every * costs.iteration_s
+        left = _TIERS[_TIERS.index(tier) :]
+        progress = max(saved[one] for one in left)
+        # What was newer lay in tiers that are lost, or belongs to a line that is abandoned.
+        saved = {one: min(value, progress) for one, value in saved.items()}
+        now += up + _recovery(chance, failures, _of(costs, tier)[1])
+    return progress / now
+
+
+def _recovery(chance: random.Random, failures: Failures, restore_s: float) -> float:
+    """Return how long it takes to train again: a recovery that fails begins anew."""
+    needed, taken = failures.restart_s + restore_s, 0.0
+    while (up := chance.expovariate(1 / failures.mean_s)) < needed:
+        taken += up
+    return taken + needed
+
+
+def best_interval(costs: Costs, failures: Failures) -> int:
+    """Return the number of iterations between checkpoints at which the formula is greatest."""
+    least = max(1, math.ceil(costs.least_interval_s / costs.iteration_s))
+    best, most = least, 0.0
+    every = float(least)
+    while every * costs.iteration_s < 4 * failures.mean_s or every == least:
+        value = formula(costs, failures, round(every))
+        if value > most:
+            best, most = round(every), value
+        every = max(every * 1.05, every + 1)
+    return best
+
+
+def run(folder: Path | None, *, quick: bool, source: Path, model: str | None = None) -> Report:
+    """Compare the schemes of the ``models`` report in ``source``; ``folder`` is not written to."""
+    measured = read_json(source)
+    if measured.workload != "models":
+        raise UnreadableReportError(f"{source} is a report of {measured.workload}; goodput needs one of models")
+    costs = costs_of(measured, model)
+    days = 200 if quick else 4000
+    results: list[Row] = []
+    ratios: dict[str, float] = {}
+    for name, failures in scenarios():
+        for scheme, cost in costs.items():
+            every = best_interval(cost, failures)
+            runs = [simulate(cost, failures, every, days=days, seed=seed) for seed in range(3)]
+            results.append(row(scheme, f"goodput, {name}", "%", [100 * value for value in runs]))
+            results.append(row(scheme, f"formula, {name}", "%", [100 * formula(cost, failures, every)]))
+            results.append(row(scheme, f"best interval, {name}", "iterations", [float(every)]))
+            if name == "16384 GPUs":
+                ratios[f"goodput_at_16384: {scheme}"] = sum(runs) / len(runs)
+    described = environment.describe(folder or Path())
+    described["state"] = f"{measured.environment['state']}; measured {measured.environment['date']}"
+    return Report("goodput", described, results, ratios)
+
+
+def scenarios() -> Iterator[tuple[str, Failures]]:
+    """Yield the failures that are played: of jobs from 8 to 100,000 GPUs, and of given mean times."""
+    for gpus in (8, 64, 512, 2048, 16_384, 100_000):
+        yield f"{gpus} GPUs", llama3(gpus)
+    for mean_s, name in ((600, "every 10 min"), (3600, "every 1 h"), (10_800, "every 3 h")):
+        yield f"a failure {name}", Failures(mean_s, _shares(), restart_s=60.0)
+    # A spot instance is taken away: nothing of its node is left.
+    yield "spot instances", Failures(3600, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=120.0)
+
+
+_REMOTE_SHARE = 4.0
+"""What a checkpoint takes to get to a remote tier, beside to the drive: a network file system is slower."""
+
+
+def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
+    """Return what the schemes of a report take, for one of its models; the first by default."""
+    rows = {(one.system, one.metric): one.median for one in measured.results}
+    model = model or next(metric for _, metric in rows if metric.startswith("steps lost, ")).partition(", ")[2]
+    costs = {}
+    for scheme in dict.fromkeys(one.system for one in measured.results):
+        found = {metric: value for (system, metric), value in rows.items() if system == scheme}
+        durable = found.get(f"time to durable, {model}, every 10")
+        stall, iteration = found[f"visible stall, {model}, every 10"], found[f"iteration, {model}, every 10"]
+        recovery = found[f"recovery, {model}"]
+        lag = math.inf if durable is None else durable / 1e3
+        # What is synced by nobody survives its process in the page cache, and a reboot by luck only.
+        in_memory = stall / 1e3 + iteration / 1e3 if scheme.startswith("asymcheck") or durable is None else lag
+        costs[scheme] = Costs(
+            iteration_s=iteration / 1e3,
+            stall_s=stall / 1e3,
+            lag_s={"dram": min(in_memory, lag), "nvme": lag, "remote": _REMOTE_SHARE * lag},
+            restore_s={"dram": recovery / 1e3, "nvme": recovery / 1e3, "remote": _REMOTE_SHARE * recovery / 1e3},
+            least_interval_s=0.0 if durable is None else lag / 2,
+        )
+    return costs
+
+
+def agreement(costs: Costs, failures: Failures, intervals: Sequence[int], days: float) -> float:
+    """Return the greatest difference of simulation and formula, as a share of the formula."""
+    return max(
+        abs(simulate(costs, failures, every, days=days) / formula(costs, failures, every) - 1) for every in intervals
+    )

@@ -1,0 +1,242 @@
+"""``hdfs``: pushing to and restoring from a real HDFS on this machine, against the client's own put and get.
+
+The NameNode and DataNodes of Apache Hadoop run here (``tools.local_hdfs``), so servers and clients share the
+processors: throughput says little, quotients of one run say more. The raw client writes files of the same sizes as the
+packs of the push, from memory, by as many streams; it checks nothing and gives nothing a name. A push reads the store,
+checks every byte, and commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from benchmarks import environment, states, training
+from benchmarks.report import Report, Row, row
+from tools.local_hdfs import LocalHdfs
+
+PUSH, PUT = "asymcheck push", "raw put"
+RESTORE, GET = "asymcheck load into", "raw get"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How much is measured."""
+
+    layers: int
+    """Layers of the GPT-2 whose state is pushed."""
+    rounds: int
+    """How often each is measured, after one round that warms up."""
+    replicas: tuple[int, ...]
+    """Numbers of DataNodes, and of replicas of each block."""
+    trained: training.Shape
+    """What is trained, for the bytes and the slowdown."""
+    checkpoints: int
+    """How many checkpoints of it are pushed."""
+
+
+FULL = Shape(8, 5, (1, 3), training.FULL, 20)
+QUICK = Shape(1, 1, (1,), training.QUICK, 4)
+
+
+def run(
+    folder: Path | None, *, quick: bool, shape: Shape | None = None, state: dict[str, object] | None = None
+) -> Report:
+    """Measure in a temporary folder inside ``folder``, where HDFS keeps its blocks, too.
+
+    ``shape`` replaces what is measured, ``state`` the one of GPT-2 with AdamW.
+
+    Raises:
+        SystemExit: there is no HDFS to be had.
+    """
+    _check_there_is_hdfs()
+    shape = shape or (QUICK if quick else FULL)
+    results: list[Row] = []
+    ratios: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        state = state or states.gpt2_adamw(shape.layers)
+        for replicas in shape.replicas:
+            with _hdfs(Path(scratch) / f"hdfs-{replicas}", replicas) as cluster:
+                one = _Throughput(Path(scratch) / "store", cluster.url, state, replicas)
+                times = one.measure(shape.rounds)
+                if replicas == shape.replicas[0]:
+                    rows, more = _Beside(Path(scratch) / "trained", cluster, shape).measure()
+                    results += rows
+                    ratios |= more
+            shutil.rmtree(Path(scratch) / f"hdfs-{replicas}")
+            suffix = "" if replicas == 1 else f"_{replicas}_replicas"
+            for ours, raw, label in ((PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get")):
+                ratios[label + suffix] = statistics.median(
+                    theirs / mine for theirs, mine in zip(times[raw], times[ours], strict=True)
+                )
+            results += [
+                row(name, f"throughput, {replicas} replicas", "GB/s", [one.gigabytes / value for value in values])
+                for name, values in times.items()
+            ]
+        described = environment.describe(Path(scratch))
+    described["state"] = states.describe(state)
+    described["store"] = "HDFS of Hadoop 3.3.6 on this machine; servers and clients share its processors"
+    return Report("hdfs", described, results, ratios)
+
+
+def _check_there_is_hdfs() -> None:
+    if shutil.which("java") is None:
+        raise SystemExit("hdfs: this workload starts Hadoop's servers, and there is no java; install Java 11 or 17")
+    if importlib.util.find_spec("hdfs_native") is None:
+        raise SystemExit("hdfs: this workload needs hdfs-native; pip install 'asymcheck[hdfs]'")
+
+
+@contextlib.contextmanager
+def _hdfs(base: Path, replicas: int) -> Iterator[LocalHdfs]:
+    base.mkdir()
+    try:
+        cluster = LocalHdfs(base, replicas)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"hdfs: Hadoop is not there and could not be downloaded ({error}); python -m tools.local_hdfs prepare does"
+        ) from error
+    with cluster:
+        yield cluster
+
+
+class _Throughput:
+    """One state, pushed and read again and again, in turn with the raw client."""
+
+    def __init__(self, where: Path, url: str, state: dict[str, object], replicas: int) -> None:
+        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - where the client is not installed the run says so
+
+        self._remote = RemoteConfig(options={"dfs.replication": str(replicas)})
+        self._config = StoreConfig(compression="off", remote=self._remote)
+        self._where, self._url, self._state = where, url, state
+        self._into = states.empty_like(state)
+        self.gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
+        self._raw = RawClient(url, self._remote.uploads, self._remote.piece_bytes)
+        self._reader = RawClient(url, self._remote.reads, self._remote.piece_bytes)
+        self._data = os.urandom(self._remote.pack_bytes + (16 << 20))
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """Return the seconds of each, by round.
+
+        Raises:
+            RuntimeError: what was restored is not what was saved.
+        """
+        times: dict[str, list[float]] = {PUSH: [], PUT: [], RESTORE: [], GET: []}
+        for number in range(rounds + 1):
+            found = self._round(number)
+            if number:
+                for name, value in found.items():
+                    times[name].append(value)
+        shutil.rmtree(self._where)
+        return times
+
+    def _round(self, number: int) -> dict[str, float]:
+        """Save a state that differs everywhere, push it, put as many bytes, read both."""
+        place, raw = f"{self._url}/ours-{number}", f"/raw-{number}"
+        states.change_everything(self._state)
+        shutil.rmtree(self._where, ignore_errors=True)
+        with Store.open(self._where, config=self._config) as store:
+            store.save({"x": torch.ones(1 << 16)}, step=0)
+            store.push(place)
+            store.save(self._state, step=1)
+            os.sync()
+            before = len(self._reader.sizes(f"/ours-{number}/packs"))
+
+            def push() -> None:
+                store.push(place)
+
+            def put() -> None:
+                self._raw.put(raw, self._data, sizes)
+
+            # The sizes of the packs are known when they are there; all rounds have the same.
+            took = {PUSH: _timed(push)}
+            sizes = sorted(self._reader.sizes(f"/ours-{number}/packs"))[before:]
+            took[PUT] = _timed(put)
+        with Store.open(place, config=self._config) as there:
+            took[RESTORE] = _timed(lambda: there.load(into=self._into))
+        took[GET] = self._reader.get(raw, sizes)
+        if differing := states.differing(self._state, states.named_tensors(self._into)):
+            raise RuntimeError(f"restored {len(differing)} tensors that are not what was saved")
+        self._raw.remove(f"/ours-{number}")
+        self._raw.remove(raw)
+        return took
+
+
+class _Beside:
+    """A real training: what its checkpoints take there, and by how much pushing them slows it down."""
+
+    def __init__(self, where: Path, cluster: LocalHdfs, shape: Shape) -> None:
+        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
+
+        self._where, self._cluster, self._shape = where, cluster, shape
+        self._raw = RawClient(cluster.url, 1, 16 << 20)
+        self._run = training.WAYS["mixed"](training.pretrained(shape.trained))
+
+    def measure(self) -> tuple[list[Row], dict[str, float]]:
+        """Save checkpoints, push them beside the training, and count."""
+        count = self._shape.checkpoints
+        with Store.open(self._where) as store:
+            for step in range(count):
+                self._run.train(1)
+                store.save(self._run.state(), step=step)
+            plain, beside, corrected = self._beside(store)
+        ours = self._raw.sizes("/trained")
+        file = io.BytesIO()
+        torch.save(self._run.state(), file)
+        self._raw.put_file("/torch/one.pt", file.getvalue())
+        theirs = self._raw.sizes("/torch")[0] * count
+        results = [
+            row("no push", "iteration", "ms", [plain * 1e3]),
+            row(PUSH, "iteration beside it", "ms", [beside * 1e3]),
+            row(PUSH, f"{count} checkpoints there", "MB", [sum(ours) / 1e6]),
+            row("torch.save + put", f"{count} checkpoints there", "MB", [theirs / 1e6]),
+            row(PUSH, f"files of {count} checkpoints", "x", [len(ours)]),
+            row("torch.save + put", f"files of {count} checkpoints", "x", [count]),
+        ]
+        return results, {
+            "bytes/torch_save_put": sum(ours) / theirs,
+            "files/torch_save_put": len(ours) / count,
+            "slowdown_while_pushing": corrected,
+            "slowdown_with_servers": beside / plain,
+        }
+
+    def _beside(self, store: Store) -> tuple[float, float, float]:
+        """Return seconds of an iteration without and beside a push, and the slowdown without what servers took."""
+        before = self._iterations(5)
+        count, servers = 0, self._cluster.processor_s()
+        began = time.perf_counter()
+        with store.pushing(Push(f"{self._cluster.url}/trained", close_s=None)) as pushing:
+            while pushing.statistics().pushed < self._shape.checkpoints:
+                self._run.train(1)
+                count += 1
+                if pushing.statistics().problem:
+                    raise RuntimeError(pushing.statistics().problem)
+        took = time.perf_counter() - began
+        servers = self._cluster.processor_s() - servers
+        plain = statistics.mean((before, self._iterations(5)))
+        beside = took / count
+        # What the servers took would be taken on other machines: it is spread over the processors here.
+        return plain, beside, max(beside - servers / count / (os.cpu_count() or 1), 0.0) / plain
+
+    def _iterations(self, count: int) -> float:
+        began = time.perf_counter()
+        self._run.train(count)
+        return (time.perf_counter() - began) / count
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -1,0 +1,68 @@
+"""The limit of the workload ``hdfs``: the client itself, hdfs-native, that puts and gets files of given sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import hdfs_native
+
+_OPTIONS = {"dfs.client.block.write.replace-datanode-on-failure.best-effort": "true"}
+
+
+class RawClient:
+    """As many streams as a push or a restore has, each with a file at a time, in pieces of the same size."""
+
+    def __init__(self, url: str, streams: int, piece_bytes: int) -> None:
+        """Speak to the HDFS at ``url``."""
+        self._client: Any = hdfs_native.Client(url, _OPTIONS)
+        self._streams, self._piece_bytes = streams, piece_bytes
+
+    def put(self, folder: str, data: bytes, sizes: Sequence[int]) -> float:
+        """Write files of these sizes, each the beginning of ``data``; return the seconds until all are closed."""
+        self._client.mkdirs(folder, create_parent=True)
+        # The client is fast for bytes, so this is what it gets; cutting them is no part of what is timed.
+        pieces = [data[start : start + self._piece_bytes] for start in range(0, max(sizes), self._piece_bytes)]
+
+        def put_one(number: int) -> None:
+            left = sizes[number]
+            with self._client.create(f"{folder}/{number}", hdfs_native.WriteOptions(create_parent=False)) as file:
+                for piece in pieces:
+                    file.write(piece if len(piece) <= left else piece[:left])
+                    left -= min(left, len(piece))
+                    if not left:
+                        break
+
+        return self._timed(put_one, len(sizes))
+
+    def get(self, folder: str, sizes: Sequence[int]) -> float:
+        """Read these files piece by piece, and drop what was read; return the seconds."""
+        pieces = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, self._piece_bytes)]
+
+        def get_one(number: int) -> None:
+            file, start = pieces[number]
+            self._client.read(f"{folder}/{file}").read_range(start, min(self._piece_bytes, sizes[file] - start))
+
+        return self._timed(get_one, len(pieces))
+
+    def _timed(self, work: Callable[[int], None], count: int) -> float:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self._streams) as pool:
+            list(pool.map(work, range(count)))
+        return time.perf_counter() - began
+
+    def put_file(self, path: str, data: bytes) -> None:
+        """Write one file."""
+        with self._client.create(path, hdfs_native.WriteOptions(create_parent=True)) as file:
+            for start in range(0, len(data), self._piece_bytes):
+                file.write(data[start : start + self._piece_bytes])
+
+    def sizes(self, folder: str) -> list[int]:
+        """Return the bytes of each file in a folder and below."""
+        return [found.length for found in self._client.list_status(folder, True) if not found.isdir]
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder with all that is in it."""
+        self._client.delete(folder, recursive=True)

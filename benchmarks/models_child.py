@@ -1,0 +1,236 @@
+"""One cell of ``models``, in a process of its own: a training with checkpoints, and what becomes of it after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from asymcheck.format.digest import digest
+from benchmarks import peers
+from benchmarks.async_peers import Saver, flat_tensors, process_group
+from benchmarks.schemes import NONE, SCHEMES, Scheme
+from benchmarks.zoo import Training
+
+_WARM_UP = 3
+_PLAIN_STEPS = 16
+_RING_FOLDER = "ASYMCHECK_RING_FOLDER"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one process does."""
+
+    model: str
+    size: str
+    scheme: str
+    every: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What checkpoints cost one training."""
+
+    parameters: int
+    state_bytes: int
+    plain_s: float
+    """Mean seconds of an iteration without checkpoints, before and after."""
+    slowdown: float
+    stalls: list[float]
+    durable: list[float]
+    errors: list[float]
+    bytes_a_checkpoint: float
+    peak_bytes: int
+    """By which the greatest resident memory, shared memory included, exceeds that of the plain training."""
+    processor_s_per_gb: float
+    """Processor seconds beyond those of the plain training, for each GB of state that was saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    """What a new process found."""
+
+    step: int
+    """The step of the state; -1 for none."""
+    recover_s: float
+    """From the call until the state is filled."""
+    first_step_s: float
+    """The training step after it."""
+    is_exact: bool
+    """Whether the state is, bit for bit, what the killed training had after that step."""
+
+
+def scheme_of(cell: Cell) -> Scheme:
+    """Return the scheme of a cell."""
+    return next(scheme for scheme in (*SCHEMES, NONE) if scheme.name == cell.scheme)
+
+
+def measure(cell: Cell, where: Path, pipe: Connection) -> None:
+    """Train without and with checkpoints; send a :class:`Measured`, or the text of what went wrong."""
+    _answer(pipe, lambda: _measure(cell, where))
+
+
+def recover(cell: Cell, where: Path, digests: dict[int, bytes], pipe: Connection) -> None:
+    """Resume; send a :class:`Recovered`, or the text of what went wrong."""
+    _answer(pipe, lambda: _recover(cell, where, digests))
+
+
+def _answer(pipe: Connection, work: Callable[[], object]) -> None:
+    _be_silent()
+    try:
+        answer = work()
+    except Exception as error:  # noqa: BLE001 - the parent prints it
+        answer = f"{type(error).__name__}: {error}"
+    pipe.send(answer)
+    pipe.close()
+
+
+def _be_silent() -> None:
+    """Keep from the terminal what libraries print there, also those of processes that they start."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _measure(cell: Cell, where: Path) -> Measured:
+    _keep_rings_in(where)
+    training = _warm(cell)
+    with process_group():
+        plain = [_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS)]
+        used = time.process_time()
+        plain.append(_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS))
+        plain_processor_s = (time.process_time() - used) / _PLAIN_STEPS
+        before = _start_of_peak()
+        used = _processor_s()
+        saver = scheme_of(cell).make(training.state, where)
+        with_s = _train(training, saver, cell.every, cell.steps)
+        saver.finish()
+        used = _processor_s() - used
+        peak = _peak() - before
+        plain.append(_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS))
+    tensors = flat_tensors(training.state)
+    state_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
+    count = len(range(0, cell.steps, cell.every))
+    files = sum(path.stat().st_blocks * 512 for path in peers.files_in(where))
+    # What keeps only the newest checkpoints has fewer files than checkpoints.
+    kept = max(1, min(count, _kept(where, count)))
+    return Measured(
+        parameters=training.parameters,
+        state_bytes=state_bytes,
+        plain_s=statistics.mean(plain),
+        slowdown=with_s / statistics.mean(plain),
+        # The first one sets up memory, threads or processes, for all alike.
+        stalls=saver.stalls[1:] or saver.stalls,
+        durable=saver.durable,
+        errors=saver.errors,
+        bytes_a_checkpoint=files / kept,
+        peak_bytes=max(peak, 0),
+        processor_s_per_gb=max(0.0, used - plain_processor_s * cell.steps) / (count * state_bytes / 1e9),
+    )
+
+
+def ring_folder(where: Path) -> Path:
+    """Return where a cell keeps its rings: in memory, as always, in a folder that can be removed with the cell's."""
+    return Path("/dev/shm") / f"asymcheck-benchmark-{where.stat().st_ino}"
+
+
+def _keep_rings_in(where: Path) -> None:
+    folder = ring_folder(where)
+    folder.mkdir(exist_ok=True)
+    os.environ[_RING_FOLDER] = str(folder)
+
+
+def _kept(where: Path, count: int) -> int:
+    """Return how many checkpoints lie in a folder: those that overwrite keep one, or one for each slot."""
+    names = [path.name for path in where.iterdir()]
+    if "checkpoint.pt" in names:
+        return 1
+    slots = [name for name in names if name.startswith("slot-")]
+    return len(slots) or count
+
+
+def _warm(cell: Cell) -> Training:
+    # A core is left to what runs beside the training, as machines that train have more cores than a training uses.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    training = Training(cell.model, cell.size)
+    for step in range(_WARM_UP):
+        training.iterate(step)
+    return training
+
+
+def _train(training: Training, saver: Saver, every: int, steps: int) -> float:
+    began = time.perf_counter()
+    for step in range(steps):
+        training.iterate(step, saver.before_optimizer)
+        if every and step % every == 0:
+            saver.save(step)
+    return (time.perf_counter() - began) / steps
+
+
+def train_until_killed(cell: Cell, where: Path, pipe: Connection) -> None:
+    """Train for ever; send the digest of the state after each step, and the time from one to the next."""
+    _be_silent()
+    _keep_rings_in(where)
+    training = _warm(cell)
+    with process_group():
+        saver = scheme_of(cell).make(training.state, where)
+        began = time.perf_counter()
+        for step in range(cell.steps):
+            training.iterate(step, saver.before_optimizer)
+            # Before the call: what can be resumed from has been told, wherever the kill falls.
+            pipe.send((step, state_digest(training), time.perf_counter() - began))
+            began = time.perf_counter()
+            if step % cell.every == 0:
+                saver.save(step)
+
+
+def state_digest(training: Training) -> bytes:
+    """Return one digest of all tensors of a state."""
+    parts = [
+        digest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for tensor in flat_tensors(training.state).values()
+    ]
+    return digest(b"".join(parts))
+
+
+def _recover(cell: Cell, where: Path, digests: dict[int, bytes]) -> Recovered:
+    _keep_rings_in(where)
+    scheme = scheme_of(cell)
+    training = _warm(cell)
+    with process_group():
+        began = time.perf_counter()
+        step = -1 if scheme.recover is None else scheme.recover(training.state, where)
+        recovered_s = time.perf_counter() - began
+        is_exact = step >= 0 and digests.get(step) == state_digest(training)
+        began = time.perf_counter()
+        training.iterate(step + 1)
+        first_s = time.perf_counter() - began
+    return Recovered(step, recovered_s, first_s, is_exact)
+
+
+def _processor_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _start_of_peak() -> int:
+    """Have the kernel forget the peak so far; return the resident bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024

@@ -1,0 +1,106 @@
+"""``models`` and ``goodput`` as pictures, readable in black and white."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.report import Report, Row
+
+_OURS, _UPSTREAM, _ANEW = "#c8502d", "#8fa3b3", "#ffffff"
+_SHOWN = (
+    ("slowdown", "x"),
+    ("visible stall p95", "ms"),
+    ("time to durable", "ms"),
+    ("recovery", "ms"),
+)
+_MARKERS = "os^vD*PX<>hp"
+
+
+def draw_models(report: Report, path: Path, every: int = 10) -> None:
+    """Write a panel for each measure (rows) and model (columns), at one interval, as a PNG file."""
+    models = list(dict.fromkeys(one.metric.partition(", ")[2] for one in _of(report, "steps lost")))
+    schemes = list(dict.fromkeys(one.system for one in report.results))
+    figure = Figure(figsize=(2.4 * len(models) + 2.6, 2.2 + 0.75 * len(schemes)), layout="constrained")
+    grid = figure.subplots(len(_SHOWN), len(models), squeeze=False, sharey=True)
+    for axes, (metric, unit) in zip(grid, _SHOWN, strict=True):
+        for axis, model in zip(axes, models, strict=True):
+            label = f"{metric}, {model}" if metric == "recovery" else f"{metric}, {model}, every {every}"
+            _bars(axis, schemes, {one.system: one for one in report.results if one.metric == label})
+            axis.set_title(f"{model}: {metric} [{unit}]", fontsize=8)
+    told = [report.environment.get(name, "") for name in ("processor", "file system", "state")]
+    figure.suptitle(
+        f"models, a checkpoint every {every} steps; less is better\n"
+        + textwrap.fill(" · ".join(filter(None, told)), 130),
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _of(report: Report, metric: str) -> list[Row]:
+    return [one for one in report.results if one.metric.startswith(f"{metric}, ")]
+
+
+def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row]) -> None:
+    for place, scheme in enumerate(schemes):
+        one = rows.get(scheme)
+        if one is None:
+            continue
+        anew = scheme.endswith("made anew")
+        color = _OURS if scheme.startswith("asymcheck") else (_ANEW if anew else _UPSTREAM)
+        whiskers = [[one.median - one.min], [one.max - one.median]]
+        axis.barh(
+            [place],
+            [one.median],
+            xerr=whiskers,
+            color=color,
+            edgecolor="#333333",
+            hatch="///" if anew else None,
+            linewidth=0.6,
+            error_kw={"elinewidth": 0.8, "capsize": 2},
+        )
+    axis.set_yticks(range(len(schemes)), schemes, fontsize=7)
+    if not axis.yaxis_inverted():
+        axis.invert_yaxis()
+    axis.tick_params(axis="x", labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    medians = sorted(one.median for one in rows.values())
+    # One that takes a hundred times as long as the others would leave nothing to see of them.
+    if medians and medians[-1] > 50 * max(medians[len(medians) // 2], 1e-9):
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(left=0)
+
+
+def draw_goodput(report: Report, path: Path) -> None:
+    """Write goodput against the number of GPUs, a line for each scheme, as a PNG file."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axis = figure.subplots()
+    for number, scheme in enumerate(dict.fromkeys(one.system for one in report.results)):
+        points = sorted(
+            (int(one.metric.split()[1]), one)
+            for one in report.results
+            if one.system == scheme and one.metric.startswith("goodput, ") and one.metric.endswith(" GPUs")
+        )
+        ours = scheme.startswith("asymcheck")
+        axis.errorbar(
+            [gpus for gpus, _ in points],
+            [one.median for _, one in points],
+            yerr=[[one.median - one.min for _, one in points], [one.max - one.median for _, one in points]],
+            label=scheme,
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=_OURS if ours else "#555555",
+            linestyle="-" if ours else ("--" if scheme.endswith("made anew") else ":"),
+            linewidth=1.6 if ours else 1.0,
+            capsize=2,
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel("GPUs of the job; failures as in the Llama 3 405B run")
+    axis.set_ylabel("goodput [%], more is better")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=7, ncols=2)
+    figure.suptitle("goodput\n" + textwrap.fill(report.environment.get("state", ""), 120), fontsize=9)
+    figure.savefig(path, dpi=130)

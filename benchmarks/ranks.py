@@ -1,0 +1,154 @@
+"""``ranks``: what it takes that many ranks save and find one checkpoint.
+
+Simulated ranks report to a real coordinator through a real key-value store; their manifests lie in a real store. Beside
+it some real ranks save a replicated state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+
+import asymcheck
+from asymcheck import Part
+from asymcheck.config import StoreConfig
+from asymcheck.format.manifest import encode_with_header
+from asymcheck.recovery.resolve import candidates, resolve_one
+from asymcheck.tiers.nvme import NvmeTier
+from benchmarks import environment
+from benchmarks.report import Report, Row, row
+
+_RUN = "default"
+_SAVE_ID = "18ea000000000000" + "0123456789abcdef"
+_PIECE = 64 << 10
+_WAIT_S = 1800.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is measured."""
+
+    worlds: tuple[int, ...]
+    """Numbers of simulated ranks."""
+    tensors: int
+    """Tensors of each …"""
+    extents: int
+    """… in so many partitions."""
+    real: tuple[int, ...]
+    """Numbers of real ranks."""
+    real_bytes: int
+    """Bytes of the state that all of them have."""
+    saves: int
+    """Saves of each."""
+
+
+FULL = Shape((64, 1024, 16384), 200, 400, (1, 2, 4), 256 << 20, 5)
+QUICK = Shape((4, 64), 20, 40, (1, 2), 8 << 20, 3)
+
+
+def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``; ``shape`` replaces the sizes."""
+    shape = shape or (QUICK if quick else FULL)
+    results: list[Row] = []
+    for world_size in shape.worlds:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            results += _agreements(world_size, shape)
+            results += _manifests(Path(scratch), world_size, shape)
+    for count in shape.real:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            results += _real(Path(scratch), count, shape)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        described = environment.describe(Path(scratch))
+    described["state"] = f"{shape.tensors} tensors in {shape.extents} partitions on each simulated rank"
+    largest = max(shape.worlds)
+    label = f"{largest} simulated ranks"
+    median = {one.metric: one.median for one in results if one.system == label}
+    ratios = {f"commit_s_at_{largest}": median["commit, later"], f"resolve_s_at_{largest}": median["resolve"]}
+    written = {one.system: one.median for one in results if one.metric == "written by all"}
+    names = list(written)
+    ratios[f"written_by_{max(shape.real)}/written_by_1"] = written[names[-1]] / written[names[0]]
+    return Report("ranks", described, results, ratios)
+
+
+def _child(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.ranks_child", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _found(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=_WAIT_S)
+    if process.returncode:
+        message = f"{process.args!r} ended with {process.returncode}"
+        raise RuntimeError(message)
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def _server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def _agreements(world_size: int, shape: Shape) -> list[Row]:
+    """Measure the rounds of saves."""
+    server = _server()
+    numbers = (server.port, world_size, shape.extents, shape.saves)
+    others, first = _child("others", *numbers), _child("coordinator", *numbers)
+    found = _found(first)
+    _found(others)
+    label = f"{world_size} simulated ranks"
+    return [
+        row(label, "commit, with digests", "s", found["first"]),
+        row(label, "commit, later", "s", found["later"]),
+        row(label, "memory of rank 0", "bytes", [float(found["memory"])]),
+    ]
+
+
+def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
+    """Publish the manifests of all ranks, and find the checkpoint."""
+    size = shape.extents * _PIECE // shape.tensors
+    state = {f"layer{number}": torch.randn(size // 4) for number in range(shape.tensors)}
+    config = StoreConfig(partition_bytes=_PIECE, bundle_below_bytes=1024, inline_bytes=0)
+    with asymcheck.Store.open(folder / "store", config=config) as store:
+        store.save(state, step=1, part=Part(0, world_size, _SAVE_ID))
+    tier = NvmeTier(folder / "store", config, read_only=False)
+    (files,) = tier.manifests.checkpoints(_RUN)
+    manifest = tier.manifests.read(_RUN, files.ref, files.manifests[0])
+    seconds = []
+    for rank in range(1, world_size):
+        data = encode_with_header(manifest, dataclasses.replace(manifest.header, rank=rank))
+        began = time.perf_counter()
+        tier.manifests.publish(_RUN, files.ref, rank, world_size, data)
+        seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    resolved = resolve_one(tier, candidates(tier, _RUN, None)[0])
+    taken = time.perf_counter() - began
+    resolved.sources.close()
+    tier.close()
+    label = f"{world_size} simulated ranks"
+    return [
+        row(label, "manifest of one rank", "ms", [one * 1e3 for one in seconds]),
+        row(label, "resolve", "s", [taken]),
+    ]
+
+
+def _real(folder: Path, count: int, shape: Shape) -> list[Row]:
+    """Let ranks save one replicated state."""
+    server = _server()
+    ranks = [_child("real", server.port, count, rank, shape.real_bytes, shape.saves, folder) for rank in range(count)]
+    found = [_found(one) for one in ranks]
+    label = f"{count} real rank{'s' if count > 1 else ''}"
+    return [
+        row(label, "durable", "s", found[0]["durable"]),
+        row(label, "step()", "ms", [1e3 * float(one["step"]) for one in found]),
+        row(label, "written by all", "bytes", [sum(float(one["written"]) for one in found)]),
+    ]

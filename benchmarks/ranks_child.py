@@ -1,0 +1,137 @@
+"""One process of the workload ``ranks``: ``python -m benchmarks.ranks_child ROLE …``. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+
+from asymcheck import Checkpointer, Ranks, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.ranks import Session
+from asymcheck.ranks.sharing import encode_rows, share_out
+
+_THREADS = 4
+_PARTS = 3
+"""Rounds of a save: digests, stored, committed."""
+_WAIT_S = 900.0
+
+
+def _sessions(port: int, world_size: int, ranks: Sequence[int]) -> list[Session]:
+    """Return sessions of some ranks that share a connection."""
+    store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    keys = Ranks(0, world_size, store).connect()
+    return [Session(Ranks(rank, world_size, store, timeout_s=_WAIT_S), keys, "simulated", []) for rank in ranks]
+
+
+def _digests(extents: int) -> bytes:
+    """Return a report on partitions that all ranks have, as a replicated state has them."""
+    names = np.random.default_rng(0).bytes(8 * extents)
+    keys = [names[start : start + 8] for start in range(0, len(names), 8)]
+    return encode_rows(keys, [4 << 20] * extents)
+
+
+def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[str, object]:
+    """Be rank 0: the seconds of each save from when all are ready until all have committed, and memory that it took."""
+    (session,) = _sessions(port, world_size, [0])
+    report = _digests(extents)
+    session.agree((0, 0), b"", b"".join, "ready")
+    before = _peak_bytes()
+    whole, steady = [], []
+    for number in range(1, saves + 1):
+        session.post((number, 0), b"go")
+        began = time.perf_counter()
+        session.agree((number, 1), report, share_out, "digests")
+        shared = time.perf_counter()
+        for part in range(2, _PARTS + 1):
+            session.agree((number, part), b"{}", lambda reports: reports[0], "commit")
+        ended = time.perf_counter()
+        whole.append(ended - began)
+        steady.append(ended - shared)
+    return {"first": whole, "later": steady, "memory": _peak_bytes() - before}
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def others(port: int, world_size: int, extents: int, saves: int) -> dict[str, object]:
+    """Be all other ranks, by a few threads."""
+    report = _digests(extents)
+
+    def work(first: int) -> None:
+        sessions = _sessions(port, world_size, range(1 + first, world_size, _THREADS))
+        _take_part(sessions, (0, 0), b"")
+        for number in range(1, saves + 1):
+            if sessions:
+                sessions[0].hear((number, 0), "go")
+            for part in range(1, _PARTS + 1):
+                _take_part(sessions, (number, part), report if part == 1 else b"{}")
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {}
+
+
+def _take_part(sessions: Sequence[Session], at: tuple[int, int], value: bytes) -> None:
+    for session in sessions:
+        session.report(at, value)
+    for session in sessions:
+        session.verdict(at, "simulated")
+
+
+def real(port: int, world_size: int, rank: int, nbytes: int, saves: int, folder: Path) -> dict[str, object]:
+    """Be one of some ranks that save the same state: seconds until durable, bytes written by this one."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    ranks = Ranks(rank, world_size, store) if world_size > 1 else None
+    state: dict[str, object] = {f"layer{number}": torch.zeros(nbytes // 32) for number in range(8)}
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    capture = CaptureConfig(ring_folder=str(folder))
+    with (
+        Store.open(folder / "store") as opened,
+        Checkpointer(opened, state, every=1, capture=capture, ranks=ranks) as ckpt,
+    ):
+        for step in range(saves):
+            for tensor in state.values():
+                tensor.normal_(generator=generator)  # type: ignore[attr-defined]  # all are tensors
+            began = time.perf_counter()
+            ckpt.step(step)
+            steps.append(time.perf_counter() - began)
+            ckpt.wait()
+        # The first makes the ring, and looks at what the ranks have in common.
+        found = ckpt.statistics()
+        return {
+            "durable": found.durable_s[1:],
+            "step": statistics.median(steps[1:]),
+            "written": found.written_bytes,
+        }
+
+
+def main(words: Sequence[str]) -> None:
+    """Do one role."""
+    role, numbers = words[0], [int(word) for word in words[1:6] if word.isdigit()]
+    roles = {"coordinator": coordinator, "others": others}
+    found = real(*numbers, Path(words[6])) if role == "real" else roles[role](*numbers)  # type: ignore[call-arg, arg-type]  # words of the workload
+    print(json.dumps(found), flush=True)
+    sys.stdout.flush()
+    # torch's client would look for the server, which may be gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

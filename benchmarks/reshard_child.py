@@ -1,0 +1,133 @@
+"""One rank of the workload ``reshard``, started by torchrun: saves a state, or restores it again and again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import asymcheck
+from asymcheck.partition.state import flatten
+from asymcheck.pipeline.encoder import Encoder
+from asymcheck.pipeline.request import Place, SaveRequest, new_save_id
+from asymcheck.pipeline.save import save
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import SaveId
+from benchmarks import coldness, peers, states
+from benchmarks.report import rotated
+
+SYSTEMS = ("asymcheck", "torch DCP")
+_PATTERN = 0x9E3779B1
+"""What numbers are multiplied by, so that no two blocks of a state are alike."""
+
+
+def state_of(layers: int, *, empty: bool) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a state whose whole is the same for any number of ranks."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (count,))
+    state: dict[str, torch.Tensor] = {}
+    first = 0
+    for name, shape in states.gpt2_shapes(layers).items():
+        rows = -(-shape[0] // count)
+        begin, end = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+        inner = math.prod(shape[1:])
+        numbers = torch.arange(first + begin * inner, first + end * inner, dtype=torch.int64)
+        local = (numbers * _PATTERN).to(torch.int32).view(torch.float32).reshape(end - begin, *shape[1:])
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        state[name] = DTensor.from_local(
+            torch.zeros_like(local).fill_(0) if empty else local,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=strides,
+        )
+        first += math.prod(shape)
+    return state
+
+
+def _save(where: Path, layers: int) -> dict[str, object]:
+    state = state_of(layers, empty=False)
+    save_id: list[bytes] = [new_save_id()]
+    dist.broadcast_object_list(save_id)
+    if dist.get_rank() == 0:
+        asymcheck.Store.open(where / "store").close()
+    dist.barrier()
+    tier = NvmeTier(where / "store", asymcheck.StoreConfig())
+    request = SaveRequest("default", 1, {}, dist.get_rank(), dist.get_world_size(), SaveId(save_id[0]))
+    encoder = Encoder(tier.config.compression, "nvme", tier.config.pack_bytes)
+    save(tier, tier.open_catalog(lambda _: None), encoder, flatten(state), request, lambda: Place(1, None))
+    tier.close()
+    save_distributed(dict(state), storage_writer=FileSystemWriter(where / "dcp", thread_count=peers.THREADS))
+    if dist.get_rank() == 0:
+        peers.sync(where / "dcp")
+    size = sum(tensor.nbytes for tensor in state.values())
+    return {"state": f"GPT-2 of {layers} layers with AdamW, {len(state)} tensors, {size / 1e9:.2f} GB"}
+
+
+def _restore(where: Path, layers: int, rounds: int) -> dict[str, object]:
+    into, expected = state_of(layers, empty=True), state_of(layers, empty=False)
+    reads: dict[str, tuple[Path, Callable[[], object]]] = {
+        SYSTEMS[0]: (where / "store", lambda: _load(where / "store", into)),
+        SYSTEMS[1]: (
+            where / "dcp",
+            lambda: load_distributed(dict(into), storage_reader=FileSystemReader(where / "dcp")),
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in reads}
+    made_cold: set[str] = set()
+    for number in range(rounds + 1):
+        for name, (place, read) in rotated(list(reads.items()), number):
+            if dist.get_rank() == 0:
+                made_cold.add(coldness.make_cold(peers.files_in(place)))
+            dist.barrier()
+            began = time.perf_counter()
+            read()
+            dist.barrier()
+            if number:
+                times[name].append(time.perf_counter() - began)
+            else:
+                _check(name, into, expected)
+    return {"times": times, "made cold by": ", ".join(sorted(made_cold))}
+
+
+def _load(where: Path, into: dict[str, torch.Tensor]) -> None:
+    with asymcheck.Store.open(where, read_only=True) as store:
+        store.load(into=into, rank=dist.get_rank())
+
+
+def _check(name: str, into: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for tensor, value in zip(into.values(), expected.values(), strict=True):
+        there, right = (one.to_local().view(torch.int32) for one in (tensor, value) if isinstance(one, DTensor))
+        if not torch.equal(there, right):
+            raise RuntimeError(f"{name} restored something else than was saved")
+        there.zero_()
+
+
+def main() -> None:
+    """Do what the arguments say: ``save`` or ``restore``, where, with how many layers, and how often."""
+    action, where, layers, rounds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    dist.init_process_group("gloo")
+    told = _save(where, layers) if action == "save" else _restore(where, layers, rounds)
+    if dist.get_rank() == 0:
+        (where / f"{action}.json").write_text(json.dumps(told))
+    dist.barrier()
+    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

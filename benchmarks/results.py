@@ -1,0 +1,156 @@
+"""``make report``: runs the quick grid and all workloads, and writes docs/results: tables, plots, raw figures.
+
+``python -m benchmarks.results [--folder DIR] [--full] [--only WORKLOAD …]``. What is not run keeps the figures that it
+has. Where asymcheck is not first is said with the likely cause: what is known of it from the code, not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.report import Report, Row, read_json
+from benchmarks.schemes import SCHEMES
+
+TARGET = Path(__file__).parents[1] / "docs" / "results"
+WORKLOADS = (
+    *("models", "goodput", "durable", "restore", "stall", "batch", "codec", "bytes", "catalog", "memory"),
+    *("ranks", "reshard", "hdfs"),
+)
+OURS = "asymcheck +S+O"
+EVERY = 10
+_MEASURES = (
+    ("slowdown", "x", f", every {EVERY}"),
+    ("visible stall p95", "ms", f", every {EVERY}"),
+    ("time to durable", "ms", f", every {EVERY}"),
+    ("recovery", "ms", ""),
+    ("bytes a checkpoint", "MB", f", every {EVERY}"),
+)
+_CAUSES: Mapping[str, str] = {
+    "slowdown": "Threads that capture, digest and write take time from the training's core where there are two cores "
+    "in all. More cores, or a larger model beside which they are small, would change it.",
+    "visible stall p95": "A `step()` walks the state, plans and samples it in Python: some milliseconds, whatever the "
+    "size. A plain copy of a few MB takes less. It pays from some hundred MB on.",
+    "time to durable": "Background writers run at nice 19 and make the index, the catalog and the manifest durable "
+    "beside the bytes: for a few MB that is most of the time. It pays from some hundred MB on.",
+    "recovery": "A restore takes up what lies in memory, opens a generation, durably, and compares every digest; the "
+    "others map a file. It pays with size, and it is what finds a flipped bit.",
+    "bytes a checkpoint": "Frames are aligned to 4 KiB, and beside them lie manifest, index and catalog: some percent "
+    'of a few MB. Nothing is compressed where the drive is faster than the codec (`compression="smallest"` does it).',
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the workloads, one process each, and write the pages."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
+    parser.add_argument("--folder", type=Path, help="measure in this folder's file system")
+    parser.add_argument("--full", action="store_true", help="the full grid: hours")
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="run these alone")
+    parser.add_argument("--target", type=Path, default=TARGET, help="where to write [default: docs/results]")
+    arguments = parser.parse_args(words)
+    arguments.target.mkdir(parents=True, exist_ok=True)
+    for workload in arguments.only:
+        print(f"--- {workload}", flush=True)
+        command = [sys.executable, "-m", "benchmarks", *_options(workload, arguments)]
+        if subprocess.run(command, check=False).returncode:
+            # For instance hdfs, where there is no Java; the others say as much without it.
+            print(f"--- {workload} was left out", flush=True)
+    write_page(arguments.target)
+
+
+def _options(workload: str, arguments: argparse.Namespace) -> Iterator[str]:
+    target: Path = arguments.target
+    yield from (workload, "--json", str(target / f"{workload}.json"), "--plot", str(target / f"{workload}.png"))
+    if not arguments.full:
+        yield "--quick"
+    if arguments.folder is not None:
+        yield from ("--folder", str(arguments.folder))
+    if workload == "goodput":
+        yield from ("--from", str(target / "models.json"))
+
+
+def write_page(target: Path) -> None:
+    """Write README.md from the reports that lie beside it."""
+    reports = {name: read_json(target / f"{name}.json") for name in WORKLOADS if (target / f"{name}.json").exists()}
+    (target / "README.md").write_text("\n".join(_page(reports)) + "\n")
+
+
+def _page(reports: Mapping[str, Report]) -> Iterator[str]:
+    yield "# Results"
+    yield ""
+    yield "Written by `make report`; [benchmarks.md](../benchmarks.md) says what each workload does and how to read it."
+    yield "Compare ratios of one run, never absolute figures of two machines."
+    for name, report in reports.items():
+        yield from ("", f"## {name}", "")
+        yield " · ".join(f"{key}: {value}" for key, value in report.environment.items() if key != "peers")
+        yield ""
+        if name == "models":
+            yield from _models(report)
+        elif name == "goodput":
+            yield from _goodput(report)
+        yield from ("| ratio | |", "|---|---|")
+        yield from (f"| `{key}` | {value:.3g} |" for key, value in report.ratios.items())
+        yield from ("", f"![{name}]({name}.png) [all figures]({name}.json)")
+
+
+def _models(report: Report) -> Iterator[str]:
+    models = list(dict.fromkeys(_model(one) for one in report.results if one.metric.startswith("steps lost")))
+    schemes = list(dict.fromkeys(one.system for one in report.results))
+    rows = {(one.system, one.metric): one for one in report.results}
+    for metric, unit, suffix in _MEASURES:
+        yield from (f"**{metric}** [{unit}], median (least to greatest); less is better", "")
+        yield f"| scheme | {' | '.join(models)} |"
+        yield "|---|" + "---|" * len(models)
+        for scheme in schemes:
+            found = [rows.get((scheme, f"{metric}, {model}{suffix}")) for model in models]
+            yield f"| {scheme} | {' | '.join(_cell(one) for one in found)} |"
+        yield ""
+    yield from _losses(report, models)
+
+
+def _model(one: Row) -> str:
+    return one.metric.split(", ")[1]
+
+
+def _cell(one: Row | None) -> str:
+    if one is None:
+        return "-"
+    return f"{one.median:.3g}" + (f" ({one.min:.3g} to {one.max:.3g})" if one.n > 1 else "")
+
+
+def _losses(report: Report, models: Sequence[str]) -> Iterator[str]:
+    """Say where an upstream library that keeps the state exact is better, and why."""
+    rivals = [scheme.name for scheme in SCHEMES if scheme.kind == "upstream"]
+    rows = {(one.system, one.metric): one.median for one in report.results}
+    yield from ("**Where asymcheck is not first** among it and the libraries as they are:", "")
+    yield from ("| measure | models | likely cause, and what would change it |", "|---|---|---|")
+    for metric, unit, suffix in _MEASURES:
+        lost = []
+        for model in models:
+            label = f"{metric}, {model}{suffix}"
+            there = {name: rows[name, label] for name in rivals if (name, label) in rows}
+            ours = rows.get((OURS, label))
+            if ours is not None and there and min(there.values()) < ours:
+                best = min(there, key=lambda name: there[name])
+                lost.append(f"{model}: {ours:.3g} {unit}, {best} {there[best]:.3g}")
+        if lost:
+            yield f"| {metric} | {'; '.join(lost)} | {_CAUSES[metric]} |"
+    yield ""
+
+
+def _goodput(report: Report) -> Iterator[str]:
+    scenes = list(dict.fromkeys(one.metric for one in report.results if one.metric.startswith("goodput, ")))
+    yield f"| scheme | {' | '.join(scene.removeprefix('goodput, ') for scene in scenes)} |"
+    yield "|---|" + "---|" * len(scenes)
+    rows = {(one.system, one.metric): one for one in report.results}
+    for scheme in dict.fromkeys(one.system for one in report.results):
+        found = [rows.get((scheme, scene)) for scene in scenes]
+        yield f"| {scheme} | {' | '.join(f'{one.median:.2f} %' if one else '-' for one in found)} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The ways to checkpoint a training that ``models`` compares: asymcheck, libraries as they are, ideas made anew.
+
+Each is a saver in the loop, and a way back: what fills the state of a new process from the newest checkpoint that a
+killed one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import asymcheck
+from benchmarks import lossy, peer_memory, peers
+from benchmarks.async_peers import ASYNC, Blocking, Ours, Saver, flat_tensors
+from benchmarks.made_anew import CHECKFREQ, DATASTATES, PCCHECK, Buffered, read_newest
+
+State = dict[str, Any]
+Kind = Literal["none", "asymcheck", "upstream", "made anew"]
+Recover = Callable[[State, Path], int]
+"""Fills a state from what lies in a folder; returns the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One way to checkpoint."""
+
+    name: str
+    """As the tables call it."""
+    kind: Kind
+    """Whose it is. What is made anew decides nothing: its authors' own may do better or worse."""
+    make: Callable[[State, Path], Saver]
+    """Begins to watch a state; saves into a folder."""
+    recover: Recover | None
+    """The way back; None where there is none."""
+
+
+class Ladder(Ours):
+    """asymcheck, with one of the paper's modules after the other."""
+
+    def __init__(self, state: State, where: Path, name: str, config: asymcheck.StoreConfig) -> None:
+        """Save into a store of that configuration."""
+        super().__init__(state, where, config=config)
+        self.name = name
+        # So that what is complete in memory belongs to a line, and a killed training resumes from it.
+        self._checkpointer.restore()
+
+
+class TorchSaveOnly(Saver):
+    """``torch.save`` as in most training scripts: over the file of before, nothing synced."""
+
+    name = "torch.save, not synced"
+
+    def save(self, step: int) -> None:
+        """Overwrite the file."""
+        began = time.perf_counter()
+        torch.save({"step": step, **self.tensors()}, self.where / "checkpoint.pt")
+        self.stalls.append(time.perf_counter() - began)
+
+
+class Renamed(Blocking):
+    """A library's file, synced and renamed: what a careful script does."""
+
+    def save(self, step: int) -> None:
+        """Save beside the old file, then take its place."""
+        began = time.perf_counter()
+        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
+        temporary = self.where / "new"
+        peers.save_durably(self._peer, dict(unique.values()), temporary)
+        os.replace(temporary, self.where / f"{step:09}")
+        peers.sync(self.where / f"{step:09}")
+        self.stalls.append(time.perf_counter() - began)
+        self.durable.append(self.stalls[-1])
+
+
+def _recover_ours(state: State, where: Path) -> int:
+    with asymcheck.Store.open(where) as store, asymcheck.Checkpointer(store, state) as checkpointer:
+        restored = checkpointer.restore()
+        return -1 if restored is None else restored.step
+
+
+def _recover_torch_save(state: State, where: Path) -> int:
+    loaded = torch.load(where / "checkpoint.pt", weights_only=True)
+    _copy(loaded, state)
+    step: int = loaded["step"]
+    return step
+
+
+def _recover_filled(state: State, where: Path, fill: Callable[[Path, peers.Tensors], None]) -> int:
+    """Take the newest that can be read: what it is cannot be seen from outside."""
+    for step in sorted((int(path.name) for path in where.iterdir() if path.name.isdigit()), reverse=True):
+        path = next(path for path in where.iterdir() if path.name.isdigit() and int(path.name) == step)
+        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in flat_tensors(state).items()}
+        # Whatever a library raises of a file that a kill cut short; that of torch DCP is no Exception.
+        with contextlib.suppress(Exception, CheckpointException), _quiet():
+            fill(path, dict(unique.values()))
+            return step
+    return -1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what a library says of a damaged file from the terminal."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _recover_raw(state: State, where: Path) -> int:
+    step, tensors = read_newest(where)
+    _copy(tensors, state)
+    return step
+
+
+def _copy(source: dict[str, Any], state: State) -> None:
+    for name, tensor in flat_tensors(state).items():
+        if name in source:
+            tensor.detach().copy_(source[name])
+
+
+def _ours(name: str, config: asymcheck.StoreConfig) -> Scheme:
+    return Scheme(name, "asymcheck", lambda state, where: Ladder(state, where, name, config), _recover_ours)
+
+
+def _upstream(name: str, make: Callable[[State, Path], Saver], peer: peers.Peer) -> Scheme:
+    fill = next(iter(peer.fills().values()))
+    return Scheme(name, "upstream", make, partial(_recover_filled, fill=fill))
+
+
+def _made_anew(name: str, **knobs: Any) -> Scheme:  # noqa: ANN401 - passed on as they are
+    return Scheme(name, "made anew", lambda state, where: Buffered(state, where, name, **knobs), _recover_raw)
+
+
+_ONE_BY_ONE = 4 << 20
+"""Packs of one partition: nothing is batched."""
+
+NONE = Scheme("no checkpoints", "none", Saver, None)
+SCHEMES: tuple[Scheme, ...] = (
+    _ours("asymcheck naive", asymcheck.StoreConfig(compression="off", pack_bytes=_ONE_BY_ONE)),
+    _ours("asymcheck +S", asymcheck.StoreConfig(pack_bytes=_ONE_BY_ONE)),
+    _ours("asymcheck +S+O", asymcheck.StoreConfig()),
+    Scheme("torch.save, not synced", "upstream", TorchSaveOnly, _recover_torch_save),
+    _upstream("torch.save", lambda state, where: Renamed(state, where, peers.TorchSave()), peers.TorchSave()),
+    _upstream("safetensors", lambda state, where: Renamed(state, where, peers.Safetensors()), peers.Safetensors()),
+    _upstream(
+        "torch DCP",
+        lambda state, where: Blocking(state, where, peers.DistributedCheckpoint()),
+        peers.DistributedCheckpoint(),
+    ),
+    *(
+        _upstream(name, make, peers.TorchSnapshot() if "snapshot" in name else peers.DistributedCheckpoint())
+        for name, make in ASYNC.items()
+    ),
+    _made_anew("CheckFreq, made anew", **CHECKFREQ),
+    _made_anew("DataStates, made anew", **DATASTATES),
+    _made_anew("PCcheck, made anew", **PCCHECK),
+    Scheme(peer_memory.PeerMemory.name, "made anew", peer_memory.PeerMemory, peer_memory.recover),
+    Scheme(lossy.Lossy.name, "made anew", lossy.Lossy, lossy.recover),
+)
+"""All but :data:`NONE`."""

@@ -1,0 +1,74 @@
+"""Two reports of one workload: what became worse beyond the spread is named, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__, results
+from benchmarks.report import Report, Row, row, write_json
+
+ENVIRONMENT = {"date": "then", "processor": "one", "state": "a state"}
+
+
+def _report(*rows: Row, workload: str = "durable") -> Report:
+    return Report(workload, ENVIRONMENT, list(rows), {"quotient": 1.0})
+
+
+def _compared(tmp_path: Path, old: Report, new: Report) -> object:
+    for name, report in (("old", old), ("new", new)):
+        write_json(report, tmp_path / f"{name}.json")
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(["compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+    return caught.value.code
+
+
+def test_what_became_slower_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With status 1; what stays within the spread, and what got better, is no reason."""
+    old = _report(
+        row("a", "time", "s", [1.0, 1.1, 1.2]), row("b", "time", "s", [1.0, 1.1, 1.2]), row("c", "speed", "GB/s", [4.0])
+    )
+    new = _report(
+        row("a", "time", "s", [1.3, 1.4, 1.5]), row("b", "time", "s", [1.1, 1.3, 1.5]), row("c", "speed", "GB/s", [5.0])
+    )
+    assert _compared(tmp_path, old, new) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "worse" in line or "better" in line]
+    assert [line[:2] for line in lines] == [["worse", "a"], ["better", "c"]]
+
+
+def test_less_throughput_is_worse(tmp_path: Path) -> None:
+    """More is better of some units."""
+    assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.0]))) == 1
+    assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.9]))) == 0
+
+
+def test_equal_reports_and_reports_of_different_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first are fine, the second cannot be compared; nor can what is no report."""
+    one = _report(row("a", "time", "s", [1.0]))
+    assert _compared(tmp_path, one, one) == 0
+    assert _compared(tmp_path, one, _report(row("a", "time", "s", [1.0]), workload="restore")) == 2
+    assert "one of restore" in capsys.readouterr().err
+    for text, problem in (("{}", "is no report"), ("no JSON", "cannot be read")):
+        (tmp_path / "none.json").write_text(text)
+        with pytest.raises(SystemExit) as caught:
+            __main__.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "old.json")])
+        assert caught.value.code == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -> None:
+    """With the cause; and has a section for each workload that has been run."""
+    rows = [row("asymcheck +S+O", "steps lost, M", "steps", [0.0])]
+    for system, stall, durable in (("asymcheck +S+O", 1.0, 90.0), ("torch.save", 5.0, 30.0)):
+        rows.append(row(system, "visible stall p95, M, every 10", "ms", [stall]))
+        rows.append(row(system, "time to durable, M, every 10", "ms", [durable]))
+    write_json(_report(*rows, workload="models"), tmp_path / "models.json")
+    write_json(_report(row("a", "time", "s", [1.0])), tmp_path / "durable.json")
+    results.write_page(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "## models" in page
+    assert "## durable" in page
+    lost = page.partition("is not first")[2]
+    assert "| time to durable | M: 90 ms, torch.save 30 |" in lost
+    assert "| visible stall" not in lost

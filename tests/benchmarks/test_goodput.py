@@ -1,0 +1,86 @@
+"""Goodput: the simulation and the formula say the same, and what survives a failure is what counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__
+from benchmarks.goodput import (
+    LLAMA3_INTERRUPTIONS,
+    Costs,
+    Failures,
+    agreement,
+    best_interval,
+    formula,
+    llama3,
+    scenarios,
+    simulate,
+)
+
+COSTS = Costs(
+    iteration_s=1.0,
+    stall_s=0.05,
+    lag_s={"dram": 1.0, "nvme": 3.0, "remote": 20.0},
+    restore_s={"dram": 2.0, "nvme": 4.0, "remote": 30.0},
+    least_interval_s=0.0,
+)
+
+
+@pytest.mark.parametrize(("name", "failures"), list(scenarios()))
+def test_simulation_and_formula_agree_within_a_percent(name: str, failures: Failures) -> None:
+    """At the best interval, at every step and at four times as many."""
+    every = best_interval(COSTS, failures)
+    # Rare failures need long trainings to be seen.
+    days = max(4000.0, 20_000 * failures.mean_s / 86_400)
+    assert agreement(COSTS, failures, [every, 4 * every], days) < 0.01, name
+
+
+def test_all_interruptions_of_the_published_run_are_there() -> None:
+    """419 of them in 54 days: one in three hours."""
+    assert sum(count for count, _ in LLAMA3_INTERRUPTIONS.values()) == 419
+    assert llama3(16_384).mean_s == pytest.approx(3.09 * 3600, rel=0.01)
+    assert llama3(8192).mean_s == pytest.approx(2 * llama3(16_384).mean_s)
+    assert sum(llama3(8).shares.values()) == pytest.approx(1)
+
+
+def test_a_tier_that_survives_nothing_of_it_does_not_help() -> None:
+    """Where all nodes are lost, only what lies elsewhere counts; without it nothing is ever kept."""
+    lost = Failures(3600.0, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=60.0)
+    slow_memory = dataclasses.replace(COSTS, lag_s=COSTS.lag_s | {"dram": 500.0})
+    assert formula(slow_memory, lost, 20) == formula(COSTS, lost, 20)
+    local_only = dataclasses.replace(COSTS, lag_s=COSTS.lag_s | {"remote": math.inf})
+    assert formula(local_only, lost, 20) == 0
+    assert simulate(local_only, lost, 20, days=10) == 0
+    process = Failures(3600.0, {"dram": 1.0, "nvme": 0.0, "remote": 0.0}, restart_s=60.0)
+    assert formula(slow_memory, process, 20) == pytest.approx(formula(COSTS, process, 20), rel=0.01)
+    assert formula(COSTS, process, 20) > formula(COSTS, lost, 20)
+
+
+def test_the_best_interval_is_near_that_of_young() -> None:
+    """sqrt(2 c M), where recovery is short; and never more often than what is in flight allows."""
+    failures = Failures(10_000.0, {"dram": 1.0, "nvme": 0.0, "remote": 0.0}, restart_s=0.0)
+    young = math.sqrt(2 * COSTS.stall_s * failures.mean_s)
+    assert best_interval(COSTS, failures) == pytest.approx(young, rel=0.15)
+    assert best_interval(dataclasses.replace(COSTS, least_interval_s=99.0), failures) >= 99
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("no JSON", "cannot be read"),
+        (json.dumps({"workload": "durable", "environment": {}, "results": [], "ratios": {}}), "a report of durable"),
+    ],
+)
+def test_what_is_no_report_of_models_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    """In a sentence; and without one the command says what it needs."""
+    (tmp_path / "some.json").write_text(text)
+    with pytest.raises(SystemExit, match=problem):
+        __main__.main(["goodput", "--from", str(tmp_path / "some.json"), "--quick"])
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(["goodput", "--quick"])
+    assert caught.value.code == 2

@@ -1,0 +1,48 @@
+"""What a killed training of the workload ``models`` can be resumed from is compared with what it had told."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks import models_child
+from benchmarks.async_peers import Saver
+from benchmarks.models_child import Cell, train_until_killed
+from benchmarks.schemes import Scheme, State
+
+
+class _Told:
+    """In place of the pipe to the process that kills: the steps that were told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def send(self, told: tuple[int, bytes, float]) -> None:
+        step, digest, seconds = told
+        assert digest
+        assert seconds > 0
+        self.steps.append(step)
+
+
+def test_a_step_is_told_before_it_can_be_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a kill in between finds a checkpoint of a step that the training never claimed to have done."""
+    told = _Told()
+    saved: list[int] = []
+
+    class Watched(Saver):
+        def save(self, step: int) -> None:
+            assert told.steps[-1] == step
+            saved.append(step)
+
+    def make(state: State, where: Path) -> Saver:
+        return Watched(state, where)
+
+    monkeypatch.setattr(models_child, "scheme_of", lambda cell: Scheme(cell.scheme, "ours", make, None))
+    monkeypatch.setattr(models_child, "_be_silent", lambda: None)
+    monkeypatch.setattr(models_child, "_keep_rings_in", lambda _: None)
+    train_until_killed(Cell("GPT-2", "tiny", "watched", every=2, steps=5), tmp_path, cast("Connection", told))
+    assert saved == [0, 2, 4]
+    assert told.steps == [0, 1, 2, 3, 4]

@@ -1,5 +1,5 @@
 # Every target that needs Python sets up .venv first, so each of them works in a fresh clone.
-#   make demo | test | long | lint | vectors | clean
+#   make demo | test | long | lint | vectors | report | clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test long lint vectors clean
+.PHONY: venv demo test long lint vectors report clean
 
 venv: $(STAMP)
 
@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,bench]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt zipnn 2>/dev/null || echo "zipnn could not be compiled here: the workload codec leaves it out"
 	@touch $@
 
 demo: $(STAMP)
@@ -38,6 +39,11 @@ lint: $(STAMP)
 
 vectors: $(STAMP)
 	$(PY) -m tools.make_vectors
+
+# On a machine that does nothing else. REPORT_FOLDER is on the drive that is meant.
+REPORT_FOLDER ?= .
+report: $(STAMP)
+	$(PY) -m benchmarks.results --folder $(REPORT_FOLDER)
 
 # Leaves .venv: it is slow to build and `make venv` renews it when it has to.
 clean:

@@ -1,11 +1,19 @@
 """What every test shares: one compute thread, interrupts that arrive, hypothesis profiles, and a place for a store."""
 
+import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Rings of tests, also of those that are killed, lie in a folder of their own and not among those of trainings. Before
+# the package is imported; processes that tests start inherit it.
+RINGS = tempfile.mkdtemp(prefix="asymcheck-tests-", dir="/dev/shm")
+os.environ["ASYMCHECK_RING_FOLDER"] = RINGS
 
 # Two test workers share two cores. With torch's default of a thread per core each kernel waits for the other worker's.
 torch.set_num_threads(1)
@@ -21,6 +29,11 @@ settings.register_profile(
     "explore", max_examples=2_000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+
+def pytest_sessionfinish() -> None:
+    """Give the memory back."""
+    shutil.rmtree(RINGS, ignore_errors=True)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ BUILTIN_EXCEPTIONS = frozenset(
 )
 
 TORCH_FILES = "asymcheck/interop/torch_file.py"
+DCP_METADATA = "asymcheck/interop/dcp_metadata.py"
 
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")
@@ -133,9 +134,13 @@ def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
 def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
     """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False.
 
-    One module reads and writes torch's own files; there, every `torch.load` says `weights_only=True`.
+    One module reads and writes torch's own files; there, every `torch.load` says `weights_only=True`. One reads DCP's
+    metadata; there, unpickling is done by a class that says itself what each name in the pickle stands for.
     """
     for module in tree.package:
+        if module.path == DCP_METADATA:
+            yield from _unpickles_what_is_named(module)
+            continue
         if module.path == TORCH_FILES:
             yield from _loads_of_more_than_weights(module)
             continue
@@ -160,6 +165,24 @@ def _loads_of_more_than_weights(module: Module) -> Iterator[Violation]:
                 yield Violation(module.path, node.lineno, "torch.load without weights_only=True")
         elif isinstance(node, ast.Attribute) and re.fullmatch(r"pickle\.(?!UnpicklingError).*", ast.unparse(node)):
             yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
+
+
+def _unpickles_what_is_named(module: Module) -> Iterator[Violation]:
+    bases = {
+        id(base)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        and {"find_class"} == {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+        for base in node.bases
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and id(node) not in bases:
+            written = ast.unparse(node)
+            if re.fullmatch(r"pickle\.(?!UnpicklingError).*", written) or written in PICKLING_CALLS:
+                yield Violation(module.path, node.lineno, f"uses {written}")
+    for found in module.imports:
+        if found.full_name != "pickle" and (found.top in PICKLE_MODULES or found.full_name in PICKLING_CALLS):
+            yield Violation(module.path, found.line, f"imports {found.full_name}")
 
 
 def _meant_by(bound_as: str | None, full_name: str) -> str:

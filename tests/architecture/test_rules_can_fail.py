@@ -36,6 +36,7 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/pipeline/commit.py": "from asymcheck.verify.findings import Finding"},
         {"asymcheck/verify/deep.py": "from asymcheck.recovery import resolve"},
         {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
+        {"asymcheck/measure/drive.py": "from asymcheck.recovery.sample import sample"},
         {"asymcheck/codecs/delta.py": "import asymcheck.partition.plan"},
     ],
     "ground_floor": [
@@ -150,6 +151,11 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x')"},
         {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=False)"},
         {"asymcheck/interop/torch_file.py": "import pickle\npickle.loads(b'')"},
+        {"asymcheck/interop/dcp_metadata.py": "import pickle\npickle.load(file)"},
+        {"asymcheck/interop/dcp_metadata.py": "import pickle\nclass U(pickle.Unpickler):\n    pass"},
+        {"asymcheck/interop/dcp_metadata.py": "import pickle\npickle.Unpickler(file).load()"},
+        {"asymcheck/interop/dcp_metadata.py": "from pickle import loads"},
+        {"asymcheck/interop/dcp_metadata.py": "import torch\ntorch.load('x', weights_only=True)"},
     ],
     "no_star_imports": [
         {"asymcheck/store.py": "from os import *"},
@@ -195,7 +201,7 @@ SOUND: dict[str, list[Sources]] = {
             "asymcheck/tiers/nvme/catalog.py": "import lmdb",
             "asymcheck/format/digest.py": "import xxhash",
             "asymcheck/format/manifest.py": "import pyarrow as pa",
-            "asymcheck/tiers/hdfs/client.py": "from pyarrow import fs",
+            "asymcheck/tiers/remote/client.py": "from pyarrow import fs",
             "asymcheck/codecs/zstd.py": "import zstandard",
             "asymcheck/cli/verify.py": "import click",
             "tests/test_catalog.py": "import lmdb",
@@ -244,6 +250,7 @@ SOUND: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=False)"},
         {"benchmarks/rivals.py": "import torch, pickle\ntorch.save(1, 'x')"},
         {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=True)\ntorch.save(1, 'x')"},
+        {"asymcheck/interop/dcp_metadata.py": "import pickle\nclass U(pickle.Unpickler):\n  def find_class(s): pass"},
     ],
     "no_star_imports": [{"asymcheck/store.py": "from os import path"}],
     "suppressions_give_a_reason": [

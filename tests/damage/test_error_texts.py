@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from asymcheck import SkippedCheckpointWarning, Store
 from asymcheck.errors import (
     DamagedPartitionError,
     HeadRecordError,
     InconsistentCheckpointError,
     PartialRestoreError,
 )
-from asymcheck.store import SkippedCheckpointWarning, Store
 from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Files, NvmeTier
 from tests.damage.flips import content, flip, flipped

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from asymcheck.codecs.chain import base_reader
 from asymcheck.errors import BadMagicError, ChecksumError, FormatError
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.fetch import read_checked
@@ -13,6 +14,8 @@ from asymcheck.tiers.nvme import NvmeTier, Slot
 from asymcheck.types import PackId
 from tests.damage.flips import FlippingFiles, covered_bits
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store
+
+NO_BASES = base_reader(lambda _name: [])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(tier: NvmeTie
         try:
             if starts[0] <= byte < starts[-1]:
                 sequence = sum(start <= byte for start in starts) - 1
-                read_checked(Copy(pack, sequence), names[sequence], slot)
+                read_checked(Copy(pack, sequence), names[sequence], slot, NO_BASES)
             elif _damage(tier, pack.header.pack_id) is not None:
                 continue
         except FormatError:
@@ -82,7 +85,7 @@ def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: F
         assert pack.path.name in str(damage)
         files.bit = (int(pack.entries[0]["offset"]) + offset) * 8
         with pytest.raises(kind, match=f"frame 0 of pack {pack.header.pack_id.hex()}"):
-            read_checked(Copy(pack, 0), pack.digests()[0], Slot(2 * CONFIG.partition_bytes))
+            read_checked(Copy(pack, 0), pack.digests()[0], Slot(2 * CONFIG.partition_bytes), NO_BASES)
     pack.close()
 
 

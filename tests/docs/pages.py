@@ -41,6 +41,7 @@ _VARYING = (
     (re.compile(r"(?<![\w.])-?\d+(\.\d+)? (ms|s|min|h)\b"), "<span>"),
     (re.compile(r"(?<![\w.])[-+]?\d+(\.\d+)?%"), "<share>"),
     (re.compile(r"(?<![\w.])[-+]?\d+(\.\d+(e[-+]?\d+)?|e[-+]?\d+)(?![\w.])"), "<number>"),
+    (re.compile(r"\bprocess \d+\b"), "process <id>"),
     (re.compile(r"[─━]+"), "─"),
     (re.compile(r"\s+"), " "),
 )

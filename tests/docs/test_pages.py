@@ -11,7 +11,10 @@ import pytest
 from tests.docs.pages import ROOT, PageError, Warm, blocks_of, normal, pages, run_page
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]+)[^)]*\)")
-COMMANDS = ("completion", "convert", "delete", "diff", "du", "gc", "inspect", "log", "rebuild", "restore", "verify")
+COMMANDS = (
+    *("completion", "convert", "delete", "diff", "doctor", "du", "gc", "inspect", "log"),
+    *("pull", "push", "rebuild", "restore", "verify"),
+)
 
 
 @pytest.fixture(scope="module")

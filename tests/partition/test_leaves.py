@@ -35,6 +35,24 @@ def test_bytes_are_in_row_major_order(name: str) -> None:
     assert flat_bytes(view).numpy().tobytes() == expected
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_bytes_that_lie_in_order_are_seen_where_they_are(name: str) -> None:
+    """A later change of the tensor shows in them; None where they would have to be copied."""
+    view = VIEWS[name]
+    for source in (view, view.numpy()):
+        lying = make_leaf(source, "x", "").lying_bytes(0, view.nbytes)
+        if view.is_contiguous():
+            assert lying is not None
+            assert bytes(lying) == flat_bytes(view).numpy().tobytes()
+            assert not lying or np.frombuffer(lying, dtype=np.uint8).ctypes.data == view.data_ptr()
+        else:
+            assert lying is None
+    assert make_leaf(torch.tensor([1j]).conj(), "x", "").lying_bytes(0, 8) is None
+    unwritable = np.arange(3)
+    unwritable.flags.writeable = False
+    assert make_leaf(unwritable, "x", "").lying_bytes(0, 24) is None
+
+
 def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:
     """A lazy conjugate or negative is worked out; the bits of the tensor it looks at would be other numbers."""
     numbers = torch.tensor([1 + 2j, -0.0 - 3j, complex("inf") + 0j], dtype=torch.complex64)

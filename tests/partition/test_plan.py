@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,4 +175,12 @@ def test_the_default_cut_of_a_tensor_just_over_one_partition_is_two_halves() -> 
     size = 4 * KIB * KIB + 1
     found = cut([size], ["model"], StoreConfig())
     lengths = [partition.length for partition in found.partitions]
-    assert lengths == [2 * KIB * KIB + 4096, 2 * KIB * KIB - 4095]
+    assert lengths == [2 * KIB * KIB + 16384, 2 * KIB * KIB - 16383]
+
+
+@pytest.mark.parametrize("elements", [700_000, 1_048_576, 3_333_333, 40_000_000])
+def test_a_rounded_copy_is_cut_at_the_elements_of_its_original(elements: int) -> None:
+    """So each partition of the copy can be derived from one partition."""
+    found = cut([2 * elements, 4 * elements], ["model", "optimizer"], StoreConfig(), [2, 4])
+    copies, originals = ([one.pieces[0] for one in found.partitions if one.pieces[0].row == row] for row in (0, 1))
+    assert [(2 * one.start, 2 * one.length) for one in copies] == [(one.start, one.length) for one in originals]

@@ -1,0 +1,149 @@
+"""Draws docs/trace.svg: one iteration of a real training, as its trace shows it.
+
+``python -m tools.draw_trace [FILE]``; the ending of FILE decides the format. Needs matplotlib. The training runs on
+one core, so that another is left for the copies; on a machine with more to do than that the picture shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+import asymcheck
+
+TARGET = Path(__file__).parents[1] / "docs" / "trace.svg"
+_STEPS, _EVERY, _PLANNED = 33, 2, 14
+_WORDS, _WIDTH, _BLOCKS, _BATCH = 16384, 512, 10, 1024
+_INK, _PAPER = "#1d2733", "#ffffff"
+_COLORS = {
+    "forward": "#cfe8dd",
+    "backward": "#cddcf2",
+    "copy": "#1f6f54",
+    "digest": "#b9a04a",
+    "write": "#7a5ea8",
+    "step": "#c0392b",
+    "fence": "#c0392b",
+}
+_LANE_OF = {"step": 0, "fence": 0, "copy": 1, "digest": 2, "write": 3}
+_LANES = ("training waits", "copies, by size", "digests", "writes")
+
+
+def train(path: Path) -> None:
+    """Train a small model with a checkpoint every other step, under a trace."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    blocks = (torch.nn.Sequential(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU()) for _ in range(_BLOCKS))
+    model = torch.nn.Sequential(torch.nn.Embedding(_WORDS, _WIDTH), *blocks)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        asymcheck.Store.open(Path(scratch) / "store") as store,
+        asymcheck.trace(path),
+        asymcheck.Checkpointer(store, state, every=_EVERY) as checkpointer,
+    ):
+        for step in range(_STEPS):
+            loss = model(torch.randint(_WORDS, (_BATCH,))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            with asymcheck.events.timed("optimizer", detail=partial(dict, step=step - 1)):
+                optimizer.step()
+            # One at a time, or the picture would show two.
+            checkpointer.wait()
+            checkpointer.step(step)
+
+
+def check(records: list[dict[str, Any]]) -> None:
+    """Fail unless every deferred partition was copied between ``step()`` and the optimizer's change."""
+    ends = {record["args"]["step"]: _end(record) for record in records if record.get("cat") == "fence"}
+    begins = {record["args"]["step"]: record["ts"] for record in records if record.get("cat") == "step"}
+    copies = [record for record in records if record.get("cat") == "copy"]
+    assert len(copies) > _BLOCKS * _STEPS // _EVERY
+    for copy in copies:
+        assert begins[copy["args"]["step"]] <= copy["ts"] < _end(copy) <= ends[copy["args"]["step"]] + 0.01
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """Write the picture of one iteration to ``path``."""
+    mpl.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "trace", "font.family": "DejaVu Sans"})
+    mine = _least_disturbed(records)
+    windows = [record for record in mine if record["cat"] == "window"]
+    start = next(record["ts"] for record in mine if record["cat"] == "step")
+    end = max(_end(record) for record in mine if record["cat"] == "optimizer")
+    figure = Figure(figsize=(12, 4.2), facecolor=_PAPER)
+    axes = figure.add_axes((0.11, 0.14, 0.87, 0.68))
+    for window in windows:
+        left, width = (window["ts"] - start) / 1e3, window["dur"] / 1e3
+        axes.axvspan(left, left + width, color=_COLORS[window["name"]], lw=0)
+        axes.axvline(left, color=_PAPER, lw=1.2)
+    lines = sorted({record["tid"] for record in mine if record["cat"] == "write"})
+    largest = max(record["args"]["bytes"] for record in mine if record["cat"] == "copy")
+    for record in mine:
+        if record["cat"] in _LANE_OF:
+            _bar(axes, record, start, largest, lines)
+    for phase in ("forward", "backward"):
+        inside = [window for window in windows if window["name"] == phase]
+        middle = (inside[0]["ts"] + _end(inside[-1])) / 2e3 - start / 1e3
+        axes.text(middle, len(_LANES) + 0.12, phase, ha="center", fontsize=12, fontweight="bold", color=_INK)
+    middle = (_end(windows[-1]) + end) / 2e3 - start / 1e3
+    axes.text(middle, len(_LANES) + 0.12, "optimizer", ha="center", fontsize=12, color=_INK)
+    margin = (end - start) / 1e3 * 0.01
+    axes.set_xlim(-margin, (end - start) / 1e3 + margin)
+    axes.set_ylim(0, len(_LANES))
+    axes.set_yticks([len(_LANES) - 0.5 - lane for lane in range(len(_LANES))], _LANES, color=_INK)
+    axes.set_xlabel("milliseconds since step()", color=_INK)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    names = {"step": "step() and fence", "copy": "copy of a partition", "digest": "digest", "write": "write"}
+    patches = [Patch(color=_COLORS[kind], label=label) for kind, label in names.items()]
+    figure.legend(handles=patches, loc="upper right", ncols=4, frameon=False, fontsize=9.5, labelcolor=_INK)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
+
+
+def _least_disturbed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what belongs to the shortest of the iterations that have a plan."""
+    spans: dict[int, float] = {}
+    for window in records:
+        if window.get("cat") == "window" and window["args"]["step"] >= _PLANNED:
+            spans[window["args"]["step"]] = spans.get(window["args"]["step"], 0.0) + window["dur"]
+    shown = min(spans, key=lambda step: spans[step])
+    return [record for record in records if record["ph"] == "X" and record["args"].get("step") == shown]
+
+
+def _bar(axes: Axes, record: dict[str, Any], start: float, largest: int, lines: list[int]) -> None:
+    """Draw one interval in its lane; the height of a copy is its size, and each thread that writes has its line."""
+    bottom, height = len(_LANES) - 1 - _LANE_OF[record["cat"]] + 0.25, 0.5
+    if record["cat"] == "copy":
+        bottom, height = bottom - 0.21, 0.9 * record["args"]["bytes"] / largest
+    elif record["cat"] == "write":
+        height /= len(lines)
+        bottom += lines.index(record["tid"]) * height
+    left, width = (record["ts"] - start) / 1e3, record["dur"] / 1e3
+    axes.bar(left, height, width, bottom, align="edge", color=_COLORS[record["cat"]], lw=0)
+
+
+def _end(record: dict[str, Any]) -> float:
+    return float(record["ts"] + record["dur"])
+
+
+def main(path: Path) -> None:
+    """Train, check, draw."""
+    with tempfile.TemporaryDirectory() as scratch:
+        train(Path(scratch) / "trace.json")
+        records = json.loads((Path(scratch) / "trace.json").read_text("utf-8"))
+    check(records)
+    draw(records, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET)

@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(str(error))
     arguments = _parsed(given)
     print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
-    more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model}
+    more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model, "trace": arguments.trace}
     workload = importlib.import_module(f"benchmarks.{arguments.workload}")
     known = {name: value for name, value in more.items() if value is not None}
     try:
@@ -77,13 +77,14 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=float, metavar="GB", help="size of the state, of `gpu` alone [default: 14]")
     parser.add_argument("--from", dest="source", type=Path, help="a report of `models`, for `goodput` alone")
     parser.add_argument("--model", help="which of its models, for `goodput` alone [default: the first]")
+    parser.add_argument("--trace", type=Path, help="failures to be played besides, for `goodput` alone")
     arguments = parser.parse_args(words)
     if arguments.size is not None and (arguments.workload != "gpu" or arguments.size <= 0):
         parser.error("--size is a positive number, and for the workload gpu")
     if arguments.folder is not None and not arguments.folder.is_dir():
         parser.error(f"--folder {arguments.folder} is no folder")
-    if (arguments.source or arguments.model) and arguments.workload != "goodput":
-        parser.error("--from and --model are for the workload goodput")
+    if (arguments.source or arguments.model or arguments.trace) and arguments.workload != "goodput":
+        parser.error("--from, --model and --trace are for the workload goodput")
     if arguments.workload == "goodput" and arguments.source is None:
         parser.error("goodput needs what `models --json FILE` has measured: --from FILE")
     return arguments

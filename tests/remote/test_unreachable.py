@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from asymcheck import Store
 from asymcheck.config import RemoteConfig
-from asymcheck.errors import InvalidInputError, RemoteUnreachableError
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
 from asymcheck.tiers.remote import parse_location
 from asymcheck.tiers.remote.clients import connect
 
@@ -73,3 +74,22 @@ def test_a_busy_namenode_is_left_to_the_client() -> None:
         assert connect(parse_location(location), RemoteConfig()).kind == "hdfs-native"
         for one in waiting:
             one.close()
+
+
+@pytest.mark.parametrize("location", ["foo://x", "foo://x/runs"])
+def test_an_unknown_scheme(location: str) -> None:
+    """The schemes that there are, whatever else is wrong with it."""
+    with pytest.raises(
+        InvalidInputError, match=rf"'{location}': no file system is known for foo://; use hdfs, file, s3"
+    ):
+        Store.open(location)
+
+
+def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> None:
+    """The kernel's own folder, and a file in the way: an error of ours that names the place."""
+    (tmp_path / "file").write_text("x")
+    with Store.open(store) as opened:
+        with pytest.raises(StorageError, match=r"file:///proc/nope/heads: no directory can .*name another location"):
+            opened.push("file:///proc/nope")
+        with pytest.raises(StorageError, match=r"file/below/.* a file is where a directory is meant: name another"):
+            opened.push(f"file://{tmp_path}/file/below")

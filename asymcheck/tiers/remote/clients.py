@@ -15,7 +15,7 @@ from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote import hdfs_native
 from asymcheck.tiers.remote.deadline import within
-from asymcheck.tiers.remote.location import RemoteLocation
+from asymcheck.tiers.remote.location import RemoteLocation, unknown_scheme
 
 _KNOCK_S = 3.0
 """How long to wait for a NameNode to take a connection; one that takes longer may be busy, and the client waits."""
@@ -81,6 +81,8 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
     try:
         filesystem, _ = fs.FileSystem.from_uri(f"{location}{query}")
     except (OSError, ValueError, KeyError) as error:
+        if "Unrecognized filesystem type" in str(error):
+            raise unknown_scheme(location, location.scheme) from error
         raise InvalidInputError(f"location {location}: pyarrow has no file system for it: {error}") from error
     return Client(filesystem, "other")
 

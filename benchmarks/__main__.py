@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
 import tempfile
@@ -63,9 +64,22 @@ def main(words: Sequence[str] | None = None) -> None:
         draw(report, arguments.plot)
 
 
+def _listed() -> str:
+    """Return a line for each workload: the first of its docstring, read and not run, since some want much installed."""
+    lines = ["workloads:"]
+    for name in WORKLOADS:
+        source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
+        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<8} {first.removeprefix(f'``{name}``: ').replace('``', '')}")
+    return "\n".join(lines)
+
+
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("workload", choices=WORKLOADS)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, epilog=_listed(), formatter_class=as_written
+    )
+    parser.add_argument("workload", choices=WORKLOADS, metavar="WORKLOAD", help="one of those below")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes and few rounds: shows that it works, not how fast"
     )

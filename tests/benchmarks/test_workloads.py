@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asymcheck
 from asymcheck import Store
@@ -39,6 +40,7 @@ from benchmarks import bytes as bytes_workload
 from benchmarks.plot import draw
 from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
+from tools.local_hdfs import LocalHdfs
 
 # The peers' own: torch warns of a missing process group, matplotlib of fonts, and torchsnapshot leaves loops open.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -160,7 +162,33 @@ def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
     # Descriptor, and for each checkpoint a pack and a manifest.
     assert metrics["asymcheck push", "files of 2 checkpoints"] == 5
     assert metrics["torch.save + put", "files of 2 checkpoints"] == 2
+    # For each its tensors and its metadata; and all the bytes of the state, with more around small ones.
+    assert metrics["torch DCP through fsspec", "files of 2 checkpoints"] == 4
+    whole = metrics["torch.save + put", "2 checkpoints there"]
+    assert metrics["torch DCP through fsspec", "2 checkpoints there"] == pytest.approx(whole, rel=0.25)
     assert not list(tmp_path.iterdir())
+
+
+def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
+    """What the workload ``hdfs`` counts of the other can be loaded: torch reads it when it is fetched."""
+    # Where the client is not installed the other tests here go on.
+    from hdfs_native import Client
+
+    from benchmarks import hdfs_fsspec
+
+    state = {"model": {"w": torch.randn(100, 200)}, "epoch": 3}
+    (tmp_path / "base").mkdir()
+    with LocalHdfs(tmp_path / "base") as cluster:
+        hdfs_fsspec.save(state, f"{cluster.url}/dcp")
+        client, back = Client(cluster.url), tmp_path / "back"
+        back.mkdir()
+        for found in client.list_status("/dcp"):
+            (back / Path(found.path).name).write_bytes(client.read(found.path).read())
+    loaded = {"model": {"w": torch.zeros(100, 200)}, "epoch": 0}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(back))
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert loaded["epoch"] == 3
 
 
 def test_without_java_the_workload_hdfs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

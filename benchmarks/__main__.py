@@ -28,6 +28,7 @@ WORKLOADS = (
     "bytes",
     "hdfs",
     "reshard",
+    "dedupe",
     "ranks",
     "models",
     "goodput",

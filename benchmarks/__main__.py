@@ -29,6 +29,7 @@ WORKLOADS = (
     "bytes",
     "hdfs",
     "reshard",
+    "dedupe",
     "ranks",
     "models",
     "goodput",

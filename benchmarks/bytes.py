@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import asymcheck
-from benchmarks import environment, training
+from benchmarks import environment, peers, training
 from benchmarks.report import Report, Row, rotated, row
 
 COUNT = 100
@@ -75,19 +75,13 @@ def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], 
                 if step and step < _COMPARED:
                     times[mode].append(time.perf_counter() - began)
     shutil.rmtree(plain)
-    taken = {OURS: on_drive(where)}
+    taken = {OURS: peers.on_drive(where)}
     shutil.rmtree(where)
     # Their files are as large for every step.
     torch.save(run.state(), where.with_suffix(".pt"))
-    taken[TORCH] = count * on_drive(where.with_suffix(".pt"))
+    taken[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))
     # It takes tensors only, each memory once.
     tensors = {name: tensor.contiguous() for name, tensor in training.tensors_of(run.state())}
     save_file(tensors, where.with_suffix(".safetensors"))
-    taken[SAFETENSORS] = count * on_drive(where.with_suffix(".safetensors"))
+    taken[SAFETENSORS] = count * peers.on_drive(where.with_suffix(".safetensors"))
     return taken, times
-
-
-def on_drive(where: Path) -> int:
-    """Return the bytes that a file, or all files of a folder, take on the drive."""
-    files = [path for path in where.rglob("*") if path.is_file()] if where.is_dir() else [where]
-    return sum(path.lstat().st_blocks * 512 for path in files)

@@ -180,4 +180,4 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
             else "one rank has two manifests"
         )
         raise InconsistentCheckpointError(f"{what} (world size {listing.world_size})")
-    return [tier.manifests.read(listing.run, listing.ref, name) for name in listing.manifests]
+    return tier.manifests.read_all(listing)

@@ -19,6 +19,7 @@ from benchmarks import (
     catalog,
     codec,
     coldness,
+    dedupe,
     durable,
     goodput,
     gpu,
@@ -75,6 +76,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "bytes": lambda folder: bytes_workload.run(folder, quick=True, shape=TINY, count=2),
     "ranks": lambda folder: ranks.run(folder, quick=True, shape=ranks.Shape((2, 4), 4, 8, (1, 2), 1 << 20, 2)),
     "reshard": lambda folder: reshard.run(folder, quick=True, layers=0),
+    "dedupe": lambda folder: dedupe.run(folder, quick=True, shape=dedupe.Shape((1, 64), 2, (1, 64), 1)),
     "models": lambda folder: models.run(folder, quick=True, grid=GRID),
     "goodput": _goodput,
 }
@@ -84,6 +86,7 @@ MARKS = {
     "codec": pytest.mark.slow,
     "ranks": pytest.mark.slow,
     "reshard": pytest.mark.slow,
+    "dedupe": pytest.mark.slow,
     "models": pytest.mark.slow,
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
@@ -377,5 +380,5 @@ def test_bytes_on_the_drive_are_those_of_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(os.urandom(8192))
     with (tmp_path / "hole").open("wb") as file:
         file.truncate(1 << 30)
-    assert bytes_workload.on_drive(tmp_path / "a") == 8192
-    assert bytes_workload.on_drive(tmp_path) == 16384
+    assert peers.on_drive(tmp_path / "a") == 8192
+    assert peers.on_drive(tmp_path) == 16384

@@ -50,15 +50,22 @@ def doctor(
     output.note(f"measuring writes up to {output.size(planned_bytes(quick=quick))} into {store} and removes it")
     with Store.open(store) as opened:
         facts = opened.measure(quick=quick, ring_folder=ring_folder)
-    size = state_size or facts.state_bytes
-    advice = None if not size else advise(facts, _situation(size, mtbf))
+    size = state_size or facts.state_bytes or 0
+    # What fits into one partition is cut, batched and encoded in one way only.
+    is_small = size <= StoreConfig.partition_bytes
+    advice = None if is_small else advise(facts, _situation(size, mtbf))
     if as_json:
         output.print_json({"store": store, "quick": quick, "facts": facts, "advice": advice})
         return
     _show_facts(facts)
     _show_codecs(facts)
     if advice is None:
-        click.echo("no checkpoint yet, so there is no size to advise for: name one with --state-size")
+        known = (
+            f"checkpoints of {output.size(size)} leave nothing to tune: the defaults fit"
+            if size
+            else "no checkpoint yet"
+        )
+        click.echo(f"{known}; for what is to be saved, name its bytes, as in --state-size 1.5GB")
         return
     _show_advice(advice)
 

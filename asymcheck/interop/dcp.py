@@ -65,8 +65,8 @@ _Path = tuple[Key, ...]
 class AsymcheckWriter(StorageWriter):
     """Saves what DCP plans: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
 
-    Make a new one for each checkpoint. All ranks write to stores at one location. ``dcp.async_save`` takes it as well,
-    with its threads; a process of its own cannot share the store.
+    Make a new one for each checkpoint: store, run and step say which it is. All ranks write to stores at one location.
+    ``dcp.async_save`` takes it as well, with its threads; a process of its own cannot share the store.
     """
 
     def __init__(
@@ -85,15 +85,23 @@ class AsymcheckWriter(StorageWriter):
         """What this rank has saved, when it has."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin; the store says where, so DCP's ``checkpoint_id`` is not used."""
-        self.checkpoint = None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
-        """Refuse what leaves ranks no way to agree.
+        """Refuse a ``checkpoint_id``: without one DCP does not call this.
 
         Raises:
             InvalidInputError
         """
+        _check_no_id(checkpoint_id, self._store, "AsymcheckWriter(store, step=…)")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
+        """Refuse a second use, and what leaves ranks no way to agree.
+
+        Raises:
+            InvalidInputError
+        """
+        if self.checkpoint is not None:
+            raise InvalidInputError(
+                f"this writer has saved step {self._step} of run {self._run!r}: make a new one for each checkpoint"
+            )
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(
                 "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
@@ -208,8 +216,12 @@ class AsymcheckReader(StorageReader):
         self._ref: CheckpointRef | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin; the store says where, so DCP's ``checkpoint_id`` is not used."""
-        self._ref = self.checkpoint = None
+        """Refuse a ``checkpoint_id``: without one DCP does not call this.
+
+        Raises:
+            InvalidInputError
+        """
+        _check_no_id(checkpoint_id, self._store, "AsymcheckReader(store, step=…)")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's way
         """Choose the checkpoint, and describe it.
@@ -361,6 +373,15 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
         return None
 
     return finish
+
+
+def _check_no_id(checkpoint_id: str | os.PathLike[str] | None, store: Store, instead: str) -> None:
+    """Refuse an id that says something else than the store's place: it would choose nothing."""
+    if checkpoint_id is not None and os.fspath(checkpoint_id) != str(store.location):
+        raise InvalidInputError(
+            f"checkpoint_id={checkpoint_id!r:.100} chooses nothing in store {store.location}: leave it out, and say "
+            f"which checkpoint by {instead}"
+        )
 
 
 def _opened(store: object) -> Store:

@@ -32,6 +32,7 @@ from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated
+from asymcheck.tiers.ranged import RangedFile
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 _NEWER = "install a newer torch, or use .safetensors"
@@ -63,7 +64,7 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
     Raises:
         ForeignFileError: as there.
     """
-    source: Any = _Slice(file, start, length)
+    source: Any = _part(file, start, length)
     magic = source.read(len(_ZIP_MAGIC))
     source.seek(0)
     with refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS):
@@ -75,40 +76,15 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         return _replace(fake, lambda tensor: _in_file(tensor, file, start, known))
 
 
-class _Slice(io.BufferedIOBase):
-    """A part of a file, as a file."""
+def _part(file: SourceFile, start: int, length: int) -> RangedFile:
+    """Return a part of a file, as a file."""
 
-    def __init__(self, file: SourceFile, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._length = max(0, min(length, file.size - start))
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        data = bytearray(left if size is None or size < 0 else min(size, left))
-        self._file.read(self._start + self._at, memoryview(data))
-        self._at += len(data)
+    def read_at(offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        file.read(start + offset, memoryview(data))
         return bytes(data)
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # any writable buffer, as torch gives one
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    return RangedFile(max(0, min(length, file.size - start)), read_at)
 
 
 def _problem(error: Exception) -> str:

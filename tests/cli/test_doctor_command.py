@@ -17,7 +17,7 @@ Call = Callable[..., Outcome]
 def test_measures_and_advises(call: Call, store: Path) -> None:
     """Tables of facts and codecs, then an entry for each thing to configure; how much is written is said before."""
     with asymcheck.Store.open(store) as opened:
-        opened.save({"model": {"weight": torch.randn(10_000)}}, step=40)
+        opened.save({"model": {"weight": torch.randn(1_500_000)}}, step=40)
     before = sorted(path.name for path in (store / "packs").iterdir())
     outcome = call("doctor", store, "--quick", "--mtbf", "3h")
     assert outcome.status == 0
@@ -36,12 +36,23 @@ def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
     asymcheck.Store.open(store_path).close()
     outcome = call("doctor", store_path, "--quick")
     assert outcome.status == 0
-    assert "name one with --state-size" in outcome.out
+    assert "no checkpoint yet; for what is to be saved, name its bytes, as in --state-size 1.5GB" in outcome.out
     assert "advice for" not in outcome.out
     assert call("doctor", store_path, "--quick", "--json").json["advice"] is None
     document = call("doctor", store_path, "--quick", "--state-size", "2GB", "--mtbf", "90min", "--json").json
     situation = document["advice"]["situation"]  # type: ignore[index]  # JSON
     assert (situation["state_bytes"], situation["mtbf_s"]) == (2 * 10**9, 5400)
+
+
+def test_a_tiny_state_leaves_nothing_to_tune(call: Call, store_path: Path) -> None:
+    """No packs of 4 KiB, no ring of 34 bytes, and no checkpoint every few milliseconds."""
+    with asymcheck.Store.open(store_path) as opened:
+        opened.save({"w": torch.ones(4), "n": 1}, step=1)
+    outcome = call("doctor", store_path, "--quick")
+    assert outcome.status == 0
+    assert "checkpoints of 16 B leave nothing to tune: the defaults fit; for what is to be saved" in outcome.out
+    assert not any(word in outcome.out for word in ("pack_bytes", "ring_bytes", "a checkpoint every"))
+    assert call("doctor", store_path, "--quick", "--json").json["advice"] is None
 
 
 @pytest.mark.parametrize("span", ["0", "-1h", "1w", "1h30", "h", "1e3", "٣h", ""])

@@ -141,6 +141,28 @@ def test_what_cannot_be_saved_right_is_refused(store_path: Path) -> None:
         assert store.checkpoints() == []
 
 
+def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
+    """Where they would be passed over, another checkpoint than the one that is meant would be saved or loaded."""
+    with Store.open(store_path) as store:
+        writer = AsymcheckWriter(store, step=1)
+        for call in (
+            lambda: dcp.save(example(), storage_writer=writer, checkpoint_id="step-1"),
+            lambda: dcp.async_save(
+                example(), storage_writer=writer, checkpoint_id=Path("step-1"), no_dist=True
+            ).result(),
+            lambda: dcp.load(emptied(example()), storage_reader=AsymcheckReader(store), checkpoint_id="step-1"),
+        ):
+            with pytest.raises(InvalidInputError, match=r"checkpoint_id=.*step-1'.* by Asymcheck.*er\(store, step=…\)"):
+                call()
+        assert store.checkpoints() == []
+        # The place of the store is what frameworks may give: it is right.
+        dcp.save(example(), storage_writer=writer, checkpoint_id=store_path)
+        with pytest.raises(CheckpointException, match="has saved step 1 of run 'default': make a new one"):
+            dcp.save(example(), storage_writer=writer)
+        dcp.async_save(example(), storage_writer=AsymcheckWriter(store, step=2), no_dist=True).result()
+        assert [one.step for one in store.checkpoints()] == [1, 2]
+
+
 def test_ranks_that_found_different_checkpoints_are_told(store_path: Path) -> None:
     """Another may have been saved while they looked; what they load together is one."""
     refs = [CheckpointRef(1, step, SaveId(bytes([step] * 16))) for step in (3, 3, 4)]

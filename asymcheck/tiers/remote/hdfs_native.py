@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from asymcheck.errors import StorageError
+from asymcheck.tiers.ranged import RangedFile
 
 _NS_PER_MS = 1_000_000
 
@@ -63,36 +64,6 @@ def _nothing() -> None:
     pass
 
 
-class _Reader(io.RawIOBase):
-    """A file being read; the client panics when asked for what lies past the end."""
-
-    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - as above
-        self._inner = inner
-        self._size = len(inner)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        data: bytes = self._inner.read_range(self._at, count) if count else b""
-        self._at += len(data)
-        return data
-
-
 class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
     """What pyarrow asks of a file system, by the client."""
 
@@ -139,7 +110,9 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
         self._client.rename(source, target)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(_Reader(self._client.read(path)), mode="r")
+        file = self._client.read(path)
+        # Never past the end: the client panics there.
+        return pa.PythonFile(RangedFile(len(file), file.read_range), mode="r")
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         return self.open_input_file(path)

@@ -23,7 +23,6 @@ import asymcheck
 from asymcheck import Part
 from asymcheck.config import StoreConfig
 from asymcheck.format.manifest import encode_with_header
-from asymcheck.recovery.resolve import candidates, resolve_one
 from asymcheck.tiers.nvme import NvmeTier
 from benchmarks import environment
 from benchmarks.report import Report, Row, row
@@ -129,15 +128,13 @@ def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
         began = time.perf_counter()
         tier.manifests.publish(_RUN, files.ref, rank, world_size, data)
         seconds.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    resolved = resolve_one(tier, candidates(tier, _RUN, None)[0])
-    taken = time.perf_counter() - began
-    resolved.sources.close()
     tier.close()
+    found = _found(_child("resolve", folder / "store"))
     label = f"{world_size} simulated ranks"
     return [
         row(label, "manifest of one rank", "ms", [one * 1e3 for one in seconds]),
-        row(label, "resolve", "s", [taken]),
+        row(label, "resolve", "s", [found["seconds"]]),
+        row(label, "memory of a resolve", "bytes", [found["memory"]]),
     ]
 
 

@@ -23,13 +23,16 @@ class DigestSet:
         self.first: npt.NDArray[np.intp] = np.argsort(keys)
         """For each number, a position of that digest in what was given."""
         if _has_duplicates(keys[self.first]):
-            _, self.first = np.unique(digests.view(_WHOLE), return_index=True)
-            keys = keys[self.first]
-            if _has_duplicates(np.sort(keys)):
-                keys = digests.view(_WHOLE)[self.first]
+            # Stable: of what is there several times the first counts, as ranks with replicas give everything.
+            order = np.argsort(keys, kind="stable")
+            halves, others = keys[order], _words(digests)[order, 1]
+            is_same = halves[1:] == halves[:-1]
+            if not np.any(is_same & (others[1:] != others[:-1])):
+                self.first = order[np.concatenate([[True], ~is_same])]
+                keys = keys[self.first]
             else:
-                order = np.argsort(keys)
-                self.first, keys = self.first[order], keys[order]
+                _, self.first = np.unique(digests.view(_WHOLE), return_index=True)
+                keys = digests.view(_WHOLE)[self.first]
         else:
             keys = keys[self.first]
         self._keys = keys

@@ -133,12 +133,16 @@ class ManifestReader:
         run, ref, alike = listing.run, listing.ref, Alike()
         found: list[Manifest] = []
         files: list[tuple[bytes, str]] = []
+        nbytes = 0
         for name in listing.manifests:
-            files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
-            is_last = name is listing.manifests[-1]
-            if is_last or len(files) == _AT_ONCE or sum(len(data) for data, _ in files) > _BYTES_AT_ONCE:
+            data = self.read_bytes(run, ref, name)
+            files.append((data, _where(run, ref, name)))
+            nbytes += len(data)
+            if len(files) == _AT_ONCE or nbytes > _BYTES_AT_ONCE:
                 found += decode_manifests(files, alike)
-                files = []
+                files, nbytes = [], 0
+        if files:
+            found += decode_manifests(files, alike)
         for manifest, name in zip(found, listing.manifests, strict=True):
             _check_path(manifest, run, ref, name)
         return found

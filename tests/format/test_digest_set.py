@@ -27,4 +27,4 @@ def test_what_is_in_is_found_and_nothing_else(repeated: int, digests: list[Diges
         assert numbers.number(digest) == number
         if number >= 0:
             assert numbers[number] == digest
-            assert given_digests[numbers.first[number]] == digest
+            assert numbers.first[number] == given_digests.index(digest)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -81,6 +82,34 @@ def test_nothing_that_was_said_stays_for_long() -> None:
         each(3, work)
         counts.append(store.num_keys())
     assert max(counts) == counts[1]
+
+
+class _Counting:
+    """A store that counts what one rank asks it."""
+
+    def __init__(self, store: KeyStore) -> None:
+        self._store, self.asked = store, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the methods of torch
+        if name not in ("set", "get", "check", "delete_key"):
+            raise AttributeError(name)
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_rank_asks_the_store_seldom() -> None:
+    """Once for each thing that it says, hears or takes back: one server has the questions of all ranks."""
+    shared = dist.HashStore()
+    stores = [_Counting(shared) for _ in range(3)]
+    ranks = [Ranks(rank, 3, store) for rank, store in enumerate(stores)]
+    sessions = each(3, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    for decide, heard in ((joined, 1), (list, 2)):
+        for store in stores:
+            store.asked.clear()
+        each(3, lambda rank: sessions[rank].agree((heard, 1), b"x", decide, "test"))  # noqa: B023 - used at once
+        for store in stores[1:]:
+            # A verdict of its own is heard, and taken away, beside that there is one.
+            assert (store.asked["set"], store.asked["get"], store.asked["delete_key"]) == (1, heard, heard)
 
 
 def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from asymcheck.errors import InvalidInputError, StateMismatchError, UnsupportedValueError
+from asymcheck.format.tree import Key
 from asymcheck.interop.deferred import groups_of, set_groups
 from asymcheck.partition.shards import TensorShard
 
@@ -26,6 +27,12 @@ _STAGES = (1, 2, 3)
 _SHARDED_STAGE = 3
 """In this stage ranks have parts of the low-precision parameters, too."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_KEYS = frozenset(
+    (
+        *("weights", "frozen", "shapes", "buffers", "optimizer", "groups", "scalars"),
+        *("lr_scheduler", "loss_scaler", "counters"),
+    )
+)
 _State = dict[str, Any]
 
 
@@ -90,7 +97,7 @@ class EngineState:
         _check(engine)
         self._engine = engine
         self._is_stale = False
-        engine.module.register_forward_pre_hook(lambda *_: self.refresh())
+        engine.module.register_forward_pre_hook(lambda *_: self.settle())
 
     def state_dict(self) -> _State:
         """Return the state; tensors in it are the engine's own.
@@ -147,8 +154,7 @@ class EngineState:
     def load_state_dict(self, state_dict: _State) -> None:
         """Take a state back, as far as this rank has it.
 
-        Stages 1 and 2 gather the low-precision parameters from all ranks when the next forward begins, or
-        :meth:`refresh` is called on all ranks.
+        Stages 1 and 2 gather the low-precision parameters from all ranks in :meth:`settle`.
 
         Raises:
             StateMismatchError: it is that of another model, or optimizer.
@@ -177,7 +183,46 @@ class EngineState:
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self._is_stale = True
         if engine.zero_optimization_stage() == _SHARDED_STAGE or dist.get_world_size() == 1:
-            self.refresh()
+            self.settle()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that ZeRO wraps: before it steps, nothing changes the weights or its state."""
+        return _base(self._engine)
+
+    def owned(self) -> Iterator[torch.Tensor]:
+        """Yield the weights, and the state of the optimizer that is one value for each."""
+        if any(group.get("use_muon") for group in self.optimizer.param_groups):
+            # ZeRO writes its momentum before it calls the optimizer.
+            return
+        for one in _trained(self._engine):
+            yield one.of(one.flat).local
+            yield from (part.local for part in self._elementwise(one).values())
+
+    def misfits(self, stored: Mapping[Key, Any]) -> Iterator[str]:
+        """Yield what in a stored state is of another model or optimizer."""
+        if not stored.keys() >= set(_KEYS):
+            yield f"{', '.join(sorted(_KEYS - stored.keys()))}: is not in the checkpoint, which is of no engine"
+            return
+        given = {one.name: one.shape for one in _ranges(self._engine)}
+        for name in given.keys() | stored["shapes"].keys():
+            here, there = given.get(name), stored["shapes"].get(name)
+            if here != there:
+                texts = ["nothing" if shape is None else str(list(shape)) for shape in (here, there)]
+                yield f"shapes.{name}: {texts[0]} is given, but {texts[1]} is stored"
+        trained = {one.name for one in _trained(self._engine)}
+        for name in sorted(trained ^ stored["weights"].keys()):
+            yield f"weights.{name}: is trained here or in the checkpoint, and not in the other"
+        if len(self.optimizer.param_groups) != len(stored["groups"]):
+            counts = len(self.optimizer.param_groups), len(stored["groups"])
+            yield f"groups: {counts[0]} groups of parameters are given, but {counts[1]} are stored"
+
+    def missing(self, stored: Mapping[Key, Any]) -> Iterator[tuple[object, TensorShard]]:
+        """Yield state of the optimizer that it has none of before its first step."""
+        for one in _trained(self._engine):
+            for key, placeholder in stored["optimizer"].get(one.name, {}).items():
+                if key not in self.optimizer.state.get(one.flat, {}):
+                    yield placeholder, one.of(one.flat)
 
     def _fill_optimizer(self, one: _Range, found: Mapping[str, object], scalars: Mapping[str, object]) -> None:
         states = _base(self._engine).state
@@ -193,14 +238,13 @@ class EngineState:
                 state[key] = torch.zeros_like(one.flat, dtype=dtype, requires_grad=False)
             one.fill(state[key], part)
         for key, value in scalars.items():
-            if isinstance(value, torch.Tensor):
-                value = value.clone()
-            state[key] = value
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
-    def refresh(self) -> None:
+    def settle(self) -> None:
         """Bring the low-precision parameters to what the fp32 weights are, if they are of before a restore.
 
-        Ranks of stage 1 and 2 gather them from each other, so all of them call it.
+        Ranks of stage 1 and 2 gather them from each other, so all of them call it: :class:`asymcheck.Checkpointer` does
+        when all have been restored, and after :meth:`asymcheck.Store.load` the next forward does.
         """
         if not self._is_stale:
             return
@@ -270,6 +314,11 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
             else:
                 here, there = link.lp_fragment_address, link.get_hp_fragment_address()
                 yield _Range(name, parameter.shape, here.start, flat, there.start, here.numel, number)
+
+
+def _ranges(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
+    yield from _trained(engine)
+    yield from _fixed(engine)
 
 
 def _fixed(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.tree import Key
 from asymcheck.interop.deferred import groups_of, set_groups
 from asymcheck.partition.shards import TensorShard
+from asymcheck.store import Store
 
 _STAGES = (1, 2, 3)
 _SHARDED_STAGE = 3
@@ -261,6 +263,25 @@ class EngineState:
             # What is kept whole everywhere is given up; the next forward gathers it, as at the beginning.
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
+
+
+def read_weights(
+    store: Store, *, step: int | None = None, run: str = DEFAULT_RUN, part: str = "engine"
+) -> dict[str, torch.Tensor]:
+    """Return the trained fp32 weights of a checkpoint, whole and in their shapes; no engine is needed.
+
+    ``part`` is the key under which the engine stood in the state.
+
+    Raises:
+        InvalidInputError: no engine stood there.
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`asymcheck.Store.load`.
+    """
+    # One glob for both, weights and shapes: they have to be of one checkpoint.
+    state: Any = store.load(step, run=run, tensors=f"{part}.[ws][eh]*")
+    for key in part.split("."):
+        state = state[key]
+    shapes = state["shapes"]
+    return {name: flat.view(shapes[name]) for name, flat in state["weights"].items()}
 
 
 def _check(engine: Any) -> None:  # noqa: ANN401 - as above

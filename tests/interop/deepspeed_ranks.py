@@ -123,19 +123,16 @@ def whole(folder: Path) -> dict[str, object]:
             if step in (COMPARED, STEPS):
                 digests[step] = app.digest()
         app.checkpointer.close()
-        leaves = flatten(app.state).leaves
-        deferred = [
-            leaf.name
-            for leaf, is_deferred in zip(leaves, deferred_rows(leaves, [], [app.part]), strict=True)
-            if is_deferred
-        ]
-        told[name] = {"losses": losses, "digests": digests, "deferred": deferred}
+        leaves = [leaf for leaf in flatten(app.state).leaves if leaf.nbytes]
+        rows = deferred_rows(leaves, [], [app.part])
+        deferred = [leaf.name for leaf, is_deferred in zip(leaves, rows, strict=True) if is_deferred]
+        eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
+        told[name] = {"losses": losses, "digests": digests, "deferred": deferred, "eager": eager}
         app.engine.save_checkpoint(folder / "saved" / name)
-        if RANK == 0:
-            # DeepSpeed's own program does not know the files of its second optimizer of stage 1.
-            if name != "one-sums":
-                weights = get_fp32_state_dict_from_zero_checkpoint(folder / "saved" / name)
-                torch.save(dict(weights), folder / f"{name}.pt")
+        # DeepSpeed's own program does not know the files of its second optimizer of stage 1.
+        if RANK == 0 and name != "one-sums":
+            weights = get_fp32_state_dict_from_zero_checkpoint(folder / "saved" / name)
+            torch.save(dict(weights), folder / f"{name}.pt")
         dist.barrier()
     return told
 

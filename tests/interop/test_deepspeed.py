@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from asymcheck import Store
+from asymcheck.cli.main import commands
+from asymcheck.errors import ForeignFileError
+from asymcheck.interop.convert import foreign_state
 from asymcheck.interop.deepspeed import read_weights
 from tests.interop.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, STEPS
 from tests.ranks.job import LIMIT_S, Meeting
@@ -72,22 +77,86 @@ def test_one_rank_and_another_stage_take_what_two_ranks_saved(
 
 
 def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
-    """All but where frozen parameters lie in the same memory: in stage 3 with fp32 weights alone."""
-    for name in CONFIGS:
-        for told in whole:
-            deferred = {one for one in told[name]["deferred"] if one.startswith(("engine.weights", "engine.optimizer"))}
-            assert deferred == set(told[name]["deferred"])
-            assert any(one.endswith("exp_avg_sq") for one in deferred)
-            assert any(one.startswith("engine.weights") for one in deferred) == (name != "three-fp32")
+    """They are all, and they are found torn if they change meanwhile: every capture here is compared in full."""
+    beside = ("engine.weights.", "engine.optimizer.")
+    for told in whole:
+        for name in CONFIGS:
+            assert any(one.endswith(".exp_avg_sq") for one in told[name]["deferred"])
+            assert all(one.startswith(beside) for one in told[name]["deferred"])
+            assert not any(one.startswith(beside) for one in told[name]["eager"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_read_whole_without_an_engine(whole: list[Told], folder: Path, name: str) -> None:
-    """They are what DeepSpeed's own script makes of its own files, but for what is not trained."""
-    expected = torch.load(folder / f"{name}.pt", weights_only=True)
+def test_a_folder_of_deepspeed_becomes_whole_tensors(
+    whole: list[Told], folder: Path, tmp_path: Path, name: str
+) -> None:
+    """Weights are those that DeepSpeed's own program makes of it; moments are those that the engine had."""
+    saved = folder / "saved" / name
+    done = CliRunner().invoke(commands, ["convert", str(saved), str(tmp_path / "store"), "--step", str(STEPS)])
+    assert done.exit_code == 0, done.output
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        state: Any = store.load()
     with Store.open(folder / "store", read_only=True) as store:
-        found = read_weights(store, run=name)
-    assert found.keys() == {"first.weight", "first.bias", "second.weight", "second.bias", "third.bias"}
-    for key, tensor in found.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, expected[key]), key
+        engine: Any = store.load(run=name)["engine"]  # type: ignore[index]  # a dict, as it was saved
+        weights = read_weights(store, run=name)
+    expected = weights
+    if name != "one-sums":
+        expected = torch.load(folder / f"{name}.pt", weights_only=True)
+        assert weights.keys() == {"first.weight", "first.bias", "second.weight", "second.bias", "third.bias"}
+        assert all(torch.equal(weights[key], expected[key]) for key in weights)
+        # Without what is not trained, in stage 1.
+        assert state["model"].keys() - expected.keys() <= {"last.weight", "last.bias"}
+    for key, tensor in expected.items():
+        assert torch.equal(state["model"][key].float(), tensor), key
+    assert state["model"]["last.weight"].shape == (5, 13)
+    assert torch.equal(state["model"]["last.bias"], engine["frozen"]["last.bias"])
+    assert torch.equal(state["model"]["third.weight"], state["model"]["second.weight"])
+    for key, moments in engine["optimizer"].items():
+        converted = state["optimizer"]["state"][key]
+        assert converted["step"] == STEPS
+        for moment, flat in moments.items():
+            assert torch.equal(converted[moment].view(-1), flat), (key, moment)
+            assert converted[moment].shape == engine["shapes"][key]
+    assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.1, 0.0]
+    assert state["counters"]["global_steps"] == STEPS
+
+
+class Hostile:
+    """What runs a program when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say so."""
+        return (Path.touch, (self.path,))
+
+
+def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told], folder: Path, tmp_path: Path) -> None:
+    """Nothing in them is run, and no store is made."""
+    for name in ("one", "three"):
+        copy = tmp_path / name
+        shutil.copytree(folder / "saved" / name, copy)
+        (tag,) = (one for one in copy.iterdir() if one.is_dir())
+        first, second = sorted(tag.glob("*_optim_states.pt"))
+        good = first.read_bytes()
+        torch.save({"optimizer_state_dict": {}, "more": Hostile(tmp_path / "ran")}, first)
+        assert "pickled object of" in refused(copy)
+        first.write_bytes(good[: len(good) // 2])
+        refused(copy)
+        first.write_bytes(good)
+        assert refused(copy) == ""
+        second.unlink()
+        assert "it has files of 1 of 2 ranks; save it again" in refused(copy)
+        first.rename(tag / first.name.replace("mp_rank_00", "mp_rank_01"))
+        assert "split by experts or tensor parallelism" in refused(copy)
+    assert not (tmp_path / "ran").exists()
+
+
+def refused(folder: Path) -> str:
+    """Return why a folder is not read; nothing when it is."""
+    try:
+        with foreign_state(folder):
+            return ""
+    except ForeignFileError as error:
+        return str(error)

@@ -75,7 +75,7 @@ def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> o
     """Return what is in a folder of DeepSpeed; ``opened`` opens its files, which stay open.
 
     Under ``model`` are the fp32 weights, and what else the module has; under ``optimizer`` its state for each of the
-    weights, under ``counters`` how far training was.
+    weights, with the options of its groups; under ``counters`` how far training was.
 
     Raises:
         ForeignFileError: files are missing, damaged, or hold what cannot be stored.
@@ -117,9 +117,7 @@ class _Folder:
         if not all(isinstance(base, dict) for base in bases):
             raise ForeignFileError(folder, "its optimizer state is of an elastic checkpoint", _ENGINE)
         self._moments: list[Mapping[int, Mapping[str, object]]] = [base["state"] for base in bases]
-        self._groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in bases[0]["param_groups"]
-        ]
+        self._groups: list[Mapping[str, Any]] = bases[0]["param_groups"]
         self._paddings: list[list[int]] | None = states[0].get("param_alignment_paddings")
         count = states[0]["partition_count"]
         world_size = max(count) if isinstance(count, (list, tuple)) else count
@@ -164,7 +162,7 @@ class _Folder:
         model |= {name: model[other] for name, other in first["shared_params"].items() if other in model}
         return {
             MODEL: model,
-            "optimizer": {"state": optimizer, "param_groups": self._groups},
+            "optimizer": {"state": optimizer, "param_groups": [self._options(group) for group in self._groups]},
             "counters": {name: first[name] for name in _COUNTERS if name in first},
         }
 
@@ -198,15 +196,19 @@ class _Folder:
             offset = max(0, offset - here)
 
     def _state_of(self, name: str, shape: tuple[int, ...], places: Sequence[_Place]) -> dict[str, object]:
-        """Return what the optimizer has of a parameter; what it has once for a group is with each of them."""
+        """Return what the optimizer has for each element of a parameter."""
         found: dict[str, object] = {}
         for key, value in self._moments[places[0].rank].get(places[0].group, {}).items() if places else ():
-            if not isinstance(value, TensorBytes) or not value.shape:
-                found[key] = value
-                continue
-            parts: list[tuple[Any, _Place]] = [(self._moments[one.rank][one.group][key], one) for one in places]
-            found[key] = self._whole(f"{name}.{key}", shape, parts)
+            if isinstance(value, TensorBytes) and value.shape:
+                parts: list[tuple[Any, _Place]] = [(self._moments[one.rank][one.group][key], one) for one in places]
+                found[key] = self._whole(f"{name}.{key}", shape, parts)
         return found
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, object]:
+        """Return the options of a group of parameters, and what the optimizer has once for all of it."""
+        state = self._moments[0].get(group["params"][0], {}) if group["params"] else {}
+        once = {key: value for key, value in state.items() if not isinstance(value, TensorBytes) or not value.shape}
+        return {**{key: value for key, value in group.items() if key != "params"}, **once}
 
     def _frozen(self) -> dict[str, object]:
         """Return the parameters of stage 3 that were not trained, of which each rank has a part."""

@@ -9,7 +9,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one": {"zero_optimization": {"stage": 1}, **BF16},
     # Another optimizer of DeepSpeed's, which sums gradients up in fp32.
     "one-sums": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}, **BF16},
-    "two": {"zero_optimization": {"stage": 2}},
+    # The scale of the loss is too large at first, so that steps are skipped.
+    "two": {
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+    },
     # Small enough that some parameters are kept whole, some are not, and a group is stepped in several parts.
     "three": {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20, "sub_group_size": 60},

@@ -44,6 +44,17 @@ class Model(nn.Module):
         return self.last(self.third(self.second(self.drop(self.first(inputs).relu())).relu()))
 
 
+class Part(EngineState):
+    """Looks at what it is given."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See that no rank was given more than it has."""
+        for name, moments in state_dict["optimizer"].items():
+            own = state_dict["weights"][name].local.numel()
+            assert {getattr(one, "local", one).numel() for one in moments.values()} == {own}
+        super().load_state_dict(state_dict)
+
+
 class App:
     """An engine in training."""
 
@@ -64,7 +75,7 @@ class App:
         }
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        self.part = EngineState(self.engine)
+        self.part = Part(self.engine)
         self.state: dict[str, object] = {"engine": self.part, "rng": RngState()}
         capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
         self.store = Store.open(folder / "store")
@@ -127,7 +138,8 @@ def whole(folder: Path) -> dict[str, object]:
         rows = deferred_rows(leaves, [], [app.part])
         deferred = [leaf.name for leaf, is_deferred in zip(leaves, rows, strict=True) if is_deferred]
         eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
-        told[name] = {"losses": losses, "digests": digests, "deferred": deferred, "eager": eager}
+        skipped = app.engine.skipped_steps
+        told[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
         app.engine.save_checkpoint(folder / "saved" / name)
         # DeepSpeed's own program does not know the files of its second optimizer of stage 1.
         if RANK == 0 and name != "one-sums":
@@ -170,7 +182,7 @@ def resumed(folder: Path) -> dict[str, object]:
 def others(folder: Path) -> dict[str, object]:
     """Another number of ranks, and another stage than that which has saved."""
     told: dict[str, object] = {}
-    for name, run in (*zip(CONFIGS, CONFIGS, strict=True), ("three", "one"), ("one", "three"), ("two", "three-fp32")):
+    for name, run in (*zip(CONFIGS, CONFIGS, strict=True), ("three", "one"), ("one", "three")):
         app = App(name, folder, run, seed=1)
         restored = app.checkpointer.restore(COMPARED)
         assert restored is not None

@@ -169,13 +169,11 @@ def resumed(folder: Path) -> dict[str, object]:
         assert restored is not None
         losses = [app.train() for _ in range(restored.step, STEPS)]
         digest = app.digest()
-        # Back, in place: the engine has all it needs.
-        app.checkpointer.wait()
-        app.checkpointer.restore(restored.step)
-        again = [app.train() for _ in range(restored.step, STEPS)]
-        assert (again, app.digest()) == (losses, digest)
+        # Further back, in place.
+        app.checkpointer.restore(EVERY)
+        again = [app.train() for _ in range(EVERY, STEPS)]
+        told[name] = {"restored": restored.step, "losses": losses, "digest": digest, "again": [again, app.digest()]}
         app.checkpointer.close()
-        told[name] = {"restored": restored.step, "losses": losses, "digest": digest}
     return told
 
 

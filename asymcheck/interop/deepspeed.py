@@ -11,6 +11,7 @@ Nothing of the package ``deepspeed`` is imported here: an engine brings all that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -325,16 +326,22 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
                 yield _partitioned(engine, parameter, flat, first, group)
                 first += parameter.partition_numel()
         return
-    groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+    # Not by the links that DeepSpeed gives to parameters: with round_robin_gradients they lead to wrong places.
+    groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
     for number, parameters in enumerate(groups):
         (flat,) = optimizer.param_groups[number]["params"]
-        for parameter in parameters:
-            name, link = engine.param_names[parameter], parameter._hp_mapping  # noqa: SLF001 - there is no public one
-            if link is None:
-                yield _Range(name, parameter.shape, 0, flat, 0, 0, number)
-            else:
-                here, there = link.lp_fragment_address, link.get_hp_fragment_address()
-                yield _Range(name, parameter.shape, here.start, flat, there.start, here.numel, number)
+        begin = dist.get_rank(optimizer.real_dp_process_group[number]) * flat.numel()
+        for parameter, offset in zip(parameters, _offsets(optimizer, number, parameters), strict=True):
+            first, last = max(begin, offset), min(begin + flat.numel(), offset + parameter.numel())
+            start, first, count = (first - offset, first - begin, last - first) if first < last else (0, 0, 0)
+            yield _Range(engine.param_names[parameter], parameter.shape, start, flat, first, count, number)
+
+
+def _offsets(optimizer: Any, group: int, parameters: list[Any]) -> list[int]:  # noqa: ANN401 - as above
+    """Return where the parameters of a group begin, laid end to end."""
+    if hasattr(optimizer, "round_robin_bit16_offsets"):
+        return list(optimizer.round_robin_bit16_offsets[group])
+    return list(itertools.accumulate((one.numel() for one in parameters), initial=0))[:-1]
 
 
 def _ranges(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above

@@ -51,7 +51,7 @@ class Part(EngineState):
         """See that no rank was given more than it has."""
         for name, moments in state_dict["optimizer"].items():
             own = state_dict["weights"][name].local.numel()
-            assert {getattr(one, "local", one).numel() for one in moments.values()} == {own}
+            assert {getattr(one, "local", one).numel() for one in moments.values()} <= {own}
         super().load_state_dict(state_dict)
 
 
@@ -102,10 +102,7 @@ class App:
         module, found = self.engine.module, []
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             found += [one.detach().clone().view(torch.uint8) for one in module.parameters()]
-        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-            # With several groups DeepSpeed links the state of the first alone.
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        mend_links(self.engine.optimizer)
         for one in module.parameters():
             if one.requires_grad:
                 found.append(safe_get_full_fp32_param(one))
@@ -120,6 +117,21 @@ class App:
         state = engine.optimizer.optimizer.state
         counters += [float(one["step"]) for one in state.values()][:1]
         return digest_of([*found, *module.buffers(), torch.tensor(counters)])
+
+
+def mend_links(optimizer: Any) -> None:  # noqa: ANN401 - one of DeepSpeed's
+    """Let DeepSpeed link parameters to the fp32 weights by their places, and to the state of all groups.
+
+    By itself it does the former only where parameters are padded, and the latter for the first group.
+    """
+    if hasattr(optimizer, "round_robin_bit16_padding"):
+        paddings = optimizer.round_robin_bit16_padding
+        optimizer.round_robin_bit16_padding = [[1] * len(group) for group in paddings]
+        optimizer._link_all_hp_params()
+        optimizer.round_robin_bit16_padding = paddings
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def whole(folder: Path) -> dict[str, object]:

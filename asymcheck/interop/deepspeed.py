@@ -204,7 +204,7 @@ class EngineState:
 
     def misfits(self, stored: Mapping[Key, Any]) -> Iterator[str]:
         """Yield what in a stored state is of another model or optimizer."""
-        if not stored.keys() >= set(_KEYS):
+        if not stored.keys() >= _KEYS:
             yield f"{', '.join(sorted(_KEYS - stored.keys()))}: is not in the checkpoint, which is of no engine"
             return
         given = {one.name: one.shape for one in _ranges(self._engine)}
@@ -223,7 +223,7 @@ class EngineState:
     def missing(self, stored: Mapping[Key, Any]) -> Iterator[tuple[object, TensorShard]]:
         """Yield state of the optimizer that it has none of before its first step."""
         for one in _trained(self._engine):
-            for key, placeholder in stored["optimizer"].get(one.name, {}).items():
+            for key, placeholder in stored.get("optimizer", {}).get(one.name, {}).items():
                 if key not in self.optimizer.state.get(one.flat, {}):
                     yield placeholder, one.of(one.flat)
 
@@ -240,8 +240,14 @@ class EngineState:
                 dtype = part.local.dtype if isinstance(part, TensorShard) else getattr(part, "dtype", one.flat.dtype)
                 state[key] = torch.zeros_like(one.flat, dtype=dtype, requires_grad=False)
             one.fill(state[key], part)
+        options = self.optimizer.param_groups[one.group]
         for key, value in scalars.items():
-            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                # As torch's optimizers have it.
+                device = one.flat.device if options.get("capturable") or options.get("fused") else value.device
+                state[key] = value.to(device, copy=True)
+            else:
+                state[key] = value
 
     def settle(self) -> None:
         """Bring the low-precision parameters to what the fp32 weights are, if they are of before a restore.

@@ -70,6 +70,7 @@ def test_one_rank_and_another_stage_take_what_two_ranks_saved(
     assert "give a DeepSpeed engine of stage 1, 2 or 3; of stage 0, give engine.module" in refused["stage 0"]
     assert "Linear of ZeRO stage None" in refused["no engine"]
     assert "1 micro steps were done, of which 2 make a step" in refused["between steps"]
+    assert "weights: is not in the checkpoint, which is of no engine" in refused["no checkpoint of an engine"]
     for text in (
         "nothing was overwritten",
         "engine.shapes.first.weight: [13, 7] is given, but [14, 7] is stored",
@@ -80,7 +81,7 @@ def test_one_rank_and_another_stage_take_what_two_ranks_saved(
 
 
 def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
-    """They are all, and they are found torn if they change meanwhile: every capture here is compared in full."""
+    """They are copied at the fence here, and every capture is compared in full with what there was in step()."""
     beside = ("engine.weights.", "engine.optimizer.")
     for told in whole:
         for name in CONFIGS:

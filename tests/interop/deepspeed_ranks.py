@@ -101,6 +101,12 @@ class App:
         self.checkpointer.step(engine.global_steps)
         return sum(losses)
 
+    def micro_step(self) -> int:
+        """Take half a step; return the number of the next one."""
+        self.engine.backward(self.engine(torch.randn(4, 7, dtype=torch.bfloat16)).float().mean())
+        self.engine.step()
+        return int(self.engine.global_steps) + 1
+
     def digest(self) -> str:
         """Return a digest of everything, in whole tensors: all ranks have the same, however many they are."""
         module, found = self.engine.module, []
@@ -211,15 +217,12 @@ def refused(folder: Path) -> dict[str, object]:
     """What is no engine of ZeRO, and what is of another model."""
     told: dict[str, object] = {}
     app = App("one", folder, "one")
-    inputs = torch.randn(4, 7, dtype=torch.bfloat16)
-    app.engine.backward(app.engine(inputs).float().mean())
-    app.engine.step()
     app.store.save({"engine": nn.Linear(2, 2)}, step=0, run="plain")
     attempts = {
         "stage 0": lambda: EngineState(deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4})[0]),
         "no engine": lambda: EngineState(nn.Linear(2, 2)),
-        "between steps": lambda: app.checkpointer.save(1),
         "no checkpoint of an engine": lambda: app.store.load(into={"engine": app.part}, run="plain"),
+        "between steps": lambda: app.checkpointer.save(app.micro_step()),
         "another model": lambda: app.store.load(into={"engine": Other(app.engine)}, run="one"),
     }
     for what, attempt in attempts.items():

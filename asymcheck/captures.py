@@ -39,7 +39,7 @@ class Captures(Reports):
         super().__init__(tier)
         self._backgrounds: list[Background] = []
         config = tier.config
-        self._encoder = Encoder(config.compression, "nvme", config.pack_bytes)
+        self._encoder = Encoder(config.compression, "nvme")
 
     def request(
         self, run: str, step: int, metrics: Mapping[str, float] | None, part: Part | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.interop.files import Draft, SourceFile
@@ -158,11 +158,12 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
     the folder, so that :func:`export_checkpoint` can bring all of it back.
 
     Raises:
-        InvalidInputError: there is no such file, or it is of no known format.
+        NotFoundError: there is no such file.
+        InvalidInputError: it is of no known format.
         ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
     """
     if not path.exists():
-        raise InvalidInputError(f"{path} does not exist")
+        raise NotFoundError(f"{path} does not exist")
     meter = _Meter(progress)
     with contextlib.ExitStack() as stack:
 

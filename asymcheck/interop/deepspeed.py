@@ -113,7 +113,7 @@ class EngineState:
         if engine.micro_steps % engine.gradient_accumulation_steps():
             raise InvalidInputError(
                 f"{engine.micro_steps} micro steps were done, of which {engine.gradient_accumulation_steps()} make a "
-                "step: save and restore when engine.step() has taken one; gradients that are being summed up are no part of it"
+                "step: save and restore when engine.step() has taken one, for gradients being summed up are not saved"
             )
         trained, fixed = list(_trained(engine)), list(_fixed(engine))
         scheduler = engine.lr_scheduler

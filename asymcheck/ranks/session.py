@@ -21,7 +21,7 @@ from asymcheck.ranks.ranks import Ranks
 _POLL_S = (0.0002, 0.05)
 """How long is slept between two looks, at first and in the end …"""
 _POLL_OF_EACH_S = 50e-6
-"""… and more for each rank: all of them ask one server."""
+"""… and more for each that looks at the same time: all of them ask one server."""
 _LATE_SHARE = 0.1
 """What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
 _ENDING_S = 10.0
@@ -46,6 +46,7 @@ class Session:
         self._posted = posted
         self._lock = threading.Lock()
         self._number = 0
+        self._reported: tuple[Round, int] | None = None
         self._was_missing = False
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
@@ -63,7 +64,7 @@ class Session:
         keys = ranks.connect()
         meeting = f"{run}/meet"
         mine = json.dumps({"token": os.urandom(8).hex(), "terms": dict(terms)}).encode()
-        clock = _Clock(ranks.timeout_s, ranks.world_size, lambda: False)
+        clock = _Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
         if ranks.rank == 0:
             name = os.urandom(8).hex()
             keys.put(meeting, name.encode())
@@ -113,9 +114,7 @@ class Session:
             found = json.loads(value)
             raise _missing(found["ranks"], what, found["waited_s"])
         if tag == _EACH:
-            own = f"{key}/to/{self.rank}"
-            (value,) = self._keys.get([own])
-            self._keys.drop([own])
+            value = self._keys.take(f"{key}/to/{self.rank}")
         return value
 
     # ------------------------------------------------------------------------------------------------------- a round
@@ -124,7 +123,7 @@ class Session:
         """Give this rank's report of a round without waiting for the verdict; on rank 0, only a failure."""
         tagged = (_FAILED if failed else _SAID) + value
         if not self.is_first:
-            self._keys.put(self._report_key(at, self.rank), tagged)
+            self._reported = at, self._keys.put(self._report_key(at, self.rank), tagged)
         elif failed:
             self._post(self._key(at), _FAILED + f"rank 0: {value.decode()}".encode(), at)
 
@@ -168,12 +167,13 @@ class Session:
         """
         # Rank 0 may begin to wait for a missing rank later than this one, and its verdict names that one.
         verdict = self._heard(at, what, 2 * self._ranks.timeout_s)
-        self._keys.drop([self._report_key(at, self.rank)])
+        if self._reported is not None and self._reported[0] == at:
+            self._keys.remove(self._report_key(at, self.rank), self._reported[1])
         return verdict
 
     def _gather(self, at: Round, value: bytes, what: str) -> list[bytes]:
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        clock = _Clock(self._ranks.timeout_s * self._share_of_patience(), self.world_size, self.is_ending)
+        clock = _Clock(self._ranks.timeout_s * self._share_of_patience(), 1, self.is_ending)
         found: list[bytes] = [_SAID + value]
         for some in in_parts(keys):
             if not clock.wait(partial(self._keys.has, some)):
@@ -200,7 +200,7 @@ class Session:
             return
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
         patience_s = min(self._ranks.timeout_s, _ENDING_S) * self._share_of_patience()
-        clock = _Clock(patience_s, self.world_size, self.is_ending)
+        clock = _Clock(patience_s, 1, self.is_ending)
         if all(clock.wait(partial(self._keys.has, some)) for some in in_parts(keys)):
             self._forget_before(at)
         self._keys.drop(keys)
@@ -230,14 +230,14 @@ class Session:
 
 
 class _Clock:
-    """Waits for something by looking at it, ever less often, up to a limit."""
+    """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
 
-    def __init__(self, timeout_s: float, world_size: int, is_ending: Callable[[], bool]) -> None:
+    def __init__(self, timeout_s: float, lookers: int, is_ending: Callable[[], bool]) -> None:
         self._began = time.monotonic()
         self._timeout_s = timeout_s
         self._is_ending = is_ending
         self._ending_since: float | None = None
-        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + world_size * _POLL_OF_EACH_S
+        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
 
     @property
     def waited_s(self) -> float:

@@ -13,12 +13,16 @@ STAMP := $(VENV)/.installed
 
 venv: $(STAMP)
 
+# DeepSpeed comes as a source that looks at the torch that is installed, so it is built without isolation; it compiles
+# nothing (DS_BUILD_OPS=0).
 # A stamp older than one of the two files means that something has to be installed.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "asymcheck needs Python 3.10 or newer: make PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,bench]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation deepspeed
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt zipnn 2>/dev/null || echo "zipnn could not be compiled here: the workload codec leaves it out"
 	@touch $@
 

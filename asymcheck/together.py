@@ -21,6 +21,7 @@ from asymcheck.errors import (
 )
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.ownership import distributed
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.ranks import Ranks, Session
 from asymcheck.ranks.session import reason_of
@@ -112,6 +113,7 @@ class Together:
             read = partial(self._read, ref, into)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
+                _settle(into)
                 return dataclasses.replace(returned, skipped=tuple(skipped))
             part += 2
 
@@ -236,7 +238,14 @@ class Together:
         returned = self._try(session, (number, 1), ref, read, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
+        _settle(into)
         return returned
+
+
+def _settle(into: object) -> None:
+    """Let parts do what takes all ranks: from here on none of them can have failed to come so far."""
+    for part in distributed(into):
+        part.settle()
 
 
 def saved(capture: Capture) -> Checkpoint:

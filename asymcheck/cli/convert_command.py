@@ -41,9 +41,9 @@ def convert(
     """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
-    also be a folder of torch.distributed.checkpoint. Nothing in them is executed. What another program's file held
-    comes back as it was; 'asymcheck restore' has more options for the way out. Bytes that the store has already are
-    not stored again.
+    also be a folder of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3). Nothing in them is executed. What
+    another program's file held comes back as it was; 'asymcheck restore' has more options for the way out. Bytes that
+    the store has already are not stored again.
 
     \b
     Examples:

@@ -11,6 +11,7 @@ from pathlib import Path
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
+from asymcheck.interop.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.interop.files import Draft, SourceFile
 from asymcheck.interop.hugging_face import other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
@@ -151,9 +152,10 @@ class _Meter:
 def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[object]:
     """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
 
-    A torch file or a folder of torch's DCP keeps its structure. Of a safetensors file or a Hugging Face folder, the
-    tensors go under ``model``, and under ``safetensors`` the metadata and the small files of the folder, so that
-    :func:`export_checkpoint` can bring all of it back.
+    A torch file or a folder of torch's DCP keeps its structure. Of a folder of DeepSpeed, the fp32 weights, the other
+    tensors of the module and the state of the optimizer are put together to whole tensors. Of a safetensors file or a
+    Hugging Face folder, the tensors go under ``model``, and under ``safetensors`` the metadata and the small files of
+    the folder, so that :func:`export_checkpoint` can bring all of it back.
 
     Raises:
         NotFoundError: there is no such file.
@@ -170,6 +172,8 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
 
         if is_dcp_folder(path):
             state = read_dcp_folder(path, opened)
+        elif is_deepspeed_folder(path):
+            state = read_deepspeed_folder(path, opened)
         elif path.is_dir():
             folder = read_folder(path)
             small = {name: opened(path / name) for name in folder.others}

@@ -27,7 +27,7 @@ from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.joint import Joint
-from asymcheck.pipeline.ownership import Fences, deferred_rows, find
+from asymcheck.pipeline.ownership import Fences, deferred_rows, distributed, find
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
 from asymcheck.pipeline.timer import Timer
@@ -159,10 +159,11 @@ class Background:
         fences = self._fences or Fences(self.fence)
         self._fences = fences
         optimizers = fences.trusted(find(Optimizer, state))
+        parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         layout = Layout(
             tuple(leaf.nbytes for leaf in flat.leaves),
             tuple(leaf.group for leaf in flat.leaves),
-            tuple(deferred_rows(flat.leaves, optimizers)),
+            tuple(deferred_rows(flat.leaves, optimizers, parts)),
             tuple(leaf.width for leaf in flat.leaves),
         )
         timing, joint, turn = self._timed(state), self._joint, None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
+from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.partition.shards import is_dtensor, shard_of
 
@@ -33,13 +34,22 @@ def find(kind: type[_T], state: object) -> Iterator[_T]:
             yield from find(kind, value)
 
 
-def deferred_rows(leaves: Sequence[Leaf], optimizers: Iterable[Optimizer]) -> list[bool]:
+def distributed(state: object) -> Iterator[Distributed]:
+    """Return the parts of a state that ranks hold together."""
+    return find(Distributed, state)  # type: ignore[type-abstract]  # looked for, and never made
+
+
+def deferred_rows(
+    leaves: Sequence[Leaf], optimizers: Iterable[Optimizer], parts: Iterable[Distributed] = ()
+) -> list[bool]:
     """Tell of each leaf whether nothing but a step of one of ``optimizers`` changes it, as far as can be known.
 
-    That holds for parameters and state of these optimizers, unless something else in the state lies in the same memory:
-    a buffer that shares one allocation with parameters, a view or a numpy array of one.
+    That holds for parameters and state of these optimizers, and for what ``parts`` say of themselves, unless something
+    else in the state lies in the same memory: a buffer that shares one allocation with parameters, a view or a numpy
+    array of one.
     """
     theirs = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    theirs |= {id(tensor): tensor for part in parts for tensor in part.owned()}
     ours = {id(leaf.source) for leaf in leaves}
     # Most of a state are the very objects that optimizers have; only for the rest is it worth to compare memory.
     owned = {identity_key(tensor) for name, tensor in theirs.items() if name not in ours} - {None}

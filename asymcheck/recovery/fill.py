@@ -12,6 +12,7 @@ from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismat
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
 from asymcheck.partition.boxes import Box
+from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import identity_key, make_leaf
 from asymcheck.partition.shards import TensorShard, is_dtensor, like, shard_of
 from asymcheck.recovery.assemble import Assembly, Demand
@@ -209,6 +210,11 @@ class Filler:
 
     def _match_parameters(self, current: Stateful, stored: Mapping[Key, object], tensors: _Tensors) -> None:
         # State that a fresh optimizer does not have yet is cut as its parameter is.
+        for lacking, part in current.missing(stored) if isinstance(current, Distributed) else ():
+            if isinstance(lacking, RowRef) and self._parts.row(lacking.row).global_shape == part.global_shape:
+                demand = self._demand(lacking.row, part.box)
+                if not isinstance(demand, str):
+                    tensors.setdefault(lacking.row, _tensor_of(demand))
         for ref, parameter in parameters_of(current, stored):
             if ref.row in tensors or not is_dtensor(parameter) or ref.as_array:
                 continue

@@ -8,6 +8,7 @@ import torch
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
+from asymcheck.partition.distributed import Distributed
 from asymcheck.recovery.shape import RowRef, like_mapping, merge
 
 # torch has no public name for these. An object that has hooks, or loads in its own way, may accept what differs.
@@ -21,7 +22,9 @@ def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int
 
     Nothing when only the object itself can tell.
     """
-    if isinstance(current, torch.nn.Module) and _module_loads_by_name(current):
+    if isinstance(current, Distributed):
+        yield from current.misfits(stored)
+    elif isinstance(current, torch.nn.Module) and _module_loads_by_name(current):
         yield from _module_misfits(current, stored, row_of)
     elif isinstance(current, torch.optim.Optimizer) and _optimizer_loads_by_group(current):
         given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))

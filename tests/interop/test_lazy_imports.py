@@ -5,8 +5,8 @@ import sys
 
 CODE = """
 import sys
-import asymcheck, asymcheck.cli.main, asymcheck.interop.convert
-heavy = ("transformers", "accelerate", "lightning", "torchdata", "torch.distributed.checkpoint", "safetensors")
+import asymcheck, asymcheck.cli.main, asymcheck.interop.convert, asymcheck.interop.deepspeed
+heavy = "transformers accelerate lightning torchdata deepspeed torch.distributed.checkpoint safetensors".split()
 print([name for name in heavy if name in sys.modules])
 """
 

@@ -68,13 +68,15 @@ class Meeting:
         """Open it."""
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
-    def launch(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> Job:
-        """Start the ranks of a scenario of :mod:`tests.ranks.scenarios`."""
+    def launch(
+        self, scenario: str, world_size: int, folder: Path, *arguments: str, program: str = "tests.ranks.scenarios"
+    ) -> Job:
+        """Start the ranks of a scenario of :mod:`tests.ranks.scenarios`, or of another program."""
         folder.mkdir(exist_ok=True)
         (folder / "memory").mkdir(exist_ok=True)
         processes = []
         for rank in range(world_size):
-            command = [sys.executable, "-m", "tests.ranks.scenarios", scenario, str(folder), *arguments]
+            command = [sys.executable, "-m", program, scenario, str(folder), *arguments]
             names = {"RANK": rank, "WORLD_SIZE": world_size, "MEETING": self.store.port, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
             with (folder / f"output-{rank}.txt").open("wb") as output:

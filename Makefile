@@ -13,9 +13,9 @@ STAMP := $(VENV)/.installed
 
 venv: $(STAMP)
 
+# A stamp older than one of the two files means that something has to be installed.
 # DeepSpeed comes as a source that looks at the torch that is installed, so it is built without isolation; it compiles
 # nothing (DS_BUILD_OPS=0).
-# A stamp older than one of the two files means that something has to be installed.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "asymcheck needs Python 3.10 or newer: make PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -50,6 +50,12 @@ def test_a_port_that_is_none() -> None:
         Store.open("hdfs://localhost:99999/runs")
 
 
+def test_a_port_that_is_left_out() -> None:
+    """The client takes the host for a name service that it does not know: what to give is said."""
+    with pytest.raises(InvalidInputError, match="without a port it is a name service: give the port, or"):
+        Store.open("hdfs://localhost/runs")
+
+
 def test_a_name_service_is_not_connected_to(closed_port: int) -> None:
     """It has no port, and its name is no host: the client tries its NameNodes in turn, also those that are down."""
     options = {

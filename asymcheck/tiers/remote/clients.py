@@ -121,7 +121,9 @@ def _native(location: RemoteLocation, options: Mapping[str, str]) -> fs.FileSyst
     try:
         return hdfs_native.connect(location.authority, options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}") from error
+        is_service = "No NameNode hosts found" in str(error)
+        advice = "; without a port it is a name service: give the port, or the service's options" if is_service else ""
+        raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}{advice}") from error
 
 
 def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> fs.FileSystem:

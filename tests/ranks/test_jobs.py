@@ -116,7 +116,7 @@ def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told)
     assert "the disk of this test is full" in str(second["refused save"])
     for found in (first, second):
         save_id, state = cast(list[str], found["attempts"])
-        assert f"save_id='{save_id}'" in str(found["restored"])
+        assert found["restored"] == f"returned {save_id!r}"
         assert found["restored bytes"] == state
     assert first["attempts"] != second["attempts"]
 

@@ -33,7 +33,7 @@ from asymcheck.ranks import Ranks
 from asymcheck.recovery.accounting import Accounting, CheckpointBytes, RoleBytes
 from asymcheck.recovery.difference import Difference, TensorChange, ValueChange
 from asymcheck.recovery.history import History, HistoryEntry, Opening
-from asymcheck.recovery.inventory import StoredPartition, StoredTensor
+from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.norms import TensorNorms
 from asymcheck.recovery.rebuild import Rebuilt
 from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
@@ -96,6 +96,7 @@ __all__ = [
     "StoreConfig",
     "StoredPartition",
     "StoredTensor",
+    "StoredValue",
     "TensorChange",
     "TensorNorms",
     "TensorShard",

@@ -40,7 +40,7 @@ class Captures(Reports):
         super().__init__(tier)
         self._backgrounds: list[Background] = []
         config = tier.config
-        self._encoder = Encoder(config.compression, "nvme", config.pack_bytes)
+        self._encoder = Encoder(config.compression, "nvme")
 
     def request(
         self,

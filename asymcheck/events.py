@@ -120,6 +120,11 @@ INTERVALS = {
     "checkpoint": "from the beginning of ``step()`` until the checkpoint is durable, or lost",
     "save": "a save that the caller waits for",
     "restore": "a checkpoint is read back",
+    "find": "in a restore: which checkpoint it is, its manifests, and where its partitions lie",
+    "read": "one frame is read from its tier",
+    "decode": "one partition is decoded",
+    "verify": "the digest of one partition is compared with its name",
+    "place": "one partition is copied to where its tensors are",
     "adopt": "what a killed process left in memory is made durable",
 }
 """The names of intervals, and what each means."""

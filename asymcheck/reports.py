@@ -15,7 +15,7 @@ from asymcheck.recovery.accounting import Accounting, account
 from asymcheck.recovery.describe import describe, known_line
 from asymcheck.recovery.difference import Difference, compare
 from asymcheck.recovery.history import History, read_history
-from asymcheck.recovery.inventory import StoredTensor, inventory
+from asymcheck.recovery.inventory import StoredTensor, StoredValue, inventory, values
 from asymcheck.recovery.resolve import candidates, check_run_exists
 from asymcheck.recovery.rings import newer_than_stored, survey_rings
 from asymcheck.recovery.sample import sample
@@ -91,6 +91,16 @@ class Reports:
         check_glob(pattern)
         ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
+
+    def values(
+        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+    ) -> tuple[Checkpoint, list[StoredValue]]:
+        """Return a checkpoint, the newest by default, and its plain values that match a glob, as texts."""
+        self._tier.check_usable()
+        step = None if step is None else check_step(step)
+        check_glob(pattern)
+        ref, found = values(self._tier, layout.check_run(run), step, pattern)
+        return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), found
 
     def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
         """Return the checkpoints along the line of training, newest first, and where training went back.

@@ -19,6 +19,9 @@ Progress = Callable[[int, int], None]
 """Called now and then with bytes done and bytes to do in all."""
 
 
+# As the command line shows them: a save id that tells saves apart, and a few of the metrics.
+_SAVE_SHOWN = 12
+_METRICS_SHOWN = 3
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP = 1024
 
@@ -129,6 +132,16 @@ class Checkpoint:
     """Bytes that its save had to write; None but for the one who saved."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Named numbers given at the save."""
+
+    def __repr__(self) -> str:
+        """Return what tells it from others, and what is odd about it; all fields are for programs."""
+        save = self.save_id[:_SAVE_SHOWN]
+        words = [f"{self.run!r} step {self.step}", f"generation {self.generation}", f"save {save}"]
+        words += [f"{self.world_size} ranks"] if self.world_size > 1 else []
+        words += [readable_size(self.state_bytes)] if self.complete else ["incomplete or damaged"]
+        words += [] if self.on_line else ["line unknown" if self.on_line is None else "abandoned"]
+        words += [f"{name} {value:.6g}" for name, value in list(self.metrics.items())[:_METRICS_SHOWN]]
+        return f"<Checkpoint {', '.join(words)}{', …' if len(self.metrics) > _METRICS_SHOWN else ''}>"
 
     @property
     def ref(self) -> CheckpointRef:

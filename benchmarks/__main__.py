@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
 import tempfile
@@ -28,6 +29,7 @@ WORKLOADS = (
     "bytes",
     "hdfs",
     "reshard",
+    "dedupe",
     "ranks",
     "models",
     "goodput",
@@ -49,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(str(error))
     arguments = _parsed(given)
     print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
-    more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model}
+    more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model, "trace": arguments.trace}
     workload = importlib.import_module(f"benchmarks.{arguments.workload}")
     known = {name: value for name, value in more.items() if value is not None}
     try:
@@ -63,9 +65,22 @@ def main(words: Sequence[str] | None = None) -> None:
         draw(report, arguments.plot)
 
 
+def _listed() -> str:
+    """Return a line for each workload: the first of its docstring, read and not run, since some want much installed."""
+    lines = ["workloads:"]
+    for name in WORKLOADS:
+        source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
+        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<8} {first.removeprefix(f'``{name}``: ').replace('``', '')}")
+    return "\n".join(lines)
+
+
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("workload", choices=WORKLOADS)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, epilog=_listed(), formatter_class=as_written
+    )
+    parser.add_argument("workload", choices=WORKLOADS, metavar="WORKLOAD", help="one of those below")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes and few rounds: shows that it works, not how fast"
     )
@@ -77,13 +92,14 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=float, metavar="GB", help="size of the state, of `gpu` alone [default: 14]")
     parser.add_argument("--from", dest="source", type=Path, help="a report of `models`, for `goodput` alone")
     parser.add_argument("--model", help="which of its models, for `goodput` alone [default: the first]")
+    parser.add_argument("--trace", type=Path, help="failures to be played besides, for `goodput` alone")
     arguments = parser.parse_args(words)
     if arguments.size is not None and (arguments.workload != "gpu" or arguments.size <= 0):
         parser.error("--size is a positive number, and for the workload gpu")
     if arguments.folder is not None and not arguments.folder.is_dir():
         parser.error(f"--folder {arguments.folder} is no folder")
-    if (arguments.source or arguments.model) and arguments.workload != "goodput":
-        parser.error("--from and --model are for the workload goodput")
+    if (arguments.source or arguments.model or arguments.trace) and arguments.workload != "goodput":
+        parser.error("--from, --model and --trace are for the workload goodput")
     if arguments.workload == "goodput" and arguments.source is None:
         parser.error("goodput needs what `models --json FILE` has measured: --from FILE")
     return arguments

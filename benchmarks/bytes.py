@@ -1,24 +1,31 @@
 """``bytes``: what 100 checkpoints of a training take on the drive, one at every step.
 
 Real trainings (see ``benchmarks.training``), saved with ``Store.save`` as a user does. Beside it what as many files of
-torch.save and safetensors take.
+torch.save and safetensors take. The first checkpoints are saved a second time into a store that encodes nothing: how
+much longer, or shorter, does the policy make it until a checkpoint is durable?
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 import asymcheck
-from benchmarks import environment, training
-from benchmarks.report import Report, Row, row
+from benchmarks import environment, peers, training
+from benchmarks.report import Report, Row, rotated, row
 
 COUNT = 100
 _QUICK_COUNT = 5
+_COMPARED = 40
+"""So many checkpoints are saved twice; the first of them warms up, for both alike."""
 OURS, TORCH, SAFETENSORS = "asymcheck", "torch.save", "safetensors"
 
 
@@ -30,38 +37,51 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
     results: list[Row] = []
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        worst = 0.0
         for name, way in training.WAYS.items():
-            taken = _train(way(start), Path(scratch) / name, count)
+            taken, times = _train(way(start), Path(scratch) / name, count)
             results += [
                 row(system, f"checkpoints, {count} of {name}", "MB", [size / 1e6]) for system, size in taken.items()
             ]
             ratios[f"bytes_{name}/torch_save"] = taken[OURS] / taken[TORCH]
+            results += [
+                row(f"{OURS}, {mode}", f"time to durable, {name}", "ms", [one * 1e3 for one in taken_s])
+                for mode, taken_s in times.items()
+            ]
             ratios[f"bytes_{name}/safetensors"] = taken[OURS] / taken[SAFETENSORS]
+            worst = max(worst, statistics.median(times["auto"]) / statistics.median(times["off"]))
+        ratios["time_to_durable_with/without_policy"] = worst
         described = environment.describe(Path(scratch))
     parameters = sum(parameter.numel() for parameter in start.model.parameters())
     described["state"] = f"GPT-2 of {parameters / 1e6:.1f} million parameters with AdamW, {count} checkpoints"
     return Report("bytes", described, results, ratios)
 
 
-def _train(run: training.Run, where: Path, count: int) -> dict[str, int]:
-    """Save after every step; return the bytes that all checkpoints take by each system."""
-    with asymcheck.Store.open(where) as store:
+def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], dict[str, list[float]]]:
+    """Save after every step; return the bytes that all checkpoints take by each system, and the seconds of saves."""
+    plain = where.with_suffix(".plain")
+    times: dict[str, list[float]] = {"auto": [], "off": []}
+    with contextlib.ExitStack() as stack:
+        stores = {"auto": stack.enter_context(asymcheck.Store.open(where))}
+        config = asymcheck.StoreConfig(compression="off")
+        stores["off"] = stack.enter_context(asymcheck.Store.open(plain, config=config))
         for step in range(count):
             run.train(1)
-            store.save(run.state(), step=step)
-    taken = {OURS: on_drive(where)}
+            compared = list(stores) if step < _COMPARED else ["auto"]
+            for mode in rotated(compared, step):
+                os.sync()
+                began = time.perf_counter()
+                stores[mode].save(run.state(), step=step)
+                if step and step < _COMPARED:
+                    times[mode].append(time.perf_counter() - began)
+    shutil.rmtree(plain)
+    taken = {OURS: peers.on_drive(where)}
     shutil.rmtree(where)
     # Their files are as large for every step.
     torch.save(run.state(), where.with_suffix(".pt"))
-    taken[TORCH] = count * on_drive(where.with_suffix(".pt"))
+    taken[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))
     # It takes tensors only, each memory once.
     tensors = {name: tensor.contiguous() for name, tensor in training.tensors_of(run.state())}
     save_file(tensors, where.with_suffix(".safetensors"))
-    taken[SAFETENSORS] = count * on_drive(where.with_suffix(".safetensors"))
-    return taken
-
-
-def on_drive(where: Path) -> int:
-    """Return the bytes that a file, or all files of a folder, take on the drive."""
-    files = [path for path in where.rglob("*") if path.is_file()] if where.is_dir() else [where]
-    return sum(path.lstat().st_blocks * 512 for path in files)
+    taken[SAFETENSORS] = count * peers.on_drive(where.with_suffix(".safetensors"))
+    return taken, times

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks import environment
+from benchmarks.failure_trace import read_trace, repeated
 from benchmarks.report import Report, Row, UnreadableReportError, read_json, row
 
 Survives = Literal["dram", "nvme", "remote"]
@@ -116,16 +117,28 @@ def _of(costs: Costs, tier: Survives) -> tuple[float, float]:
     return lag, restore
 
 
-def simulate(costs: Costs, failures: Failures, every: int, *, days: float, seed: int = 0) -> float:
-    """Return the share of time that made progress in a training of ``days``, failure by failure."""
+def simulate(
+    costs: Costs, failures: Failures, every: int, *, days: float, seed: int = 0, ups: Iterator[float] | None = None
+) -> float:
+    """Return the share of time that made progress in a training of ``days``, failure by failure.
+
+    ``ups`` are the times between failures, without end; None for chance, with the mean of ``failures``.
+    """
     chance = random.Random(seed)
+    ups = ups or _by_chance(chance, failures.mean_s)
     tiers, weights = list(failures.shares), list(failures.shares.values())
     now, progress, end = 0.0, 0.0, days * 86_400
     # For each tier the progress of its newest checkpoint; progress is in seconds of iterations.
     saved = dict.fromkeys(_TIERS, 0.0)
     period = every * costs.iteration_s + costs.stall_s
+    recovery = 0.0
     while now < end:
-        up = chance.expovariate(1 / failures.mean_s)
+        gap = next(ups)
+        now += gap
+        up = gap - recovery
+        if up <= 0:
+            # The recovery failed, and begins anew.
+            continue
         tier = chance.choices(tiers, weights)[0]
         for one in _TIERS:
             if up >= costs.lag_s[one] + period:
@@ -134,16 +147,13 @@ def simulate(costs: Costs, failures: Failures, every: int, *, days: float, seed:
         progress = max(saved[one] for one in left)
         # What was newer lay in tiers that are lost, or belongs to a line that is abandoned.
         saved = {one: min(value, progress) for one, value in saved.items()}
-        now += up + _recovery(chance, failures, _of(costs, tier)[1])
+        recovery = failures.restart_s + _of(costs, tier)[1]
     return progress / now
 
 
-def _recovery(chance: random.Random, failures: Failures, restore_s: float) -> float:
-    """Return how long it takes to train again: a recovery that fails begins anew."""
-    needed, taken = failures.restart_s + restore_s, 0.0
-    while (up := chance.expovariate(1 / failures.mean_s)) < needed:
-        taken += up
-    return taken + needed
+def _by_chance(chance: random.Random, mean_s: float) -> Iterator[float]:
+    while True:
+        yield chance.expovariate(1 / mean_s)
 
 
 def best_interval(costs: Costs, failures: Failures) -> int:
@@ -159,8 +169,13 @@ def best_interval(costs: Costs, failures: Failures) -> int:
     return best
 
 
-def run(folder: Path | None, *, quick: bool, source: Path, model: str | None = None) -> Report:
-    """Compare the schemes of the ``models`` report in ``source``; ``folder`` is not written to."""
+def run(
+    folder: Path | None, *, quick: bool, source: Path, model: str | None = None, trace: Path | None = None
+) -> Report:
+    """Compare the schemes of the ``models`` report in ``source``; ``folder`` is not written to.
+
+    A ``trace`` of failures is played, too: each takes its node away.
+    """
     measured = read_json(source)
     if measured.workload != "models":
         raise UnreadableReportError(f"{source} is a report of {measured.workload}; goodput needs one of models")
@@ -168,10 +183,19 @@ def run(folder: Path | None, *, quick: bool, source: Path, model: str | None = N
     days = 200 if quick else 4000
     results: list[Row] = []
     ratios: dict[str, float] = {}
-    for name, failures in scenarios():
+    played = {} if trace is None else {trace.name: read_trace(trace)}
+    for name, failures in (*scenarios(), *((name, _of_trace(uptimes)) for name, uptimes in played.items())):
         for scheme, cost in costs.items():
             every = best_interval(cost, failures)
-            runs = [simulate(cost, failures, every, days=days, seed=seed) for seed in range(3)]
+            runs = [
+                simulate(
+                    *(cost, failures, every),
+                    days=days,
+                    seed=seed,
+                    ups=repeated(played[name], seed) if name in played else None,
+                )
+                for seed in range(3)
+            ]
             results.append(row(scheme, f"goodput, {name}", "%", [100 * value for value in runs]))
             results.append(row(scheme, f"formula, {name}", "%", [100 * formula(cost, failures, every)]))
             results.append(row(scheme, f"best interval, {name}", "iterations", [float(every)]))
@@ -182,14 +206,21 @@ def run(folder: Path | None, *, quick: bool, source: Path, model: str | None = N
     return Report("goodput", described, results, ratios)
 
 
+_SPOT = Failures(3600, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=120.0)
+"""A spot instance is taken away: nothing of its node is left."""
+
+
 def scenarios() -> Iterator[tuple[str, Failures]]:
     """Yield the failures that are played: of jobs from 8 to 100,000 GPUs, and of given mean times."""
     for gpus in (8, 64, 512, 2048, 16_384, 100_000):
         yield f"{gpus} GPUs", llama3(gpus)
     for mean_s, name in ((600, "every 10 min"), (3600, "every 1 h"), (10_800, "every 3 h")):
         yield f"a failure {name}", Failures(mean_s, _shares(), restart_s=60.0)
-    # A spot instance is taken away: nothing of its node is left.
-    yield "spot instances", Failures(3600, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=120.0)
+    yield "spot instances", _SPOT
+
+
+def _of_trace(uptimes: Sequence[float]) -> Failures:
+    return dataclasses.replace(_SPOT, mean_s=sum(uptimes) / len(uptimes))
 
 
 _REMOTE_SHARE = 4.0

@@ -30,6 +30,7 @@ from tools.local_hdfs import LocalHdfs
 
 PUSH, PUT = "asymcheck push", "raw put"
 RESTORE, GET = "asymcheck load into", "raw get"
+TORCH, DCP = "torch.save + put", "torch DCP through fsspec"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,25 +193,30 @@ class _Beside:
                 self._run.train(1)
                 store.save(self._run.state(), step=step)
             plain, beside, corrected = self._beside(store)
-        ours = self._raw.sizes("/trained")
-        file = io.BytesIO()
-        torch.save(self._run.state(), file)
-        self._raw.put_file("/torch/one.pt", file.getvalue())
-        theirs = self._raw.sizes("/torch")[0] * count
+        ours, peers = self._raw.sizes("/trained"), self._peers()
         results = [
             row("no push", "iteration", "ms", [plain * 1e3]),
             row(PUSH, "iteration beside it", "ms", [beside * 1e3]),
-            row(PUSH, f"{count} checkpoints there", "MB", [sum(ours) / 1e6]),
-            row("torch.save + put", f"{count} checkpoints there", "MB", [theirs / 1e6]),
-            row(PUSH, f"files of {count} checkpoints", "x", [len(ours)]),
-            row("torch.save + put", f"files of {count} checkpoints", "x", [count]),
         ]
-        return results, {
-            "bytes/torch_save_put": sum(ours) / theirs,
-            "files/torch_save_put": len(ours) / count,
-            "slowdown_while_pushing": corrected,
-            "slowdown_with_servers": beside / plain,
-        }
+        ratios = {"slowdown_while_pushing": corrected, "slowdown_with_servers": beside / plain}
+        for name, sizes in {PUSH: ours, **peers}.items():
+            results.append(row(name, f"{count} checkpoints there", "MB", [sum(sizes) / 1e6]))
+            results.append(row(name, f"files of {count} checkpoints", "x", [len(sizes)]))
+        for label, name in (("torch_save_put", TORCH), ("dcp_fsspec", DCP)):
+            ratios[f"bytes/{label}"] = sum(ours) / sum(peers[name])
+            ratios[f"files/{label}"] = len(ours) / len(peers[name])
+        return results, ratios
+
+    def _peers(self) -> dict[str, list[int]]:
+        """Return the bytes of each file of as many checkpoints of others; one is written, all are of one size."""
+        from benchmarks import hdfs_fsspec  # noqa: PLC0415 - as above
+
+        file = io.BytesIO()
+        torch.save(self._run.state(), file)
+        self._raw.put_file("/torch/one.pt", file.getvalue())
+        hdfs_fsspec.save(self._run.state(), f"{self._cluster.url}/dcp")
+        folders = {TORCH: "/torch", DCP: "/dcp"}
+        return {name: self._raw.sizes(folder) * self._shape.checkpoints for name, folder in folders.items()}
 
     def _beside(self, store: Store) -> tuple[float, float, float]:
         """Return seconds of an iteration without and beside a push, and the slowdown without what servers took."""

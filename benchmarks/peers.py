@@ -161,6 +161,11 @@ def files_in(where: Path) -> list[Path]:
     return [where] if where.is_file() else sorted(path for path in where.rglob("*") if path.is_file())
 
 
+def on_drive(where: Path) -> int:
+    """Return the bytes that a file, or all files of a folder, take on the drive."""
+    return sum(path.lstat().st_blocks * 512 for path in files_in(where))
+
+
 def remove(where: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if where.is_dir():

@@ -67,7 +67,7 @@ def _save(where: Path, layers: int) -> dict[str, object]:
     dist.barrier()
     tier = NvmeTier(where / "store", asymcheck.StoreConfig())
     request = SaveRequest("default", 1, {}, dist.get_rank(), dist.get_world_size(), SaveId(save_id[0]))
-    encoder = Encoder(tier.config.compression, "nvme", tier.config.pack_bytes)
+    encoder = Encoder(tier.config.compression, "nvme")
     save(tier, tier.open_catalog(lambda _: None), encoder, flatten(state), request, lambda: Place(1, None))
     tier.close()
     save_distributed(dict(state), storage_writer=FileSystemWriter(where / "dcp", thread_count=peers.THREADS))

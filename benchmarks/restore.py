@@ -3,7 +3,8 @@
 Before each read the files are dropped from the page cache, for all alike. asymcheck verifies every byte, as it always
 does; the peers verify none. *Into* fills tensors that are there; the others make new ones. Of new tensors one byte in
 each page is touched inside the time, because some libraries only map their file and read later. The limit is a raw
-O_DIRECT read of as many bytes into memory that is there, in huge pages.
+O_DIRECT read of as many bytes into memory that is there, in huge pages. At last it is said where the time goes, from
+each tier (see :mod:`benchmarks.tiers`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 import asymcheck
-from benchmarks import coldness, environment, peers, raw, states
+from benchmarks import coldness, environment, peers, raw, states, tiers
 from benchmarks.report import Report, best, rotated, row
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -35,12 +36,14 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
         gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
         restore = _Restore(Path(scratch), state)
         times = restore.measure(rounds=2 if quick else 7)
+        by_tier = tiers.measure(restore.store, restore.into, rounds=1 if quick else 3)
         described = environment.describe(Path(scratch))
     described |= {"state": states.describe(state), "made cold by": ", ".join(sorted(restore.made_cold))}
     results = [row(name, "time to restore", "s", values) for name, values in times.items()]
     results += [
         row(name, "throughput", "GB/s", [gigabytes / value for value in values]) for name, values in times.items()
     ]
+    results += by_tier
     medians = {name: statistics.median(values) for name, values in times.items()}
     others = [name for name in medians if name not in (LIMIT, OURS, OURS_INTO)]
     ratios = {}
@@ -60,7 +63,10 @@ class _Restore:
 
     def __init__(self, scratch: Path, state: dict[str, object]) -> None:
         self._scratch, self._state = scratch, state
-        self._into = states.empty_like(state)
+        self.into = states.empty_like(state)
+        """A state with tensors to be filled."""
+        self.store = scratch / "store"
+        """What asymcheck has saved."""
         self.made_cold: set[str] = set()
         """How the files were dropped from the page cache."""
 
@@ -85,7 +91,7 @@ class _Restore:
         return times
 
     def _check(self, name: str, read: Callable[[], tuple[float, object]]) -> None:
-        for tensor in states.tensors_of(self._into):
+        for tensor in states.tensors_of(self.into):
             tensor.zero_()
         restored = read()[1]
         wrong = [] if restored is None else states.differing(self._state, states.named_tensors(restored))
@@ -98,10 +104,10 @@ class _Restore:
         """Save with every system; return where, and how to read it again in how many seconds."""
         limit, raw_file = raw.Limit(states.tensors_of(self._state)), self._scratch / "raw"
         limit.write(raw_file)
-        store = self._scratch / "store"
+        store = self.store
         with asymcheck.Store.open(store) as opened:
             opened.save(self._state, step=1)
-        into, named = self._into, states.named_tensors(self._into)
+        into, named = self.into, states.named_tensors(self.into)
         systems: dict[str, tuple[Path, Callable[[], tuple[float, object]]]] = {
             LIMIT: (raw_file, lambda: (limit.read(raw_file), None)),
             OURS: (store, partial(_timed, partial(_load, store, None))),

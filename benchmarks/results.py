@@ -18,7 +18,7 @@ from benchmarks.schemes import SCHEMES
 TARGET = Path(__file__).parents[1] / "docs" / "results"
 WORKLOADS = (
     *("models", "goodput", "durable", "restore", "stall", "batch", "codec", "bytes", "catalog", "memory"),
-    *("ranks", "reshard", "hdfs"),
+    *("ranks", "reshard", "dedupe", "hdfs"),
 )
 OURS = "asymcheck +S+O"
 EVERY = 10

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
 from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import InvalidInputError
-from asymcheck.format.layout import DESCRIPTOR_NAME
+from asymcheck.errors import InvalidInputError, NotFoundError
+from asymcheck.format.layout import DESCRIPTOR_NAME, check_run
 from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
 from asymcheck.interop.target import format_of
 from asymcheck.store import Store
@@ -51,6 +52,11 @@ def convert(
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
     """  # noqa: D301 - click wants the character
+    if step is not None:
+        check_step(step)
+    check_run(run)
+    if not src.exists():
+        raise NotFoundError(f"{src} does not exist")
     if (src / DESCRIPTOR_NAME).exists():
         _check_no_store(dst)
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
@@ -59,7 +65,9 @@ def convert(
         report(done, as_json=as_json)
         ctx.exit(exits.WARNINGS if done.skipped else exits.OK)
     if format_of(dst) != "folder":
-        raise InvalidInputError(f"{dst}: one of SRC and DST must be a store, and {src} is none")
+        raise InvalidInputError(
+            f"{dst}: one of SRC and DST must be a store, and {src} is none; the name of a new store has no suffix"
+        )
     if part is not None:
         raise InvalidInputError(f"--part chooses from a checkpoint, and {src} is no store; leave it out")
     # What cannot be read is refused before there is a store.

@@ -9,7 +9,6 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.difference import Difference, TensorChange
-from asymcheck.recovery.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -52,9 +51,7 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
     _show_sums(difference)
     if difference.tensors:
         _show_tensors(difference.tensors)
-    compared = [(change, change.norms) for change in difference.tensors if change.norms is not None]
-    if compared:
-        _show_norms(compared)
+        _show_norms(difference.tensors)
     if difference.values:
         output.print_table(
             [("value", "left"), ("in A", "left"), ("in B", "left")],
@@ -72,8 +69,13 @@ def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
     output.print_entry(f"{letter}  {item.run}  step {item.step}  generation {item.generation}  {save}", details)
 
 
+def _is_shared(changes: tuple[TensorChange, ...]) -> bool:
+    """Tell whether these are of several ranks, whose tensors may have the same names."""
+    return any(change.rank for change in changes)
+
+
 def _show_tensors(changes: tuple[TensorChange, ...]) -> None:
-    is_shared = any(change.rank for change in changes)
+    is_shared = _is_shared(changes)
     output.print_table(
         [
             *([("rank", "right")] if is_shared else []),
@@ -107,17 +109,29 @@ def _shape(shape: tuple[int, ...] | None) -> str | None:
     return None if shape is None else "×".join(map(str, shape)) or "scalar"
 
 
-def _show_norms(compared: list[tuple[TensorChange, TensorNorms]]) -> None:
+def _show_norms(changes: tuple[TensorChange, ...]) -> None:
+    compared = [(change, change.norms) for change in changes if change.norms is not None]
+    if not compared:
+        return
+    is_shared = _is_shared(changes)
     notes: dict[str, list[str]] = {}
     rows = []
     for change, norms in compared:
         numbers = [norms.l2_a, norms.l2_difference, norms.relative, norms.largest]
         shown = ["–" if number is None else f"{number:.4g}" for number in numbers]
         odd = f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
-        rows.append([change.name, *shown, str(norms.differing), odd])
+        rows.append([*([str(change.rank)] if is_shared else []), change.name, *shown, str(norms.differing), odd])
         if norms.note:
-            notes.setdefault(norms.note, []).append(change.name)
-    columns = [("tensor", "left"), ("|A|", "right"), ("|B−A|", "right"), ("relative", "right"), ("largest", "right")]
+            of_rank = f" of rank {change.rank}" if is_shared else ""
+            notes.setdefault(norms.note, []).append(f"{change.name}{of_rank}")
+    columns = [
+        *([("rank", "right")] if is_shared else []),
+        ("tensor", "left"),
+        ("|A|", "right"),
+        ("|B−A|", "right"),
+        ("relative", "right"),
+        ("largest", "right"),
+    ]
     columns += [("differ", "right"), ("not finite", "right")]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]

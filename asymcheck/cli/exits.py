@@ -18,7 +18,7 @@ Exit status:
   0  all is well
   1  damage was found that costs a checkpoint
   2  the command line is wrong
-  3  there is no such store or checkpoint
+  3  there is no such store, checkpoint, capture or file
   4  the store or checkpoint cannot be read
   5  the operating system refused
   6  damage was found, but no checkpoint is lost

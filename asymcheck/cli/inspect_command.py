@@ -10,8 +10,9 @@ from asymcheck.cli import exits, output
 from asymcheck.cli.places import Places, places_of, places_option
 from asymcheck.cli.rings import note_what_is_only_in_memory, ring_options, show_rings
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.recovery.inventory import StoredPartition, StoredTensor
+from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.resolve import check_run_exists
+from asymcheck.recovery.values import shortened
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -19,13 +20,14 @@ _HEX_SHOWN = 8
 _METRICS_SHOWN = 3
 
 
-@click.command(epilog=exits.HELP, short_help="List checkpoints, or the tensors of one.")
+@click.command(epilog=exits.HELP, short_help="List checkpoints, or the tensors or values of one.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=None, help="Only this run; for tensors, the run to look into [default: 'default'].")
 @click.option("--step", type=int, default=None, help="List the tensors of this step's checkpoint.")
 @click.option(
     "--tensors", "pattern", default=None, help="List tensors whose name matches this glob, for instance 'model.*'."
 )
+@click.option("--values", is_flag=True, help="List the plain values (counters, hyperparameters …) instead of tensors.")
 @ring_options
 @places_option
 @click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
@@ -37,6 +39,7 @@ def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
     run: str | None,
     step: int | None,
     pattern: str | None,
+    values: bool,  # noqa: FBT001 - click's way
     tier: str,
     ring_folder: Path,
     remote: str | None,
@@ -46,29 +49,30 @@ def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Show the checkpoints of STORE, or the tensors of one of them.
 
     Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
-    of the newest checkpoint. With --tier dram: the rings in memory, of living processes and of killed ones, and what
+    of the newest checkpoint. With --values: the plain values in their place, and --tensors is a glob of their names.
+    With --tier dram: the rings in memory, of living processes and of killed ones, and what
     is complete in them; every frame of what killed processes left is read and checked.
     Else reads manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
     """
-    if tier == "dram" and (step is not None or pattern is not None or where or remote is not None):
-        raise click.UsageError("--tier dram lists rings: leave out --step, --tensors, --where and --remote")
-    if remote is not None and (step is not None or pattern is not None):
-        raise click.UsageError("--remote lists checkpoints: leave out --step and --tensors")
+    of_one = step is not None or pattern is not None or values
+    if tier == "dram" and (of_one or where or remote is not None):
+        raise click.UsageError("--tier dram lists rings: leave out --step, --tensors, --values, --where and --remote")
+    if remote is not None and of_one:
+        raise click.UsageError("--remote lists checkpoints: leave out --step, --tensors and --values")
+    if values and where:
+        raise click.UsageError("plain values lie in the manifest: leave out --where")
     with Store.open(store, read_only=True) as opened:
         if tier == "dram":
             ctx.exit(show_rings(opened, run, ring_folder, as_json=as_json))
-        if step is None and pattern is None:
+        if not of_one:
             note_what_is_only_in_memory(opened, run, ring_folder)
             places = None if remote is None else places_of(opened, remote, run)
             ctx.exit(_show_checkpoints(opened, run, places, as_json=as_json))
+        if values:
+            _show_values(*opened.values(step, pattern or "*", run=run or DEFAULT_RUN), as_json=as_json)
+            return
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
-        _show_tensors(checkpoint, tensors, where=where, as_json=as_json)
-        missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
-        if missing and not as_json:
-            click.echo(
-                f"MISSING: {output.count(missing, 'partition')} of them in no readable pack; see asymcheck verify"
-            )
-        ctx.exit(exits.WARNINGS if missing else exits.OK)
+        ctx.exit(_show_tensors(checkpoint, tensors, where=where, as_json=as_json))
 
 
 def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, as_json: bool) -> int:
@@ -150,17 +154,34 @@ def _metrics(item: Checkpoint) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
 
 
-def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where: bool, as_json: bool) -> None:
+def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json({"checkpoint": checkpoint, "values": values})
+        return
+    is_shared = checkpoint.world_size > 1
+    ranks = f", {output.count(checkpoint.world_size, 'rank')}" if is_shared else ""
+    click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{ranks}")
+    output.print_table(
+        [*([("rank", "right")] if is_shared else []), ("value", "left"), ("is", "left")],
+        [[*([str(one.rank)] if is_shared else []), one.name, shortened(one.text) or ""] for one in values],
+    )
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}"
+
+
+def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where: bool, as_json: bool) -> int:
+    """Print them; return the exit status, which tells whether something of them is missing."""
+    missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
+    status = exits.WARNINGS if missing else exits.OK
     if as_json:
         output.print_json({"checkpoint": checkpoint, "tensors": tensors})
-        return
+        return status
     listed = _by_tensor(tensors)
     total = output.size(sum(tensor.nbytes for tensor in tensors))
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
-    click.echo(
-        f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}: "
-        f"{output.count(len(listed), 'tensor')}, {total}{ranks}"
-    )
+    click.echo(f"{_title(checkpoint)}: {output.count(len(listed), 'tensor')}, {total}{ranks}")
     output.print_table(
         [
             ("tensor", "left"),
@@ -185,6 +206,9 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
         ],
     )
     _show_encodings(tensors)
+    if missing:
+        click.echo(f"MISSING: {output.count(missing, 'partition')} of them in no readable pack; see asymcheck verify")
+    return status
 
 
 def _by_tensor(tensors: list[StoredTensor]) -> list[list[StoredTensor]]:

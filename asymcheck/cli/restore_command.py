@@ -75,7 +75,7 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     STORE may also be a remote location, such as hdfs://namenode:8020/runs/gpt2: nothing else is needed on this machine.
 
     With --tier dram it is one that a killed process left complete in memory, durable or not: nothing but its ring is
-    read, and the ring stays as it is. The ring of a living process is refused.
+    read, and the ring stays as it is. The ring of a living process is refused. Of several ranks all have to be there.
 
     \b
     Examples:
@@ -86,7 +86,7 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
       asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
     """  # noqa: D301 - click wants the character
     if rank is not None and tier == "dram":
-        raise click.UsageError("--tier dram reads one rank's memory: leave out --rank")
+        raise click.UsageError("--tier dram puts together what all ranks left in memory: leave out --rank")
     place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from)
     with Store.open(store, read_only=True, remote=remote) as opened, output.progress("restore") as progress:
         done = export_checkpoint(

@@ -44,10 +44,9 @@ def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path
     # A folder that this user may not look into is no reason to show nothing of the store.
     with contextlib.suppress(StorageError):
         for capture in store.only_in_memory(run, ring_folder=ring_folder):
-            # What several ranks have is put together in the store alone.
             command = _restore_command(store.location, capture.run, ring_folder)
-            other = f", or {command}" if capture.world_size == 1 else ""
-            output.note(f"step {capture.step} of run {capture.run} is in memory only: restore() takes it up{other}")
+            told = f"step {capture.step} of run {capture.run} is in memory only"
+            output.note(f"{told}: restore() takes it up, or {command}")
 
 
 def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> str:

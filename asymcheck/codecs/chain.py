@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 
@@ -15,6 +16,7 @@ from asymcheck.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from asymcheck.events import timed
 from asymcheck.format import registry
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
@@ -91,7 +93,9 @@ def decode_checked(
             base = read_base(base_name, below)
         except BaseDamagedError as error:
             raise BaseDamagedError(f"{where}: partition {name.hex()} needs base {base_name.hex()}: {error}") from error
-    plain = decode(frame, payload, base, where=where)
-    if frame.digest != name or len(plain) != frame.plain_length or digest_of(plain) != name:
-        raise DigestMismatchError(f"digest mismatch in {where}")
+    with timed("decode", frame.plain_length) if frame.codec != registry.CODEC_IDENTITY else contextlib.nullcontext():
+        plain = decode(frame, payload, base, where=where)
+    with timed("verify", len(plain)):
+        if frame.digest != name or len(plain) != frame.plain_length or digest_of(plain) != name:
+            raise DigestMismatchError(f"digest mismatch in {where}")
     return plain

@@ -313,6 +313,8 @@ _PIECE = 10**_DIGITS
 
 
 def _decimal(value: int) -> str:
+    if -_PIECE < value < _PIECE:
+        return str(value)
     sign, value = ("-", -value) if value < 0 else ("", value)
     pieces = []
     while value >= _PIECE:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import ForeignFileError, InvalidInputError
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.files import Draft, SourceFile
 from asymcheck.interop.hugging_face import other_files, read_folder
@@ -156,11 +156,12 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
     :func:`export_checkpoint` can bring all of it back.
 
     Raises:
-        InvalidInputError: there is no such file, or it is of no known format.
+        NotFoundError: there is no such file.
+        InvalidInputError: it is of no known format.
         ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
     """
     if not path.exists():
-        raise InvalidInputError(f"{path} does not exist")
+        raise NotFoundError(f"{path} does not exist")
     meter = _Meter(progress)
     with contextlib.ExitStack() as stack:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from asymcheck.errors import InvalidInputError
@@ -10,35 +11,21 @@ from asymcheck.format.layout import DESCRIPTOR_NAME
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth", ".bin")
-# Names that stand for one file of a format which is not written here: a folder of that name is not what is meant.
-_UNKNOWN = (
-    *(
-        ".ckpt",
-        ".gguf",
-        ".ggml",
-        ".h5",
-        ".hdf5",
-        ".keras",
-        ".msgpack",
-        ".npy",
-        ".npz",
-        ".onnx",
-        ".ot",
-        ".pb",
-        ".pickle",
-    ),
-    *(".pkl", ".tflite", ".json", ".gz", ".tar", ".tgz", ".xz", ".zip", ".zst"),
-)
+# Meant for a file; a suffix that begins with a digit is a part of names like llama-3.1.
+_A_SUFFIX = re.compile(r"\.[^\W\d_]\w*")
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a name stands for: ``safetensors``, ``torch``, ``unknown``, or else ``folder``."""
+    """Return the format that a name stands for: ``safetensors``, ``torch``, ``unknown``, or else ``folder``.
+
+    A folder that is there is one, whatever its suffix, unless that is one of the known.
+    """
     suffix = path.suffix.lower()
     if suffix == _SAFETENSORS:
         return "safetensors"
     if suffix in _TORCH:
         return "torch"
-    return "unknown" if suffix in _UNKNOWN else "folder"
+    return "unknown" if _A_SUFFIX.fullmatch(suffix) and not path.is_dir() else "folder"
 
 
 def check_target(path: Path) -> str:
@@ -50,8 +37,8 @@ def check_target(path: Path) -> str:
     kind = format_of(path)
     if kind == "unknown":
         raise InvalidInputError(
-            f"{path}: there is no writing {path.suffix} files; give a name that ends in .safetensors or .pt, or one "
-            "without suffix for a folder"
+            f"{path}: there is no writing {path.suffix} files; give a name that ends in "
+            f"{', '.join((_SAFETENSORS, *_TORCH))}, or one without suffix for a folder"
         )
     resolved = Path(os.path.realpath(path))
     # What is written takes the place of what is there, and nothing can take the place of the folder that we are in.

@@ -30,7 +30,7 @@ _OLDER_LOOKED_AT = 8
 def encoder_for(there: RemoteTier) -> Encoder:
     """Return what decides how frames are stored in a location; who keeps it, keeps what it has measured."""
     config = there.config.remote
-    return Encoder(config.compression, "hdfs", config.pack_bytes, lambda: there.pace.write_bytes_per_s)
+    return Encoder(config.compression, "hdfs", lambda: there.pace.write_bytes_per_s)
 
 
 def push(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -30,6 +31,7 @@ class Box:
     """Shape of the part."""
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def of_whole(cls, shape: tuple[int, ...]) -> Box:
         """Return the box of a tensor that no other rank has a part of."""
         return cls(shape, (0,) * len(shape), shape)

@@ -37,12 +37,15 @@ class TensorBytes(abc.ABC):
         """Fill ``target`` with the bytes from ``start`` on; threads may call this together."""
 
 
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that have bytes of their own; instances of others are something else besides."""
+
 Source = torch.Tensor | np.ndarray | TensorBytes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Leaf:
-    """One tensor of a state, with every name it has there."""
+    """One tensor of a state, with every name it has there. Slots: thousands of dicts would set off the collector."""
 
     source: Source
     """The tensor itself; its bytes are read when they are captured."""
@@ -58,7 +61,7 @@ class Leaf:
     """Tensors are bundled only with others of the same group."""
     box: Box
     """Which part of the whole tensor, over all ranks, it is."""
-    aliases: list[str] = dataclasses.field(default_factory=list)
+    aliases: tuple[str, ...] = ()
     """Its further names."""
     key: tuple[object, ...] | None = None
     """See :func:`identity_key`."""
@@ -80,15 +83,27 @@ class Leaf:
 
         Without ``wait``, a copy from a device is only queued there, on the current stream.
         """
-        if isinstance(self.source, TensorBytes):
-            self.source.read(start, target)
+        source = self.source
+        if not isinstance(source, (torch.Tensor, np.ndarray)):
+            source.read(start, target)
             return
-        flat = self._bytes(self.source)[start : start + len(target)]
+        flat = self._bytes(source)[start : start + len(target)]
         if flat.device.type == "cpu":
             # numpy, not torch: one plain memcpy, no thread pool that would compete with the training thread's.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
+
+    def some_bytes(self, start: int, length: int) -> bytes:
+        """Return a copy of some bytes, read at once."""
+        source = self.source
+        if length == self.nbytes and isinstance(source, torch.Tensor) and source.dtype == torch.float32:
+            # Hundreds of steps of optimizers, a few bytes each, come this way while training waits.
+            return source.detach().resolve_neg().cpu().numpy().tobytes()
+        data = bytearray(length)
+        if data:
+            self.copy_bytes(start, memoryview(data))
+        return bytes(data)
 
     def lying_bytes(self, start: int, length: int) -> memoryview | None:
         """Return the bytes themselves, not a copy of them; None unless they lie in host memory in row-major order."""
@@ -146,30 +161,31 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     Raises:
         UnsupportedValueError: it has no bytes that could be stored; names ``path``.
     """
+    # A state has many tensors, and it is while training waits that they are described: the usual type comes first.
+    if isinstance(source, torch.Tensor):
+        _check_tensor(source, path)
+        name = TORCH_NAMES.get(source.dtype)
+        if name is None:
+            raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
+        shape = tuple(source.shape)
+        return Leaf(source, path, name, shape, source.nbytes, group, box or Box.of_whole(shape))
     if isinstance(source, TensorBytes):
         return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
-    if isinstance(source, np.ndarray):
-        if type(source) not in (np.ndarray, np.memmap):
-            raise UnsupportedValueError(
-                path,
-                f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray() and store the rest",
-            )
-        dtype = numpy_name(source.dtype)
-        if dtype is None:
-            raise UnsupportedValueError(
-                path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert to numbers"
-            )
-        return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
-    _check_tensor(source, path)
-    name = TORCH_NAMES.get(source.dtype)
-    if name is None:
-        raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
-    shape = tuple(source.shape)
-    return Leaf(source, path, name, shape, source.numel() * source.element_size(), group, box or Box.of_whole(shape))
+    if type(source) not in (np.ndarray, np.memmap):
+        raise UnsupportedValueError(
+            path,
+            f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray() and store the rest",
+        )
+    dtype = numpy_name(source.dtype)
+    if dtype is None:
+        raise UnsupportedValueError(
+            path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert to numbers"
+        )
+    return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in PLAIN_TENSORS:
         raise UnsupportedValueError(
             path,
             f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()",
@@ -182,7 +198,7 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
         raise UnsupportedValueError(
             path, "quantized tensors are not supported; store int_repr() with scale and zero point"
         )
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise UnsupportedValueError(path, "the tensor is on the meta device and has no bytes")
 
 
@@ -191,12 +207,12 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
 
     None when nothing can be shared.
     """
-    if isinstance(source, (np.ndarray, TensorBytes)):
+    if not isinstance(source, torch.Tensor):
         return ("object", id(source))
     if source.numel() == 0:
         return None
     flags = (source.is_conj(), source.is_neg())
-    return (source.device, source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, flags)
+    return (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device, flags)
 
 
 def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:

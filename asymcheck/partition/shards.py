@@ -36,6 +36,16 @@ class TensorShard:
     """Where the part begins in the whole, for each dimension."""
 
     @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor, as that of a ``DTensor`` is; ``local.shape`` is that of the part."""
+        return torch.Size(self.global_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the part and of the whole."""
+        return self.local.dtype
+
+    @property
     def box(self) -> Box:
         """The part, without its bytes."""
         return Box(tuple(self.global_shape), tuple(self.offset), tuple(self.local.shape))

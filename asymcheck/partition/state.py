@@ -14,7 +14,7 @@ from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
 from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
-from asymcheck.partition.leaves import Leaf, Source, TensorBytes, identity_key, make_leaf
+from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.partition.shards import TensorShard, is_dtensor, shard_of
 from asymcheck.types import Stateful, is_stateful
 
@@ -64,17 +64,18 @@ class _Walker:
             return self._scalar(value, name)
         if depth == 1:
             self._group = name or ""
-        if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
-            if is_dtensor(value):
-                return self._shard(shard_of(value, name or ""), name or "")
-            return self._tensor(value, name or "")
-        if kind is TensorShard:
-            return self._shard(value, name or "")  # type: ignore[arg-type]  # the type was just compared
+        # What there is most of comes first, and types are compared: isinstance() takes longer, above all to say no.
+        if kind in PLAIN_TENSORS:
+            return self._tensor(value, name or "")  # type: ignore[arg-type]  # the type was just compared
         if kind is dict or kind is OrderedDict:
-            return self._mapping(value, name, depth)  # type: ignore[arg-type]  # the type was just compared
+            return self._mapping(value, name, depth)  # type: ignore[arg-type]  # as above
         if kind is list or kind is tuple:
             items = [self.node(item, _below(name, str(i)), depth + 1) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
             return ["l" if kind is list else "t", items]
+        if kind is TensorShard or is_dtensor(value):
+            return self._shard(shard_of(value, name or "") if is_dtensor(value) else value, name or "")  # type: ignore[arg-type]  # as above
+        if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
+            return self._tensor(value, name or "")
         if is_stateful(value) and not isinstance(value, (Mapping, type)):
             return self._stateful(value, name, depth)
         return self._plain(value, name)
@@ -89,9 +90,11 @@ class _Walker:
         return self._mapping(state, name, depth)  # type: ignore[arg-type]  # the type was just compared
 
     def _mapping(self, value: Mapping[object, object], name: str | None, depth: int) -> Node:
-        pairs = []
+        pairs: list[Node] = []
+        part: str
         for key, item in value.items():
-            node, part = self._key(key, name)
+            # Nearly all are, and what has no other letters is valid.
+            node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
             pairs.append([node, self.node(item, _below(name, part), depth + 1)])
         if type(value) is dict:
             return ["d", pairs]
@@ -119,7 +122,7 @@ class _Walker:
         leaf.key = key = identity_key(value)
         row = None if key is None else self._rows.get(key)
         if row is not None and self.leaves[row].box == leaf.box:
-            self.leaves[row].aliases.append(name)
+            self.leaves[row].aliases += (name,)
             return [tag, row]
         self.leaves.append(leaf)
         if key is not None:

@@ -70,14 +70,12 @@ class Base:
 class Encoder:
     """Encodes for one target, by one mode. Thread-safe."""
 
-    def __init__(
-        self, mode: Compression, target: Tier, batch: int, link: Callable[[], float | None] | None = None
-    ) -> None:
-        """Encode for ``target``, in batches of ``batch`` bytes; ``link`` says what one thread writes to it a second."""
+    def __init__(self, mode: Compression, target: Tier, link: Callable[[], float | None] | None = None) -> None:
+        """Encode for ``target``; ``link`` says how many bytes a second one thread writes to it."""
         self.meter = Meter()
         """Measures what the target takes, where nobody else does."""
         self._link = link or (lambda: self.meter.bytes_per_s)
-        self._mode, self._target, self._batch = mode, target, batch
+        self._mode, self._target = mode, target
         self._lock = threading.Lock()
         self._sampled: dict[tuple[str, Segment, int], Sampled] = {}
         self._since: dict[tuple[str, Segment, int], int] = {}
@@ -115,7 +113,7 @@ class Encoder:
     def move(self, name: Digest, source: Tier, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Move:
         """Decide how a partition is stored, which may be decoded from any of ``bases``, one for a codec."""
         choice = self._choice(plain, contents, bases)
-        return Move((name,), source, self._target, choice.codec, self._batch, choice.why)
+        return Move((name,), source, self._target, choice.codec, choice.why)
 
     def _choice(self, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Choice:
         link = self._link()
@@ -159,7 +157,7 @@ class Encoder:
         """Encode a partition as a move says, or without a base if that fails; None when it is to be stored as it is."""
         encoded = None
         if move.codec != CODEC_IDENTITY:
-            with timed("encode", len(plain), lambda: {"role": contents.role, "why": move.why}):
+            with timed("encode", len(plain), lambda: _told(move, contents)):
                 base = next((one for one in bases if one.codec == move.codec), None)
                 began = time.perf_counter()
                 encoded = _encode(move.digests[0], plain, contents.segments, base)
@@ -172,6 +170,10 @@ class Encoder:
             codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
             self._reasons.setdefault(contents.role, {})[codec] = move.why
         return encoded
+
+
+def _told(move: Move, contents: Contents) -> dict[str, str]:
+    return {"from": move.source, "to": move.target, "role": contents.role, "why": move.why}
 
 
 def _encode(name: Digest, plain: memoryview, segments: Sequence[Segment], base: Base | None) -> Encoded | None:

@@ -187,7 +187,7 @@ class Joint:
             said = {
                 "generation": place.generation,
                 "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
-                "is_void": any(json.loads(report)["is_void"] for report in reports),
+                "is_void": any(json.loads(report)["is_void"] for report in set(reports)),
             }
             return json.dumps(said).encode()
 
@@ -213,7 +213,8 @@ class Joint:
         capture, ref = moving.capture, moving.drain.ref
 
         def decide(reports: Sequence[bytes]) -> bytes:
-            found = [json.loads(report) for report in reports]
+            # Of many ranks nearly all say the same: that nothing is to be said.
+            found = [json.loads(report) for report in dict.fromkeys(reports)]
             with self._lock:
                 self._is_outdated |= any(one["is_outdated"] for one in found)
             capture.paces = [Pace(**one["pace"]) for one in found if one["pace"] is not None]

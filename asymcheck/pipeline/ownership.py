@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
-from asymcheck.partition.leaves import Leaf, Source, identity_key
+from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.partition.shards import is_dtensor, shard_of
 
 _T = TypeVar("_T")
@@ -39,12 +39,15 @@ def deferred_rows(leaves: Sequence[Leaf], optimizers: Iterable[Optimizer]) -> li
     That holds for parameters and state of these optimizers, unless something else in the state lies in the same memory:
     a buffer that shares one allocation with parameters, a view or a numpy array of one.
     """
-    owned = {identity_key(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)} - {None}
+    theirs = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    ours = {id(leaf.source) for leaf in leaves}
+    # Most of a state are the very objects that optimizers have; only for the rest is it worth to compare memory.
+    owned = {identity_key(tensor) for name, tensor in theirs.items() if name not in ours} - {None}
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
     others: list[Source] = []
     for row, leaf in enumerate(leaves):
-        if leaf.key not in owned:
+        if leaf.key is None or (id(leaf.source) not in theirs and leaf.key not in owned):
             others.append(leaf.source)
         elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
             storage = leaf.source.untyped_storage()
@@ -75,14 +78,13 @@ def _address(source: Source) -> int:
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            values = (parameter, *optimizer.state.get(parameter, {}).values())
-            for value in values:
-                if isinstance(value, torch.Tensor) and is_dtensor(value):
+            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
+                # Those of other types have no memory of their own that could be compared.
+                if type(value) in PLAIN_TENSORS:
+                    yield value
+                elif isinstance(value, torch.Tensor) and is_dtensor(value):
                     # What the optimizer changes is the part that is here; the state has that very memory.
                     yield shard_of(value, "").local
-                elif type(value) in (torch.Tensor, torch.nn.Parameter):
-                    # Others have no memory of their own that could be compared.
-                    yield value
 
 
 class Fences:

@@ -38,10 +38,12 @@ class Divergence:
         """Say it, with the digest of the other copy as the checkpoint has it."""
         other = self._other_digest(manifests, run, ref)
         more = "" if self.tensors == 1 else f" (or one of {self.tensors - 1} beside it)"
+        # Which of them found it depends on who writes for both: to who reads it that makes no difference.
+        (first, its), (second, others) = sorted({self.owner: other, self.rank: self.digest}.items())
         return (
-            f"step {ref.step} of run {run!r}: tensor {self.tensor}{more} is not the same on ranks {self.owner} and "
-            f"{self.rank}, as it was until step {self.equal_until}: from byte {self.start} on, rank {self.owner} has "
-            f"digest {other}, rank {self.rank} has {self.digest}. Each rank's own was saved"
+            f"step {ref.step} of run {run!r}: tensor {self.tensor}{more} is not the same on ranks {first} and "
+            f"{second}, as it was until step {self.equal_until}: from byte {self.start} on, rank {first} has "
+            f"digest {its}, rank {second} has {others}. Each rank's own was saved"
         )
 
     def _other_digest(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:

@@ -56,7 +56,7 @@ def manifest_rows(
     return [
         TensorRow(
             name=leaf.name,
-            aliases=tuple(leaf.aliases),
+            aliases=leaf.aliases,
             dtype=leaf.dtype,
             role=leaf.role,
             shape=leaf.shape,

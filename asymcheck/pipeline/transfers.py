@@ -184,10 +184,7 @@ class Asides:
             self._wanted.setdefault(lane, []).append((Piece(row, start, length), give))
 
     def _read(self, piece: Piece, give: Give) -> None:
-        data = bytearray(piece.length)
-        if data:
-            self._leaves[piece.row].copy_bytes(piece.start, memoryview(data))
-        give(bytes(data))
+        give(self._leaves[piece.row].some_bytes(piece.start, piece.length))
 
     def gather(self) -> None:
         """Gather what was asked for; where the staging buffer has no room for it, the program waits and reads it."""

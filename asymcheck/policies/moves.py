@@ -22,7 +22,5 @@ class Move:
     """Where they are to lie, too."""
     codec: int
     """Number of the codec in which they are stored there."""
-    batch: int
-    """Bytes of frames that are made durable together."""
     why: str
     """The reason for the codec, for people."""

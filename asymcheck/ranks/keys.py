@@ -43,8 +43,8 @@ class Keys:
         has_more = getattr(self._store, "has_extended_api", lambda: False)
         self._multi_get = getattr(self._store, "multi_get", None) if has_more() else None
 
-    def put(self, key: str, value: bytes) -> None:
-        """Put a value of any length there: once the key is there, all of it is.
+    def put(self, key: str, value: bytes) -> int:
+        """Put a value of any length there: once the key is there, all of it is. Returns in how many pieces it lies.
 
         Raises:
             RanksError: the store does not answer.
@@ -54,6 +54,7 @@ class Keys:
             for number, piece in reversed(list(enumerate(pieces))):
                 head = b"" if number else len(pieces).to_bytes(_COUNT_BYTES, "little")
                 self._store.set(_piece_key(key, number), head + piece)
+        return len(pieces)
 
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether all of these are there.
@@ -73,6 +74,27 @@ class Keys:
         with _translated(f"get {keys[0] if keys else ''}"):
             return [self._whole(key, first) for key, first in zip(keys, self._firsts(keys), strict=True)]
 
+    def take(self, key: str) -> bytes:
+        """Return a value that is there, and remove it.
+
+        Raises:
+            RanksError: the store does not answer.
+        """
+        with _translated(f"get {key}"):
+            (first,) = self._firsts([key])
+            value = self._whole(key, first)
+            self._remove(key, _count(first))
+        return value
+
+    def remove(self, key: str, pieces: int) -> None:
+        """Remove a key that lies in so many pieces; of many ranks, each asks the one server as seldom as it can.
+
+        Raises:
+            RanksError: the store does not answer.
+        """
+        with _translated("delete keys"):
+            self._remove(key, pieces)
+
     def _firsts(self, keys: Sequence[str]) -> Iterator[bytes]:
         for some in in_parts(keys):
             if self._multi_get is not None:
@@ -81,8 +103,7 @@ class Keys:
                 yield from map(self._store.get, some)
 
     def _whole(self, key: str, first: bytes) -> bytes:
-        count = int.from_bytes(first[:_COUNT_BYTES], "little")
-        more = [self._store.get(_piece_key(key, number)) for number in range(1, count)]
+        more = [self._store.get(_piece_key(key, number)) for number in range(1, _count(first))]
         return b"".join([first[_COUNT_BYTES:], *more])
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -93,17 +114,22 @@ class Keys:
         """
         with _translated("delete keys"):
             for key in keys:
-                if not self._store.check([key]):
-                    continue
-                count = int.from_bytes(self._store.get(key)[:_COUNT_BYTES], "little")
-                for number in range(count):
-                    self._store.delete_key(_piece_key(key, number))
+                if self._store.check([key]):
+                    self._remove(key, _count(self._store.get(key)))
+
+    def _remove(self, key: str, pieces: int) -> None:
+        for number in range(pieces):
+            self._store.delete_key(_piece_key(key, number))
 
 
 def in_parts(keys: Sequence[str]) -> Iterator[list[str]]:
     """Yield keys as many at a time as are asked for at once."""
     for start in range(0, len(keys), _AT_ONCE):
         yield list(keys[start : start + _AT_ONCE])
+
+
+def _count(first: bytes) -> int:
+    return int.from_bytes(first[:_COUNT_BYTES], "little")
 
 
 def _piece_key(key: str, number: int) -> str:

@@ -21,7 +21,7 @@ from asymcheck.ranks.ranks import Ranks
 _POLL_S = (0.0002, 0.05)
 """How long is slept between two looks, at first and in the end …"""
 _POLL_OF_EACH_S = 50e-6
-"""… and more for each rank: all of them ask one server."""
+"""… and more for each that looks at the same time: all of them ask one server."""
 _LATE_SHARE = 0.1
 """What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
 _ENDING_S = 10.0
@@ -47,6 +47,7 @@ class Session:
         self._lock = threading.Lock()
         self._was_missing = threading.Event()
         self._number = 0
+        self._reported: tuple[Round, int] | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
         self.is_ending: Callable[[], bool] = lambda: False
@@ -63,7 +64,7 @@ class Session:
         keys = ranks.connect()
         meeting = f"{run}/meet"
         mine = json.dumps({"token": os.urandom(8).hex(), "terms": dict(terms)}).encode()
-        clock = _Clock(ranks.timeout_s, ranks.world_size, lambda: False)
+        clock = _Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
         if ranks.rank == 0:
             name = os.urandom(8).hex()
             keys.put(meeting, name.encode())
@@ -101,7 +102,7 @@ class Session:
 
     def _heard(self, at: Round, what: str, timeout_s: float) -> bytes:
         key = self._key(at)
-        clock = self._clock(timeout_s)
+        clock = self._clock(self.world_size, timeout_s)
         if not clock.wait(lambda: self._keys.has([key])):
             self._was_missing.set()
             raise _missing([0], what, clock.waited_s)
@@ -114,9 +115,7 @@ class Session:
             found = json.loads(value)
             raise _missing(found["ranks"], what, found["waited_s"])
         if tag == _EACH:
-            own = f"{key}/to/{self.rank}"
-            (value,) = self._keys.get([own])
-            self._keys.drop([own])
+            value = self._keys.take(f"{key}/to/{self.rank}")
         return value
 
     # ------------------------------------------------------------------------------------------------------- a round
@@ -125,7 +124,7 @@ class Session:
         """Give this rank's report of a round without waiting for the verdict; on rank 0, only a failure."""
         tagged = (_FAILED if failed else _SAID) + value
         if not self.is_first:
-            self._keys.put(self._report_key(at, self.rank), tagged)
+            self._reported = at, self._keys.put(self._report_key(at, self.rank), tagged)
         elif failed:
             self._post(self._key(at), _FAILED + f"rank 0: {value.decode()}".encode(), at)
 
@@ -169,12 +168,13 @@ class Session:
         """
         # Rank 0 may begin to wait for a missing rank later than this one, and its verdict names that one.
         verdict = self._heard(at, what, 2 * self._ranks.timeout_s)
-        self._keys.drop([self._report_key(at, self.rank)])
+        if self._reported is not None and self._reported[0] == at:
+            self._keys.remove(self._report_key(at, self.rank), self._reported[1])
         return verdict
 
     def _gather(self, at: Round, value: bytes, what: str) -> list[bytes]:
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        clock = self._clock(self._ranks.timeout_s)
+        clock = self._clock(1, self._ranks.timeout_s)
         found: list[bytes] = [_SAID + value]
         for some in in_parts(keys):
             if not clock.wait(partial(self._keys.has, some)):
@@ -200,13 +200,13 @@ class Session:
             self._keys.put(self._report_key(at, self.rank), b"")
             return
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        clock = self._clock(min(self._ranks.timeout_s, _ENDING_S))
+        clock = self._clock(1, min(self._ranks.timeout_s, _ENDING_S))
         if all(clock.wait(partial(self._keys.has, some)) for some in in_parts(keys)):
             self._forget_before(at)
         self._keys.drop(keys)
 
-    def _clock(self, timeout_s: float) -> _Clock:
-        return _Clock(timeout_s, self.world_size, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
+    def _clock(self, lookers: int, timeout_s: float) -> _Clock:
+        return _Clock(timeout_s, lookers, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
 
     # ------------------------------------------------------------------------------------------------------- keys
 
@@ -230,16 +230,16 @@ class Session:
 
 
 class _Clock:
-    """Waits for something by looking at it, ever less often, up to a limit."""
+    """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
 
     def __init__(
-        self, timeout_s: float, world_size: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
+        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
     ) -> None:
         self._began = time.monotonic()
         self._timeout_s, self._ending_s = timeout_s * share_of_patience, _ENDING_S * share_of_patience
         self._is_ending = is_ending
         self._ending_since: float | None = None
-        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + world_size * _POLL_OF_EACH_S
+        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
 
     @property
     def waited_s(self) -> float:

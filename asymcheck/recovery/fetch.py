@@ -8,6 +8,7 @@ from functools import partial
 
 from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader, decode_checked
 from asymcheck.errors import UNKNOWING, DamagedPartitionError, FormatError, StorageError
+from asymcheck.events import timed
 from asymcheck.format.frame import FrameDescriptor, check_frame
 from asymcheck.format.pack import check_entry
 from asymcheck.format.registry import BLOCK_BYTES
@@ -30,7 +31,9 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
     searching = threading.Lock()
 
     def read(name: Digest, slot: Slot) -> None:
-        place(name, read_any(sources, name, slot, searching))
+        plain = read_any(sources, name, slot, searching)
+        with timed("place", len(plain)):
+            place(name, plain)
 
     ordered = sources.in_reading_order(digests)
     sources.expect(ordered)
@@ -116,7 +119,8 @@ def read_frame(copy: Copy, slot: Slot) -> tuple[FrameDescriptor, memoryview, str
         StorageError: the device refused.
     """
     where = str(copy)
-    frame = copy.pack.read_frame(copy.sequence, slot)
+    with timed("read", stored_length(copy)):
+        frame = copy.pack.read_frame(copy.sequence, slot)
     descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.sequence, where)
     check_entry(copy.pack.entries[copy.sequence], descriptor, where)
     return descriptor, payload, where

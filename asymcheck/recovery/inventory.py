@@ -11,6 +11,7 @@ from asymcheck.format.registry import CODECS
 from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.recovery.names import no_match
 from asymcheck.recovery.resolve import candidates, read_manifests
+from asymcheck.recovery.values import plain_values
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef
 
@@ -63,6 +64,37 @@ class StoredTensor:
     """Where its bytes lie otherwise, in order."""
     why: Mapping[str, str]
     """Why tensors of its role are stored in a codec, by the names of codecs, as the save noted for people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """One plain value of a checkpoint, as one rank saved it."""
+
+    name: str
+    """Dotted name in the state."""
+    text: str
+    """The value as Python writes it, or a few words for what has no literal."""
+    rank: int
+    """The rank that saved it."""
+
+
+def values(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:
+    """Return a checkpoint (the newest by default) and its plain values whose name matches a glob, in their order.
+
+    Raises:
+        CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
+        InvalidInputError: the glob matches none.
+    """
+    listing = candidates(tier, run, step)[0]
+    found = [
+        StoredValue(name, text, manifest.header.rank)
+        for manifest in read_manifests(tier, listing)
+        for name, text in plain_values(manifest).items()
+    ]
+    chosen = [value for value in found if fnmatch.fnmatchcase(value.name, pattern)]
+    if not chosen and pattern != "*":
+        raise no_match(pattern, (value.name for value in found), "the plain values of the checkpoint")
+    return listing.ref, chosen
 
 
 def inventory(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredTensor]]:

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     PartialRestoreError,
     StateMismatchError,
 )
+from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.assemble import Assembly, Placement
@@ -98,7 +99,8 @@ def read_first(tier: ReadTier, run: str, step: int | None, read: Read, *, fall_b
         InconsistentCheckpointError: none of the candidates can be restored; lists the reasons.
         HeadRecordError: which checkpoint is newest cannot be known.
     """
-    listings = candidates(tier, run, step)
+    with timed("find", 0, lambda: {"run": run}):
+        listings = candidates(tier, run, step)
     skipped: list[str] = []
     for _ in range(_ATTEMPTS):
         skipped.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import PurePath
 
 from asymcheck.errors import (
@@ -16,6 +17,7 @@ from asymcheck.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from asymcheck.events import Detail, timed
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import check_generations, read_line
 from asymcheck.recovery.locate import Needs, Sources
@@ -116,12 +118,18 @@ def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[
     """
     for listing in listings:
         try:
-            yield resolve_one(tier, listing)
+            with timed("find", 0, partial(_named, listing)):
+                resolved = resolve_one(tier, listing)
+            yield resolved
         except (UnsupportedFormatError, *UNKNOWING):
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:
             skipped.append(f"{listing.ref}: {error}")
+
+
+def _named(listing: CheckpointFiles) -> Detail:
+    return {"run": listing.run, "step": listing.ref.step}
 
 
 def resolve_one(tier: ReadTier, listing: CheckpointFiles) -> Resolved:
@@ -172,4 +180,4 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
             else "one rank has two manifests"
         )
         raise InconsistentCheckpointError(f"{what} (world size {listing.world_size})")
-    return [tier.manifests.read(listing.run, listing.ref, name) for name in listing.manifests]
+    return tier.manifests.read_all(listing)

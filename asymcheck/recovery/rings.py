@@ -13,13 +13,11 @@ from asymcheck.errors import (
     DamagedPartitionError,
     FormatError,
     InconsistentCheckpointError,
-    InvalidInputError,
     LockTimeoutError,
 )
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.ring import CaptureEntry
 from asymcheck.recovery.assemble import Placement
-from asymcheck.recovery.load import Finish, Loaded
+from asymcheck.recovery.load import Loaded
 from asymcheck.recovery.resolve import alternatives
 from asymcheck.recovery.stream import Sink, hand_on
 from asymcheck.tiers.dram_ring import RingCapture, RingFile, RingReader, left_rings, look_at
@@ -76,7 +74,7 @@ class _Found:
     """The rings of a store in one folder, and the captures of one run in them."""
 
     def __init__(self, tier: ReadTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
-        self.captures: list[tuple[CheckpointRef, RingReader, CaptureEntry]] = []
+        self.captures: dict[CheckpointRef, list[tuple[Manifest, RingReader]]] = {}
         self.in_use: list[str] = []
         self.damaged: list[str] = []
         self.runs: set[str] = set()
@@ -96,16 +94,15 @@ class _Found:
                 self.in_use.append(_user(reader))
             else:
                 self._take(reader)
-        self.captures.sort(key=lambda found: found[0], reverse=True)
 
     def _take(self, reader: RingReader) -> None:
         for entry in reader.captures:
             try:
-                ref = reader.manifest(entry)[0].header.ref
+                manifest, _ = reader.manifest(entry)
             except FormatError as error:
                 self.damaged.append(str(error))
             else:
-                self.captures.append((ref, reader, entry))
+                self.captures.setdefault(manifest.header.ref, []).append((manifest, reader))
 
 
 def _user(reader: RingReader) -> str:
@@ -120,7 +117,8 @@ def stream_from_rings(
 ) -> Loaded:
     """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
 
-    A damaged one gives way to the next older one; a step, to another attempt at it.
+    Of several ranks, what all of them left, put together. A damaged one, or one that a rank lacks, gives way to the
+    next older one; a step, to another attempt at it.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -130,15 +128,24 @@ def stream_from_rings(
     with contextlib.ExitStack() as stack:
         found = _Found(tier, folder, wanted.run, stack)
         skipped = [*found.in_use, *found.damaged]
-        tried = [one for one in found.captures if wanted.step in (None, one[0].step)]
-        for ref, reader, entry in tried:
+        for ref in sorted(found.captures, reverse=True):
+            if wanted.step not in (None, ref.step):
+                continue
+            # One rank's may lie in several rings, intact in any of them.
+            by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
+            first, *others = [by_rank[rank] for rank in sorted(by_rank)]
+            if len(by_rank) < first.header.world_size:
+                which = ", ".join(map(str, sorted(by_rank)))
+                reason = f"of its {first.header.world_size} ranks only {which} left it complete in memory"
+                skipped.append(f"{ref}: {reason}")
+                continue
+            fetch = partial(_fetch, found.captures[ref])
             try:
-                manifest, _ = reader.manifest(entry)
-                finish = _read_one(reader, manifest, wanted, sink, progress)
+                finish = hand_on([first, *others], wanted.tensors, sink, progress, fetch)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
-            return Loaded(finish(), wanted.run, ref, manifest, tuple(skipped))
+            return Loaded(finish(), wanted.run, ref, first, tuple(skipped), tuple(others))
     raise _nothing(tier, folder, wanted, found, skipped)
 
 
@@ -155,7 +162,7 @@ def _nothing(
     if skipped:
         message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
         return InconsistentCheckpointError(message, skipped)
-    there = alternatives({ref.step for ref, *_ in found.captures}, found.runs - {wanted.run})
+    there = alternatives({ref.step for ref in found.captures}, found.runs - {wanted.run})
     if not found.runs:
         there = "; no ring of this store is there"
     return CheckpointNotFoundError(
@@ -163,26 +170,19 @@ def _nothing(
     )
 
 
-def _read_one(
-    reader: RingReader, manifest: Manifest, wanted: RingWanted, sink: Sink, progress: Progress | None
-) -> Finish:
-    if manifest.header.world_size != 1:
-        raise InvalidInputError(
-            f"{manifest.header.ref} was saved by {manifest.header.world_size} ranks; this version restores those of one"
-        )
-    return hand_on(manifest, wanted.tensors, sink, progress, partial(_fetch, reader, manifest))
-
-
-def _fetch(reader: RingReader, manifest: Manifest, placement: Placement) -> None:
-    """Check and place all bytes that ``placement`` wants.
+def _fetch(parts: Sequence[tuple[Manifest, RingReader]], placement: Placement) -> None:
+    """Check and place all bytes that ``placement`` wants; what several ranks have may lie in the ring of one.
 
     Raises:
-        DamagedPartitionError: a partition lies in no intact frame of the ring.
+        DamagedPartitionError: a partition lies in no intact frame of the rings.
     """
-    places, lengths = reader.offsets(), manifest.partitions()
+    offsets = [(reader, reader.offsets()) for _, reader in parts]
+    lengths = {name: length for manifest, _ in parts for name, length in manifest.partitions().items()}
     for name in placement.wanted:
-        intact = reader.intact(places.get(name, []), name, lengths[name])
+        tried = (reader.intact(places.get(name, []), name, lengths[name]) for reader, places in offsets)
+        intact = next(filter(None, tried), None)
         if intact is None:
-            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {reader.path}", name)
+            where = ", ".join(str(reader.path) for reader, _ in offsets)
+            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
         placement.put(name, intact[1])
     placement.put_inline()

@@ -77,10 +77,14 @@ def _stream_one(
 
 
 def hand_on(
-    manifest: Manifest, tensors: str, sink: Sink, progress: Progress | None, fetch: Callable[[Placement], None]
+    manifests: Sequence[Manifest],
+    tensors: str,
+    sink: Sink,
+    progress: Progress | None,
+    fetch: Callable[[Placement], None],
 ) -> Finish:
     """Hand what ``fetch`` places, all bytes of a placement, to ``sink``; when that fails, the sink keeps nothing."""
-    return _hand_on(read_outlook([manifest], manifest.header.ref, None, tensors), sink, progress, fetch)
+    return _hand_on(read_outlook(manifests, manifests[0].header.ref, None, tensors), sink, progress, fetch)
 
 
 def _hand_on(outlook: Outlook, sink: Sink, progress: Progress | None, fetch: Callable[[Placement], None]) -> Finish:

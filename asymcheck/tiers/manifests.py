@@ -11,9 +11,13 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.manifest_alike import Alike
+from asymcheck.format.manifest_reader import decode_manifest, decode_manifests
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
 from asymcheck.types import CheckpointRef, SaveId
+
+_AT_ONCE, _BYTES_AT_ONCE = 64, 16 << 20
+"""So many manifests, or bytes of them, are checked at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +120,28 @@ class ManifestReader:
             ChecksumError: the content is not what the name says.
             FormatError: it breaks another rule of the format.
         """
-        where = _where(run, ref, name)
-        manifest = decode_manifest(self.read_bytes(run, ref, name), where)
-        header = manifest.header
-        if (header.run, header.ref, header.rank, header.world_size) != (run, ref, name.rank, name.world_size):
-            raise StructureError(f"{where}: the header disagrees with the path")
+        manifest = decode_manifest(self.read_bytes(run, ref, name), _where(run, ref, name))
+        _check_path(manifest, run, ref, name)
         return manifest
+
+    def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
+        """Read the manifests of all ranks and check each against its path.
+
+        Raises:
+            MissingPartitionError, ChecksumError, FormatError: as :meth:`read`, of one of them.
+        """
+        run, ref, alike = listing.run, listing.ref, Alike()
+        found: list[Manifest] = []
+        files: list[tuple[bytes, str]] = []
+        for name in listing.manifests:
+            files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
+            is_last = name is listing.manifests[-1]
+            if is_last or len(files) == _AT_ONCE or sum(len(data) for data, _ in files) > _BYTES_AT_ONCE:
+                found += decode_manifests(files, alike)
+                files = []
+        for manifest, name in zip(found, listing.manifests, strict=True):
+            _check_path(manifest, run, ref, name)
+        return found
 
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
         """Return the content of a manifest, which has the digest in its name.
@@ -165,6 +185,12 @@ class ManifestReader:
         if (head.run, head.generation) != (run, generation):
             raise StructureError(f"{where}: the record disagrees with its path")
         return head, damaged
+
+
+def _check_path(manifest: Manifest, run: str, ref: CheckpointRef, name: ManifestName) -> None:
+    header = manifest.header
+    if (header.run, header.ref, header.rank, header.world_size) != (run, ref, name.rank, name.world_size):
+        raise StructureError(f"{_where(run, ref, name)}: the header disagrees with the path")
 
 
 def listed(run: str, ref: CheckpointRef, names: list[str]) -> CheckpointFiles:

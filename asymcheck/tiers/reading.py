@@ -71,6 +71,9 @@ class Manifests(Protocol):
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
         """Read one manifest and check it against its path."""
 
+    def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
+        """Read the manifests of all ranks and check each against its path."""
+
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
         """Return the content of a manifest, which has the digest in its name."""
 

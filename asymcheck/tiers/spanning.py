@@ -128,6 +128,15 @@ class SpanningManifests:
             except FormatError:
                 raise error from None
 
+    def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
+        """Read the manifests of all ranks, from afar those that are missing or damaged here."""
+        try:
+            return self._near.read_all(listing)
+        except (UnsupportedFormatError, *UNKNOWING):
+            raise
+        except (FormatError, MissingPartitionError, StorageError):
+            return [self.read(listing.run, listing.ref, name) for name in listing.manifests]
+
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
         """Return the content of a manifest that lies near."""
         return self._near.read_bytes(run, ref, name)

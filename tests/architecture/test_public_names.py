@@ -61,6 +61,7 @@ EXPECTED = [
     "StoreConfig",
     "StoredPartition",
     "StoredTensor",
+    "StoredValue",
     "TensorChange",
     "TensorNorms",
     "TensorShard",

@@ -72,3 +72,13 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
     lost = page.partition("is not first")[2]
     assert "| time to durable | M: 90 ms, torch.save 30 |" in lost
     assert "| visible stall" not in lost
+
+
+def test_the_help_says_what_each_workload_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line each, the first of its module."""
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["--help"])
+    lines = capsys.readouterr().out.partition("workloads:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(__main__.WORKLOADS)
+    assert all(line.endswith((".", ":")) and len(line.split()) > 5 for line in lines)
+    assert "  hdfs     pushing to and restoring from a real HDFS on this machine" in "\n".join(lines)

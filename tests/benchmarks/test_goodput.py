@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__
+from benchmarks.failure_trace import read_trace, repeated
 from benchmarks.goodput import (
     LLAMA3_INTERRUPTIONS,
     Costs,
@@ -21,6 +22,7 @@ from benchmarks.goodput import (
     scenarios,
     simulate,
 )
+from benchmarks.report import UnreadableReportError
 
 COSTS = Costs(
     iteration_s=1.0,
@@ -84,3 +86,43 @@ def test_what_is_no_report_of_models_is_refused(text: str, problem: str, tmp_pat
     with pytest.raises(SystemExit) as caught:
         __main__.main(["goodput", "--quick"])
     assert caught.value.code == 2
+
+
+SPOT = {"metadata": {"gap_seconds": 300}, "data": [4, 4, 4, 3, 3, 4, 4, 2, 1, 4]}
+
+
+def test_a_trace_is_the_times_between_failures(tmp_path: Path) -> None:
+    """As it is published, where each tick with fewer instances is one; or as times in a text, in any order."""
+    published, text = tmp_path / "spot.json", tmp_path / "times.txt"
+    published.write_text(json.dumps(SPOT))
+    text.write_text("2100\n900\n2400\n900\n")
+    assert read_trace(published) == read_trace(text) == [900.0, 1200.0, 300.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"metadata": {}, "data": [1, 0]}', '{"metadata": {"gap_seconds": 1}, "data": 7}', "one", "", "-5", "nan"],
+)
+def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+    """And so is one in which nothing fails."""
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(UnreadableReportError, match="trace"):
+        read_trace(tmp_path / "trace")
+    with pytest.raises(UnreadableReportError, match="cannot be read"):
+        read_trace(tmp_path / "missing")
+
+
+def test_a_played_trace_counts_what_each_gap_lets_through() -> None:
+    """Failures after 1,000 s each: the recovery is part of each gap, and whole periods but the lag are kept."""
+    lost = Failures(1000.0, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=60.0)
+    found = simulate(COSTS, lost, 10, days=100, ups=repeated([1000.0], seed=2))
+    up = 1000 - 60 - COSTS.restore_s["remote"] - COSTS.lag_s["remote"]
+    kept = int(up / (10 * COSTS.iteration_s + COSTS.stall_s)) * 10 * COSTS.iteration_s
+    # The first gap has no recovery.
+    assert found == pytest.approx(kept / 1000, rel=1e-4)
+
+
+def test_a_trace_that_never_lets_a_recovery_end_ends() -> None:
+    """No training gets on between failures that come sooner than it can begin again."""
+    lost = Failures(10.0, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=60.0)
+    assert simulate(COSTS, lost, 1, days=1, ups=repeated([10.0], seed=0)) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asymcheck
 from asymcheck import Store
@@ -18,6 +19,7 @@ from benchmarks import (
     catalog,
     codec,
     coldness,
+    dedupe,
     durable,
     goodput,
     gpu,
@@ -39,6 +41,7 @@ from benchmarks import bytes as bytes_workload
 from benchmarks.plot import draw
 from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
+from tools.local_hdfs import LocalHdfs
 
 # The peers' own: torch warns of a missing process group, matplotlib of fonts, and torchsnapshot leaves loops open.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -73,6 +76,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "bytes": lambda folder: bytes_workload.run(folder, quick=True, shape=TINY, count=2),
     "ranks": lambda folder: ranks.run(folder, quick=True, shape=ranks.Shape((2, 4), 4, 8, (1, 2), 1 << 20, 2)),
     "reshard": lambda folder: reshard.run(folder, quick=True, layers=0),
+    "dedupe": lambda folder: dedupe.run(folder, quick=True, shape=dedupe.Shape((1, 64), 2, (1, 64), 1)),
     "models": lambda folder: models.run(folder, quick=True, grid=GRID),
     "goodput": _goodput,
 }
@@ -82,6 +86,7 @@ MARKS = {
     "codec": pytest.mark.slow,
     "ranks": pytest.mark.slow,
     "reshard": pytest.mark.slow,
+    "dedupe": pytest.mark.slow,
     "models": pytest.mark.slow,
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
@@ -160,7 +165,33 @@ def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
     # Descriptor, and for each checkpoint a pack and a manifest.
     assert metrics["asymcheck push", "files of 2 checkpoints"] == 5
     assert metrics["torch.save + put", "files of 2 checkpoints"] == 2
+    # For each its tensors and its metadata; and all the bytes of the state, with more around small ones.
+    assert metrics["torch DCP through fsspec", "files of 2 checkpoints"] == 4
+    whole = metrics["torch.save + put", "2 checkpoints there"]
+    assert metrics["torch DCP through fsspec", "2 checkpoints there"] == pytest.approx(whole, rel=0.25)
     assert not list(tmp_path.iterdir())
+
+
+def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
+    """What the workload ``hdfs`` counts of the other can be loaded: torch reads it when it is fetched."""
+    # Where the client is not installed the other tests here go on.
+    from hdfs_native import Client
+
+    from benchmarks import hdfs_fsspec
+
+    state = {"model": {"w": torch.randn(100, 200)}, "epoch": 3}
+    (tmp_path / "base").mkdir()
+    with LocalHdfs(tmp_path / "base") as cluster:
+        hdfs_fsspec.save(state, f"{cluster.url}/dcp")
+        client, back = Client(cluster.url), tmp_path / "back"
+        back.mkdir()
+        for found in client.list_status("/dcp"):
+            (back / Path(found.path).name).write_bytes(client.read(found.path).read())
+    loaded = {"model": {"w": torch.zeros(100, 200)}, "epoch": 0}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(back))
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert loaded["epoch"] == 3
 
 
 def test_without_java_the_workload_hdfs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,5 +380,5 @@ def test_bytes_on_the_drive_are_those_of_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(os.urandom(8192))
     with (tmp_path / "hole").open("wb") as file:
         file.truncate(1 << 30)
-    assert bytes_workload.on_drive(tmp_path / "a") == 8192
-    assert bytes_workload.on_drive(tmp_path) == 16384
+    assert peers.on_drive(tmp_path / "a") == 8192
+    assert peers.on_drive(tmp_path) == 16384

@@ -59,6 +59,7 @@ def test_every_name_is_listed_and_every_listed_name_occurs(
         checkpointer.restore()
         with Store.open(tmp_path / "small", config=StoreConfig(compression="smallest")) as small:
             small.save({"w": torch.randn(20_000)}, step=0)
+            small.load()
     assert {interval.name for interval in seen} == set(INTERVALS)
     assert all(interval.seconds >= 0 and interval.start_s > 0 for interval in seen)
 

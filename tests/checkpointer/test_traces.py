@@ -224,3 +224,18 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
     with pytest.raises(StorageError, match="ends early: No space left on device; make room"):
         trace.close()
     assert len(json.loads(path.read_text("utf-8") + "]")) > 5
+
+
+def test_an_encoding_says_from_where_to_where_and_why(tmp_path: Path) -> None:
+    """A partition that is encoded on its way to the drive is one move between two tiers."""
+    tensor = (torch.arange(1 << 19, dtype=torch.float32) % 997).bfloat16()
+    with (
+        Store.open(tmp_path / "store", config=asymcheck.StoreConfig(compression="smallest")) as store,
+        asymcheck.trace(tmp_path / "trace.json"),
+    ):
+        store.save({"weight": tensor}, step=1)
+    moves = [record["args"] for record in _of(_read(tmp_path / "trace.json"), "encode")]
+    assert moves
+    for move in moves:
+        assert (move["from"], move["to"]) == ("dram", "nvme")
+        assert "times smaller" in move["why"]

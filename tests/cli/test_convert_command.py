@@ -42,13 +42,34 @@ def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors at all"])
 def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path, content: bytes | None) -> None:
-    """Status 2 or 3, and nothing new in the folder."""
+    """Status 2, or 3 when there is none, and nothing new in the folder."""
     source = tmp_path / "m.safetensors"
     if content is not None:
         source.write_bytes(content)
     before = list(tmp_path.iterdir())
-    assert call("convert", source, tmp_path / "store").status in (exits.USAGE, exits.NOT_FOUND)
+    status = exits.NOT_FOUND if content is None else exits.USAGE
+    assert call("convert", source, tmp_path / "store").status == status
+    assert call("convert", source, tmp_path / "m.pt").status == status
     assert list(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", [("--step", -3), ("--step", 1 << 70), ("--run", "a/b")])
+def test_options_that_cannot_be_make_no_store(call: Call, tmp_path: Path, words: tuple[object, ...]) -> None:
+    """Status 2, before anything is created."""
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store", *words).status == exits.USAGE
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
+    """No folder of that name, in either direction."""
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exits.OK
+    outcome = call("convert", tmp_path / "store", tmp_path / "a.txt")
+    assert (outcome.status, "ends in .safetensors, .pt, .pth, .bin, or" in outcome.err) == (exits.USAGE, True)
+    outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "a.txt")
+    assert (outcome.status, "a new store has no suffix" in outcome.err) == (exits.USAGE, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "store"]
 
 
 def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:

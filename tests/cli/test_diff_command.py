@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from asymcheck import Part, Store
 from asymcheck.types import PackId
 from tests.cli.conftest import Outcome
 
@@ -93,3 +97,18 @@ def test_damage_in_what_must_be_read(call: Call, store: Path) -> None:
     assert outcome.status == 4
     assert f"pack {place.pack}" in outcome.err
     assert "needed by tensor optimizer.0.exp_avg" in outcome.err
+
+
+def test_several_ranks(call: Call, store_path: Path) -> None:
+    """Their tensors have the same names: both tables say of which rank each row is."""
+    with Store.open(store_path) as opened:
+        for step in (1, 2):
+            save_id = f"{time.time_ns():016x}{step:016x}"
+            for rank in range(2):
+                state = {"w": torch.full((1000,), float(step * (rank + 1)))}
+                opened.save(state, step=step, part=Part(rank, 2, save_id))
+    lines = [line.split() for line in call("diff", store_path, 1, 2).out.splitlines()]
+    tables = [number for number, words in enumerate(lines) if words[:2] == ["rank", "tensor"]]
+    assert [lines[number][2] for number in tables] == ["change", "|A|"]
+    for number in tables:
+        assert [words[:2] for words in lines[number + 2 : number + 4]] == [["0", "w"], ["1", "w"]]

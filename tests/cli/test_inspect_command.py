@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import asymcheck
 from asymcheck.cli import exits
@@ -155,3 +157,39 @@ def test_frame_numbers_are_shown_as_ranges(frames: tuple[list[int], str]) -> Non
     from asymcheck.cli.inspect_command import _frames
 
     assert _frames(frames[0]) == frames[1]
+
+
+def test_plain_values(call: Call, store_path: Path) -> None:
+    """Of the newest checkpoint or a step, all or those of a glob, long ones without their middle; no tensors."""
+    long = "x" * 1000
+    state = {"w": torch.ones(3), "epoch": 3, "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "note": long, "empty": []}
+    with asymcheck.Store.open(store_path) as opened:
+        opened.save({"epoch": 2}, step=1)
+        opened.save(state, step=2)
+    lines = call("inspect", store_path, "--values").out.splitlines()
+    assert lines[0] == "default step 2 generation 1: 6 plain values"
+    rows = dict(line.split(maxsplit=1) for line in lines[4:] if line.strip())
+    assert list(rows) == ["epoch", "optimizer.lr", "optimizer.betas.0", "optimizer.betas.1", "note", "empty"]
+    assert [rows[name].strip() for name in ("epoch", "optimizer.lr", "empty")] == ["3", "0.1", "[]"]
+    assert rows["note"].strip().endswith("(1002 characters)")
+    found = call("inspect", store_path, "--step", 2, "--values", "--tensors", "optimizer.b*", "--json").json
+    assert found["values"] == [
+        {"name": f"optimizer.betas.{number}", "text": text, "rank": 0} for number, text in enumerate(("0.9", "0.95"))
+    ]
+    assert call("inspect", store_path, "--values", "--step", 1, "--json").json["values"] == [
+        {"name": "epoch", "text": "2", "rank": 0}
+    ]
+    outcome = call("inspect", store_path, "--values", "--tensors", "nothing")
+    assert (outcome.status, "matches no name in the plain values of" in outcome.err) == (exits.USAGE, True)
+    assert call("inspect", store_path, "--values", "--where").status == exits.USAGE
+
+
+def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
+    """Each rank has its own: a column says whose."""
+    save_id = f"{time.time_ns():032x}"
+    with asymcheck.Store.open(store_path) as opened:
+        for rank in range(2):
+            opened.save({"seed": rank + 7}, step=1, part=asymcheck.Part(rank, 2, save_id))
+    lines = call("inspect", store_path, "--values").out.splitlines()
+    assert lines[0] == "default step 1 generation 1: 2 plain values, 2 ranks"
+    assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]

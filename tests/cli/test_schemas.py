@@ -20,7 +20,7 @@ Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 
 WORDS: dict[str, list[tuple[str, ...]]] = {
-    "inspect": [(), ("--step", "20"), ("--tier", "dram", "--ring-folder", "{new}")],
+    "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "dram", "--ring-folder", "{new}")],
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
     "convert": [("{new}.pt",)],

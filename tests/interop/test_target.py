@@ -24,7 +24,9 @@ from asymcheck.interop.target import check_target, format_of
         ("model", "folder"),
         ("model-v1.5", "folder"),
         ("llama.7b", "folder"),
+        ("llama-3.1-8B", "folder"),
         ("w.onnx", "unknown"),
+        ("a.txt", "unknown"),
         ("w.GGUF", "unknown"),
     ],
 )
@@ -60,11 +62,17 @@ def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
         assert sorted(store.path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["w.onnx", "m.gguf", "m.ckpt", "m.h5"])
+@pytest.mark.parametrize("name", ["w.onnx", "m.gguf", "m.ckpt", "m.h5", "a.txt", "b.Pickle5"])
 def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
     """A folder of that name is not what is meant."""
-    with pytest.raises(InvalidInputError, match=r"give a name that ends in \.safetensors or \.pt"):
+    with pytest.raises(InvalidInputError, match=r"a name that ends in \.safetensors, \.pt, \.pth, \.bin, or"):
         check_target(tmp_path / name)
+
+
+def test_a_folder_that_is_there_is_one_with_any_suffix(tmp_path: Path) -> None:
+    """Somebody has made it: that is what is meant."""
+    (tmp_path / "model.v2").mkdir()
+    assert check_target(tmp_path / "model.v2") == "folder"
 
 
 def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_tied_tensors_are_one_row_with_every_name() -> None:
         ],
     ]
     assert [(leaf.name, leaf.aliases) for leaf in flat.leaves] == [
-        ("model.weight", ["copy.0", "copy.1"]),
-        ("other", []),
+        ("model.weight", ("copy.0", "copy.1")),
+        ("other", ()),
     ]
 
 

@@ -38,7 +38,7 @@ def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
     encode = module._encode
     monkeypatch.setattr(module, "_encode", starved)
     monkeypatch.setattr(Meter, "bytes_per_s", 5e6)
-    encoder = Encoder("auto", "nvme", 1 << 30)
+    encoder = Encoder("auto", "nvme")
     first = encoder.move(NAME, "dram", PLAIN, contents, [])
     assert first.codec == CODEC_BYTE_PLANES
     encoded = encoder.carry_out(first, PLAIN, contents, [])
@@ -50,5 +50,5 @@ def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
 def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even at a sample."""
     monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
-    move = Encoder("off", "nvme", 1 << 30).move(NAME, "dram", PLAIN, contents, [])
-    assert (move.codec, move.digests, move.target, move.batch) == (CODEC_IDENTITY, (NAME,), "nvme", 1 << 30)
+    move = Encoder("off", "nvme").move(NAME, "dram", PLAIN, contents, [])
+    assert (move.codec, move.digests, move.source, move.target) == (CODEC_IDENTITY, (NAME,), "dram", "nvme")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import time
 from pathlib import Path
 from typing import cast
 
 from asymcheck import Store
+from asymcheck.cli import exits
+from tests.cli.conftest import run_command
 from tests.ranks.job import LIMIT_S, Job, Meeting
 from tests.ranks.training import Training
 
@@ -70,6 +73,27 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
     assert not list((tmp_path / "memory").iterdir())
 
 
+def check_files_from_memory(where: Path) -> None:
+    """``restore --tier dram`` puts together what both ranks left, as it does afterwards from the store."""
+    outcome = run_command(
+        *("restore", where / "whole" / "store", "--tier", "dram", "--ring-folder", where / "whole" / "memory"),
+        *("--to", where / "memory.safetensors"),
+    )
+    assert outcome.status == 0, outcome.err
+    shutil.copytree(where / "whole", where / "copy")
+    with Store.open(where / "copy" / "store") as store:
+        store.adopt(where / "copy" / "memory")
+    outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
+    assert outcome.status == 0, outcome.err
+    assert (where / "memory.safetensors").read_bytes() == (where / "store.safetensors").read_bytes()
+    outcome = run_command(
+        *("restore", where / "part" / "store", "--tier", "dram", "--ring-folder", where / "part" / "memory"),
+        *("--to", where / "part.safetensors"),
+    )
+    assert outcome.status == exits.UNREADABLE
+    assert re.search("of its 2 ranks only [01] left it complete in memory", outcome.err)
+
+
 def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(meeting: Meeting, tmp_path: Path) -> None:
     """Both were killed when step 1 was complete in the memory of each, and committed by none."""
     job = meeting.launch("stuck", 2, tmp_path / "whole")
@@ -82,6 +106,7 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     assert len(rings) == 2
     rings[1].unlink()
 
+    check_files_from_memory(tmp_path)
     with Store.open(tmp_path / "whole" / "store") as store:
         only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]

@@ -111,7 +111,7 @@ def found_tensors(state: object) -> tuple[object, list[dict[str, Any]]]:
         data = bytearray(leaf.nbytes)
         if data:
             leaf.copy_bytes(0, memoryview(data))
-        facts = {"name": leaf.name, "aliases": leaf.aliases, "dtype": leaf.dtype, "role": leaf.role}
+        facts = {"name": leaf.name, "aliases": list(leaf.aliases), "dtype": leaf.dtype, "role": leaf.role}
         tensors.append({**facts, "shape": list(leaf.shape), "nbytes": leaf.nbytes, "digest": digest(data).hex()})
     return flat.tree, tensors
 

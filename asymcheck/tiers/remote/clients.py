@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import socket
 from collections.abc import Mapping
 from typing import Literal, Protocol, cast
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from pyarrow import fs
 
@@ -14,7 +15,10 @@ from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote import hdfs_native
 from asymcheck.tiers.remote.deadline import within
-from asymcheck.tiers.remote.location import RemoteLocation
+from asymcheck.tiers.remote.location import RemoteLocation, unknown_scheme
+
+_KNOCK_S = 3.0
+"""How long to wait for a NameNode to take a connection; one that takes longer may be busy, and the client waits."""
 
 _INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH say where)"
 
@@ -54,11 +58,11 @@ class Client:
 
 
 def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
-    """Return the client for a location. Of hdfs-native and of local files this does not speak to anybody.
+    """Return the client for a location.
 
     Raises:
         InvalidInputError: no client for it is installed, or it refuses an option.
-        RemoteUnreachableError: libhdfs finds no NameNode.
+        RemoteUnreachableError: there is no NameNode at the host and port.
     """
     options = {**config.options, **location.options}
     if location.scheme == "file":
@@ -69,6 +73,7 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         has_native = importlib.util.find_spec("hdfs_native") is not None
         if config.client == "hdfs-native" and not has_native:
             raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
+        _knock(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
             return Client(_native(location, options), "hdfs-native")
         return Client(_libhdfs(location, options, config.deadline_s), "libhdfs")
@@ -76,8 +81,40 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
     try:
         filesystem, _ = fs.FileSystem.from_uri(f"{location}{query}")
     except (OSError, ValueError, KeyError) as error:
+        if "Unrecognized filesystem type" in str(error):
+            raise unknown_scheme(location, location.scheme) from error
         raise InvalidInputError(f"location {location}: pyarrow has no file system for it: {error}") from error
     return Client(filesystem, "other")
+
+
+def _knock(location: RemoteLocation, deadline_s: float) -> None:
+    """Find out at once that nobody listens: the clients try again for a minute or more before they say so.
+
+    A location without a port is a name service, whose NameNodes the client knows from its options or from Hadoop's own
+    configuration, and tries in turn.
+
+    Raises:
+        RemoteUnreachableError: the host is not known, not reached, or refuses connections to that port.
+    """
+    where = urlsplit(str(location))
+    try:
+        host, port = where.hostname or "", where.port
+    except ValueError as error:
+        raise InvalidInputError(f"location {location}: {error}") from error
+    if port is None:
+        return
+    what = f"connect to {location}"
+    try:
+        within(deadline_s, what, lambda: socket.create_connection((host, port), _KNOCK_S).close())
+    except TimeoutError:
+        return
+    except socket.gaierror as error:
+        raise RemoteUnreachableError(f"{what}: host {host} is not known ({error}); correct the location") from error
+    except OSError as error:
+        raise RemoteUnreachableError(
+            f"{what}: no NameNode is at host {host}, port {port} ({error}); start it, or give the host and port of "
+            "fs.defaultFS in its core-site.xml"
+        ) from error
 
 
 def _native(location: RemoteLocation, options: Mapping[str, str]) -> fs.FileSystem:

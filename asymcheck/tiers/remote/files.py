@@ -166,8 +166,16 @@ class RemoteFiles:
         return self._do(f"read {length} bytes from {offset} of", path, read)
 
     def make_directory(self, path: PurePath) -> None:
-        """Create a directory and what leads to it; one that is there is no error."""
-        self._do("create directory", path, lambda filesystem: filesystem.create_dir(str(path), recursive=True))
+        """Create a directory and what leads to it; one that is there is no error.
+
+        Raises:
+            StorageError: there can be none: the location refuses, or a file is in the way.
+        """
+        try:
+            self._do("create directory", path, lambda filesystem: filesystem.create_dir(str(path), recursive=True))
+        except (FileNotFoundError, FileExistsError) as error:
+            message = f"{self.url(path)}: no directory can be created here ({error}); name another location"
+            raise StorageError(message) from error
         if self._client.kind == "local":
             for above in (path, *path.parents):
                 with contextlib.suppress(OSError):  # one that cannot be opened is not ours

@@ -10,12 +10,20 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from asymcheck.errors import InvalidInputError
 
+_SCHEMES = "hdfs, file, s3, gs, abfs, viewfs"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_uri(location: object) -> bool:
     """Tell whether a location is a URI, such as ``hdfs://namenode:8020/checkpoints``, and not a path."""
     return isinstance(location, str) and _URI.match(location) is not None
+
+
+def unknown_scheme(location: object, scheme: str) -> InvalidInputError:
+    """Return the error for a location of a kind that there is no file system for."""
+    return InvalidInputError(
+        f"location {str(location)!r:.100}: no file system is known for {scheme}://; use {_SCHEMES}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,8 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
         )
     parts = urlsplit(text)
     scheme, path = parts.scheme.lower(), "/" + unquote(parts.path).strip("/")
+    if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss"):
+        raise unknown_scheme(text, scheme)
     if path == "/" or "//" in path or ".." in path.split("/"):
         raise InvalidInputError(f"location {text!r:.100}: name a directory below the root")
     if scheme == "file" and parts.netloc not in ("", "localhost"):

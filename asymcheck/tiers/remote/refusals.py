@@ -29,6 +29,8 @@ def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
         )
     if number in (errno.EACCES, errno.EPERM, errno.EROFS) or any(sign in lower for sign in _DENIED):
         return ReadOnlyStoreError(f"{message}; this user may not do that there")
+    if number == errno.ENOTDIR:
+        return StorageError(f"{message}; a file is where a directory is meant: name another location")
     if is_local or any(sign in lower for sign in _DAMAGED):
         return StorageError(message)
     return RemoteUnreachableError(message)

@@ -1,0 +1,95 @@
+"""A location where nobody listens: told at once, with what to do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.config import RemoteConfig
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
+from asymcheck.tiers.remote import parse_location
+from asymcheck.tiers.remote.clients import connect
+
+AT_ONCE_S = 10.0
+"""Far below what the clients take by themselves: 60 s and more."""
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+    return port
+
+
+def test_a_refused_connection(closed_port: int) -> None:
+    """Host, port and what to do, without the minute of retries in the client."""
+    began = time.monotonic()
+    said = rf"host 127\.0\.0\.1, port {closed_port} .*refused.*fs\.defaultFS"
+    with pytest.raises(RemoteUnreachableError, match=said):
+        Store.open(f"hdfs://127.0.0.1:{closed_port}/runs")
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_an_unknown_host() -> None:
+    """``.invalid`` is reserved: no name server knows it."""
+    began = time.monotonic()
+    with pytest.raises(RemoteUnreachableError, match=r"host namenode\.invalid is not known .*correct the location"):
+        Store.open("hdfs://namenode.invalid:8020/runs")
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_port_that_is_none() -> None:
+    """Wrong in the location, whoever may listen."""
+    with pytest.raises(InvalidInputError, match=r"location hdfs://localhost:99999/runs: Port out of range"):
+        Store.open("hdfs://localhost:99999/runs")
+
+
+def test_a_name_service_is_not_connected_to(closed_port: int) -> None:
+    """It has no port, and its name is no host: the client tries its NameNodes in turn, also those that are down."""
+    options = {
+        "dfs.ha.namenodes.cluster": "a,b",
+        "dfs.namenode.rpc-address.cluster.a": f"127.0.0.1:{closed_port}",
+        "dfs.namenode.rpc-address.cluster.b": f"127.0.0.1:{closed_port}",
+    }
+    assert connect(parse_location("hdfs://cluster/runs"), RemoteConfig(options=options)).kind == "hdfs-native"
+
+
+def test_a_busy_namenode_is_left_to_the_client() -> None:
+    """A listener that takes no connection in time is not given up here."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(0)
+        # The queue of those that wait is full with these.
+        waiting = [socket.socket() for _ in range(2)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(busy.getsockname())
+        location = f"hdfs://127.0.0.1:{busy.getsockname()[1]}/runs"
+        assert connect(parse_location(location), RemoteConfig()).kind == "hdfs-native"
+        for one in waiting:
+            one.close()
+
+
+@pytest.mark.parametrize("location", ["foo://x", "foo://x/runs"])
+def test_an_unknown_scheme(location: str) -> None:
+    """The schemes that there are, whatever else is wrong with it."""
+    with pytest.raises(
+        InvalidInputError, match=rf"'{location}': no file system is known for foo://; use hdfs, file, s3"
+    ):
+        Store.open(location)
+
+
+def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> None:
+    """The kernel's own folder, and a file in the way: an error of ours that names the place."""
+    (tmp_path / "file").write_text("x")
+    with Store.open(store) as opened:
+        with pytest.raises(StorageError, match=r"file:///proc/nope/heads: no directory can .*name another location"):
+            opened.push("file:///proc/nope")
+        with pytest.raises(StorageError, match=r"file/below/.* a file is where a directory is meant: name another"):
+            opened.push(f"file://{tmp_path}/file/below")

@@ -154,11 +154,6 @@ class JointPacer(Pacer):
         chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
         return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
 
-    def restart(self, step: int) -> None:
-        """Likewise, on all ranks: rank 0 is asked at the next step."""
-        super().restart(step)
-        self._before = None
-
 
 def pacer_of(every: object, told: Told | None = None) -> Pacer | Steady:
     """Return what decides when a checkpoint is due; with ``told``, the same on several ranks.

@@ -146,14 +146,16 @@ def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
     for pacer, step_s in ((first, 1.0), (other, 0.05)):
         training = Training(pacer, step_s=step_s, stall_s=0.1, durable_s=9.5)
         begun = [training.run(0, 150)]
-        pacer.restart(45)
-        runs.append([*begun, training.run(46, 60)])
+        for back_to in (45, 110):
+            pacer.restart(back_to)
+            begun.append(training.run(back_to + 1, 60))
+        runs.append(begun)
     assert runs[0] == runs[1]
-    begun, again = runs[0]
+    begun, back, on = runs[0]
     # It is asked after twice as many steps each time while one is not durable.
     assert begun[:3] == [1, 17, 33]
     assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 5
-    assert again == [65, 85, 105]
+    assert (back, on) == ([65, 85, 105], [130, 150, 170])
     assert other.chosen == first.chosen
     assert len(channel.said) < 30
 

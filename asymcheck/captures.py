@@ -19,6 +19,7 @@ from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.policies.interval import Pace
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruner
 from asymcheck.ranks import Session
@@ -42,15 +43,22 @@ class Captures(Reports):
         self._encoder = Encoder(config.compression, "nvme")
 
     def request(
-        self, run: str, step: int, metrics: Mapping[str, float] | None, part: Part | None = None
+        self,
+        run: str,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        part: Part | None = None,
+        pace: Pace | None = None,
     ) -> SaveRequest:
         """Check what a checkpoint, or a rank's part of one, is to be called, and that the store takes one.
+
+        ``pace`` goes with it.
 
         Raises:
             InvalidInputError, ClosedStoreError, ReadOnlyStoreError
         """
         self._writable()
-        request = SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}))
+        request = SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}), pace=pace)
         if part is None:
             return request
         check_part(part)

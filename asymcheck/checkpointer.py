@@ -76,7 +76,8 @@ class Checkpointer:
             state: as :meth:`Store.save` takes it. Optimizers given as objects make saving cheap: what they own is
                 copied beside the training.
             every: number of steps between two checkpoints. ``"auto"`` measures what they cost and chooses, see
-                :attr:`interval`; an :class:`asymcheck.AutoInterval` says what it is to aim at.
+                :attr:`interval`; an :class:`asymcheck.AutoInterval` says what it is to aim at. Of several ranks the
+                first chooses, for the slowest.
             keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on the
                 thread that commits, the others are deleted and their packs freed, for later saves to overwrite.
             push: which checkpoints go to a remote location, on a thread beside the training; see :attr:`pushed`.
@@ -96,14 +97,12 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         if type(state) is not dict:
             raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
-        self._pacer = pacer_of(every)
         if on_error not in ("raise", "warn"):
             raise InvalidInputError(f"on_error={on_error!r}: give 'raise' or 'warn'")
         if on_checkpoint is not None and not callable(on_checkpoint):
             raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
         self._store = store
         self._state = state
-        self._every = every if isinstance(every, int) else 0
         pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
         pushing = None if push is None else partial(store.pushing, check_push(push), run=run, poll_s=_POLL_S)
         self._run = run
@@ -116,10 +115,8 @@ class Checkpointer:
         self._statistics = Statistics()
         self._ending = Ending(self.close)
         found = find_ranks(ranks)
-        if found is not None and self._pacer is not None:
-            what = f"every={every!r:.100}: with {found.world_size} ranks give a number of steps"
-            raise InvalidInputError(f"{what}, so that all of them save the same ones")
         self._together = None if found is None else Together(store, run, found, self._ending.is_due)
+        self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         if self._together is not None and not self._together.is_first:
             # Rank 0 pushes and removes, when all have committed.
             pruner = pushing = None
@@ -173,7 +170,7 @@ class Checkpointer:
             return None
         self._complaints.tell_of_skipped(returned.skipped)
         self._generation = returned.generation
-        self._last.kept(returned.checkpoint.step)
+        self._went_to(returned.checkpoint.step)
         return returned.checkpoint
 
     def rollback(self) -> Checkpoint:
@@ -203,21 +200,16 @@ class Checkpointer:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         self._generation = self._store.begin_generation(checkpoint, run=self._run)
-        self._last.kept(checkpoint.step)
-        if self._pacer is not None:
-            self._pacer.restart(checkpoint.step)
+        self._went_to(checkpoint.step)
+
+    def _went_to(self, step: int) -> None:
+        self._last.kept(step)
+        self._pacer.restart(step)
 
     @property
     def interval(self) -> ChosenInterval:
         """After how many steps the next checkpoint is begun, and why; ``str()`` of it is a sentence."""
-        if self._pacer is None:
-            return ChosenInterval(self._every, "so it was asked for")
         return self._pacer.chosen
-
-    def _is_due(self, step: int) -> bool:
-        if self._pacer is None:
-            return step % self._every == 0
-        return self._pacer.is_due(step, time.perf_counter(), self.statistics())
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Say that training step ``step`` is done; return whether a checkpoint of it was begun.
@@ -231,20 +223,19 @@ class Checkpointer:
         """
         with self._ending:
             self._report()
-            if not self._is_due(step):
+            if not self._pacer.is_due(step, time.perf_counter(), self.statistics()):
                 return False
             if self._last.value is not None and step < self._last.value:
                 warn_of_order(self._run, self._last.value, step)
             self._begin(step, metrics)
-            if self._pacer is not None:
-                self._pacer.began(step)
+            self._pacer.began(step)
             return True
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
         if self._background is None:
             self._background = self._started()
         part = None if self._together is None else self._together.part()
-        request = self._store.request(self._run, step, metrics, part)
+        request = self._store.request(self._run, step, metrics, part, self._pacer.facts(self.statistics()))
         capture = self._background.begin(self._state, request, self._generation)
         if self._together is not None and capture.generation is not None:
             # As rank 0 has it.

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -82,6 +83,21 @@ class Together:
             self._session = Session.join(self._ranks, self._run, terms)
             self._session.is_ending = self._is_ending
         return self._session
+
+    def told(self, say: Callable[[], object], what: str) -> Any:  # noqa: ANN401 - what JSON can say
+        """Return on all ranks what ``say`` makes on rank 0, the only one that is waited for. On the training thread.
+
+        Raises:
+            RanksMissingError: it says nothing in time; ``what`` names what is being done.
+            RankFailedError: the ranks are about to do different things.
+        """
+        session = self.session()
+        at = (session.next_number(), 0)
+        if not self.is_first:
+            return json.loads(session.hear(at, what))
+        said = say()
+        session.post(at, json.dumps(said).encode())
+        return said
 
     def close(self) -> None:
         """End what the ranks agree by; they find each other again when they are needed again."""

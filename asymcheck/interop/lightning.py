@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -22,6 +24,7 @@ from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
 from asymcheck.policies.retention import Retention
+from asymcheck.ranks.ranks import is_initialised
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
 
@@ -35,7 +38,8 @@ class AsymcheckCallback(Callback):
         trainer.fit(module)
 
     A checkpoint holds ``model``, ``optimizers``, ``schedulers``, ``precision``, ``callbacks``, ``loops``, ``rng`` and
-    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. One process trains.
+    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. Of several ranks
+    each does the same.
     """
 
     def __init__(
@@ -56,15 +60,16 @@ class AsymcheckCallback(Callback):
         of a step; or False for nothing, so that what is stored is abandoned.
         """
         super().__init__()
-        self._store = store
-        self._options: dict[str, Any] = {
-            "every": every,
-            "keep": keep,
-            "run": run,
-            "on_error": on_error,
-            "capture": capture,
-            "on_checkpoint": on_checkpoint,
-        }
+        self._checkpointer = partial(
+            Checkpointer,
+            store,
+            every=every,
+            keep=keep,
+            run=run,
+            on_error=on_error,
+            capture=capture,
+            on_checkpoint=on_checkpoint,
+        )
         self._resume = resume
         self._fit: _Fit | None = None
 
@@ -77,19 +82,23 @@ class AsymcheckCallback(Callback):
             HeadRecordError: see :meth:`asymcheck.Checkpointer.restore`.
         """
         self._end()
-        if trainer.world_size > 1:
-            raise InvalidInputError(f"the Trainer trains in {trainer.world_size} processes; the callback works in one")
+        if trainer.world_size > 1 and not is_initialised():
+            raise InvalidInputError(f"the {trainer.world_size} processes of the Trainer are none of torch.distributed")
         if trainer.ckpt_path is not None and self._resume is not False:
             raise InvalidInputError(
                 f"fit() was given ckpt_path={trainer.ckpt_path!r} too: leave it out, or resume=False"
             )
         fit = _Fit(trainer, self)
-        fit.checkpointer = Checkpointer(self._store, fit.state(pl_module), **self._options)
+        fit.checkpointer = self._checkpointer(fit.state(pl_module))
         self._fit = fit
         if self._resume is not False:
             restored = fit.checkpointer.restore(None if self._resume is True else self._resume)
             if restored is not None:
                 fit.go_on()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the loaders go on where they were."""
+        self._under_way().begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the checkpoint of the last step of the epoch before."""
@@ -126,18 +135,18 @@ class AsymcheckCallback(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait until what was begun is durable."""
-        self._end()
+        """Wait until what was begun is durable, but not for long for ranks that may have ended."""
+        self._end(exception)
 
     def _under_way(self) -> _Fit:
         if self._fit is None:
             raise InvalidInputError("the callback was added while the Trainer trained; give it to Trainer(callbacks=…)")
         return self._fit
 
-    def _end(self) -> None:
+    def _end(self, failure: BaseException | None = None) -> None:
         if self._fit is not None:
             fit, self._fit = self._fit, None
-            fit.checkpointer.close()
+            fit.checkpointer.__exit__(None if failure is None else type(failure), failure, None)
 
 
 class _Fit:
@@ -212,14 +221,37 @@ class _Fit:
             self._resumed = ""
             self._begin_epoch()
 
+    def begin(self) -> None:
+        """Let loaders whose order is that of the epoch go on within it.
+
+        Lightning lets them go on before it says which epoch it is, so that they give rows of the first.
+        """
+        loop = self._trainer.fit_loop
+        if any(map(_draws_its_order, CombinedLoader(self._trainer.train_dataloader).flattened)):
+            raise InvalidInputError(
+                "the order of rows is drawn by a sampler that Lightning has wrapped for several ranks, and no state of "
+                "the loader has it: give the loader sampler=torch.utils.data.RandomSampler(dataset), for which "
+                "Lightning takes one whose order follows from seed and epoch, or such a one"
+            )
+        if self._resumed == "step":
+            loaders = self._loaders()
+            epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # that of epochs has it
+            if [loader for loader, _ in loaders if _set_epoch(loader, epoch)]:
+                for loader, state in loaders:
+                    loader.load_state_dict(copy.deepcopy(state))
+                fetcher: Any = loop._data_fetcher  # noqa: SLF001 - else the iterators of before are used
+                iter(fetcher)
+
+    def _loaders(self) -> list[tuple[Any, Any]]:
+        """Return the loaders that can be resumed, each with its state."""
+        states: Any = self._progress["state_dict"]
+        loaders = [item for item in CombinedLoader(self._trainer.train_dataloader).flattened if is_stateful(item)]
+        return list(zip(loaders, states.get("combined_loader", ()), strict=False))
+
     def _begin_epoch(self) -> None:
         """Let the loaders begin the epoch where the one before left them, which Lightning does within an epoch only."""
         loop = self._trainer.fit_loop
-        states: Any = self._progress["state_dict"]
-        loaders: list[Any] = [
-            item for item in CombinedLoader(self._trainer.train_dataloader).flattened if is_stateful(item)
-        ]
-        for loader, state in zip(loaders, states.get("combined_loader", ()), strict=False):
+        for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
             # The Trainer, which counts, may have left it with nothing to give, but before it knew that.
             if next(iter(loader), self) is not self:
@@ -255,3 +287,21 @@ class _Fit:
 
     def _others(self) -> list[Callback]:
         return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector
+
+
+def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - whatever is iterated over
+    """Tell the samplers of a loader which epoch it is; return whether one wants to know."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    listening: list[Any] = [one for one in samplers if hasattr(one, "set_epoch")]
+    for one in listening:
+        one.set_epoch(epoch)
+    return bool(listening)
+
+
+def _draws_its_order(loader: object) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSamplerWrapper):
+        return False
+    # What was wrapped is to be had in no other way.
+    return hasattr(getattr(sampler.dataset, "_sampler", None), "generator")

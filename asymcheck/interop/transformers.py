@@ -6,6 +6,8 @@ Trainer draws while it skips batches.
 
 The Trainer knows how to skip batches and to take up its own state, but only from a folder. So it is given one that
 holds its ``trainer_state.json`` alone, and the method that would look for weights there is put aside meanwhile.
+
+Of several ranks each has its callback, its random numbers, its sums and its folder; the rest is theirs together.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,16 +29,19 @@ from asymcheck.checkpointer import Checkpointer, OnError
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.interop.deferred import Deferred, Groups, State, groups_of, set_groups
+from asymcheck.interop.temporary import make_folder
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
 from asymcheck.policies.retention import Retention
+from asymcheck.ranks.ranks import is_initialised
 from asymcheck.store import Store
 
 _LOADS_WEIGHTS = "_load_from_checkpoint"
 # What the Trainer adds up between two of its logs. Releases before 5 keep the first in a local variable.
 _LOSS, _LOGGED, _TOTAL = "_tr_loss", "_globalstep_last_logged", "_total_loss_scalar"
 _NO_METRICS = ("step", "epoch")
+_FOLDER = "asymcheck-resume"
 _RESUME = "trainer.train(resume_from_checkpoint=callback.resume(trainer))"
 
 
@@ -50,7 +55,7 @@ class AsymcheckCallback(TrainerCallback):
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
     A checkpoint holds ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``rng`` and ``trainer``; its step is the
-    Trainer's ``global_step``, the number of steps done. One process trains.
+    Trainer's ``global_step``, the number of steps done. Of several ranks (DDP) each does the same.
     """
 
     def __init__(
@@ -65,15 +70,16 @@ class AsymcheckCallback(TrainerCallback):
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
     ) -> None:
         """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it."""
-        self._store = store
-        self._options: dict[str, Any] = {
-            "every": every,
-            "keep": keep,
-            "run": run,
-            "on_error": on_error,
-            "capture": capture,
-            "on_checkpoint": on_checkpoint,
-        }
+        self._checkpointer = partial(
+            Checkpointer,
+            store,
+            every=every,
+            keep=keep,
+            run=run,
+            on_error=on_error,
+            capture=capture,
+            on_checkpoint=on_checkpoint,
+        )
         self._training: _Training | None = None
 
     def resume(self, trainer: Trainer, step: int | None = None) -> str | None:
@@ -95,7 +101,7 @@ class AsymcheckCallback(TrainerCallback):
         # Exists in train() only, unless it is made here; what is there already is left alone.
         trainer.create_optimizer()
         training = _Training(trainer)
-        training.checkpointer = Checkpointer(self._store, training.state(), **self._options)
+        training.checkpointer = self._checkpointer(training.state())
         restored = training.checkpointer.restore(step)
         self._training = training
         return None if restored is None else training.prepare(restored.step)
@@ -165,7 +171,7 @@ def _check(trainer: Trainer) -> None:
         InvalidInputError
     """
     refused = {
-        "it trains in several processes": trainer.args.world_size > 1,
+        "its processes are none of torch.distributed": trainer.args.world_size > 1 and not is_initialised(),
         "it shards the model (FSDP, DeepSpeed)": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
         "it makes its model in train() (model_init); give it the model": trainer.model_init is not None,
         "it may begin again with smaller batches (auto_find_batch_size)": trainer.args.auto_find_batch_size,
@@ -219,7 +225,7 @@ class _Training:
         known = {field.name for field in dataclasses.fields(TrainerState)}
         values = {name: value for name, value in own["state"].items() if name in known}
         history = [json.loads(line) for line in own["log_history"].splitlines()]
-        self._folder = Path(tempfile.mkdtemp(prefix="asymcheck-resume-"))
+        self._folder = make_folder(_FOLDER)
         TrainerState(**values, log_history=history).save_to_json(str(self._folder / TRAINER_STATE_NAME))
         setattr(self.trainer, _LOADS_WEIGHTS, _nothing)
         self._groups = groups_of(self._optimizer)

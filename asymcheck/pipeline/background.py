@@ -33,6 +33,7 @@ from asymcheck.pipeline.ring_flush import Placing, RingFlusher
 from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Lanes
+from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
 from asymcheck.tiers.dram_ring import Ring
 from asymcheck.tiers.nvme import Catalog, NvmeTier
@@ -73,6 +74,8 @@ class Statistics:
     """Bytes written to the store; the rest was there already."""
     ring_bytes: int = 0
     """Bytes of the ring."""
+    paces: list[Pace] = dataclasses.field(default_factory=list)
+    """On rank 0 of several, with ``every="auto"``: what each rank had measured when the newest durable one began."""
 
 
 class Background:
@@ -285,6 +288,7 @@ class Background:
             if capture.error is None:
                 self.statistics.durable_s = [*self.statistics.durable_s[-999:], capture.durable_s - capture.began_s]
             self.statistics.lost += capture.error is not None
+            self.statistics.paces = capture.paces or self.statistics.paces
         return done
 
     def wait(self, tier: TierName) -> None:

@@ -17,6 +17,7 @@ from asymcheck.pipeline.proof import Witnesses
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.transfers import Asides, Lanes, Transfers
 from asymcheck.pipeline.turn import Turn
+from asymcheck.policies.interval import Pace
 from asymcheck.tiers.dram_ring import RingSlot
 from asymcheck.types import CheckpointRef, Digest
 
@@ -57,6 +58,8 @@ class Capture:
     """The save of all ranks that it is part of; None where one saves alone."""
     ref: CheckpointRef | None = None
     """The checkpoint that it became, once it is durable."""
+    paces: list[Pace] = dataclasses.field(default_factory=list)
+    """On rank 0 of several: what each rank had measured when it began, where an interval is chosen from that."""
     diverged: list[str] = dataclasses.field(default_factory=list)
     """What ranks have differently in it that was the same."""
     error: BaseException | None = None

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -135,6 +136,8 @@ class Ending:
         if os.getpid() != self._pid:
             # A forked child, for instance of a data loader, has none of the threads; what is under way is its parent's.
             return
+        # An error that nobody caught has ended the program, and that of another rank may have been the cause.
+        self.is_hurried |= getattr(sys, "last_value", None) is not None
         close, background = self._close(), self._background()
         if close is not None:
             close()

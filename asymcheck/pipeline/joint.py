@@ -22,6 +22,7 @@ from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.replicas import Divergence, Replicas
 from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.pipeline.turn import Turn
+from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
 from asymcheck.ranks.session import reason_of
 from asymcheck.ranks.sharing import decode_owners, share_out
@@ -216,11 +217,14 @@ class Joint:
             found = [json.loads(report) for report in dict.fromkeys(reports)]
             with self._lock:
                 self._is_outdated |= any(one["is_outdated"] for one in found)
+            capture.paces = [Pace(**one["pace"]) for one in found if one["pace"] is not None]
             told = [one for report in found for one in report["diverged"]]
             return json.dumps(told[:_DIVERGED_MAX]).encode()
 
         diverged = [dataclasses.asdict(one) for one in self._replicas.end(capture)[:_DIVERGED_MAX]]
-        mine = {"is_outdated": bool(diverged) or not self._replicas.knows(capture), "diverged": diverged}
+        pace = None if capture.request.pace is None else dataclasses.asdict(capture.request.pace)
+        is_outdated = bool(diverged) or not self._replicas.knows(capture)
+        mine = {"is_outdated": is_outdated, "diverged": diverged, "pace": pace}
         said = self._committing.agree(at, json.dumps(mine).encode(), decide, self._what(capture, "commit"))
         if ref is not None:
             # Rank 0 tells of all: its output is the one that is looked at.

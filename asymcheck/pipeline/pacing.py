@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import InvalidInputError, RankFailedError
 from asymcheck.pipeline.background import Statistics
-from asymcheck.policies.interval import AutoInterval, ChosenInterval, Pace, choose
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, Pace, choose, slowest
+
+Told = Callable[[Callable[[], object], str], Any]
+"""Returns on all ranks what a function makes on rank 0; with it goes, for errors, what is being done."""
 
 _MEASURED = 3
 """Checkpoints that are made early, to measure. The first makes the ring and fills caches: no matter to a median."""
@@ -15,6 +21,27 @@ _STEPS_BETWEEN = 2
 """Steps between two of these, at least: the fence of one has to be behind when the next begins."""
 _STEPS_KEPT = 63
 _CAPTURES_KEPT = 16
+
+
+class Steady:
+    """Says that a checkpoint is due every so many steps: nothing is measured for that."""
+
+    def __init__(self, every: int) -> None:
+        """Take the number of steps."""
+        self.chosen = ChosenInterval(every, "so it was asked for")
+        """How often, and why."""
+
+    def is_due(self, step: int, _now_s: float, _so_far: Statistics) -> bool:
+        """Tell whether a checkpoint is to be begun."""
+        return step % self.chosen.steps == 0
+
+    def facts(self, _so_far: Statistics) -> None:
+        """Return nothing."""
+
+    def began(self, step: int) -> None:
+        """Do nothing: which steps are due was clear before."""
+
+    restart = began
 
 
 class Pacer:
@@ -35,17 +62,19 @@ class Pacer:
 
     def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
         """Tell whether a checkpoint is to be begun, as step ``step`` ends at ``now_s`` of a steady clock."""
-        stalled = so_far.step_s + so_far.fence_s + so_far.hooks_s
-        self._measure(step, now_s, stalled)
-        self._since += 1
+        self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
+        return self._decide(step, so_far)
+
+    def _decide(self, step: int, so_far: Statistics) -> bool:
         if self._begun < _MEASURED:
             # Not at the very first step, which compiles and allocates, and after which no time of a step is known.
             settled = so_far.durable + so_far.lost >= so_far.captures
             return bool(self._step_s) and (not self._begun or (settled and self._since >= _STEPS_BETWEEN))
-        self.chosen = choose(self._aim, self._facts(so_far), self.chosen)
+        self.chosen = choose(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
         return self._captured is None or step < self._captured or step - self._captured >= self.chosen.steps
 
     def _measure(self, step: int, now_s: float, stalled: float) -> None:
+        self._since += 1
         if self._stalls_s:
             self._stalls_s[-1] = stalled - self._stalled_before
         if self._last is not None and step > self._last[0]:
@@ -53,7 +82,8 @@ class Pacer:
             self._step_s.append(max(now_s - last_s - (stalled - last_stalled), 0.0) / (step - last_step))
         self._last = (step, now_s, stalled)
 
-    def _facts(self, so_far: Statistics) -> Pace:
+    def facts(self, so_far: Statistics) -> Pace:
+        """Return what was measured here."""
         each = so_far.captured_bytes / max(so_far.captures, 1)
         return Pace(
             step_s=statistics.median(self._step_s) if self._step_s else 0.0,
@@ -78,16 +108,64 @@ class Pacer:
         self._captured = step
 
 
-def pacer_of(every: object) -> Pacer | None:
-    """Return what decides when a checkpoint is due; None where that is every so many steps.
+class JointPacer(Pacer):
+    """The same on each of several ranks: rank 0 decides, at steps that it has named to all of them before.
+
+    At such a step it says whether a checkpoint is begun, and which step is the next such. All ranks measure; what they
+    have measured comes to rank 0 with their commits, so that nobody waits for it.
+    """
+
+    def __init__(self, aim: AutoInterval, told: Told) -> None:
+        """Begin with nothing measured; rank 0 speaks by ``told``."""
+        super().__init__(aim)
+        self._told = told
+        self._before: int | None = None
+        self._next = 0
+
+    def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
+        """Tell whether a checkpoint is to be begun, as rank 0 has it.
+
+        Raises:
+            RanksMissingError: rank 0 does not say so in time.
+            RankFailedError: it is at another step.
+        """
+        self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
+        before, self._before = self._before, step
+        if before is not None and before < step < self._next:
+            return False
+        said = self._told(partial(self._say, step, so_far), f"choice of an interval at step {step}")
+        if said["step"] != step:
+            raise RankFailedError(
+                f"rank 0 is at step {said['step']} where this rank is at step {step}: all ranks have to call step() "
+                "with the same steps"
+            )
+        self._next = said["next"]
+        self.chosen = ChosenInterval(said["steps"], said["reason"])
+        return bool(said["is_due"])
+
+    def _say(self, step: int, so_far: Statistics) -> object:
+        is_due = self._decide(step, so_far)
+        if self.chosen.steps:
+            captured = self._captured if self._captured is not None and not is_due else step
+            upcoming = max(captured + self.chosen.steps, step + 1)
+        else:
+            # What is measured is not there yet: it is asked for ever less often.
+            upcoming = step + (_STEPS_BETWEEN if is_due else self._since)
+        chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
+        return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
+
+
+def pacer_of(every: object, told: Told | None = None) -> Pacer | Steady:
+    """Return what decides when a checkpoint is due; with ``told``, the same on several ranks.
 
     Raises:
         InvalidInputError: it is neither a number of steps nor an aim.
     """
     if every == "auto" or isinstance(every, AutoInterval):
-        return Pacer(every if isinstance(every, AutoInterval) else AutoInterval())
+        aim = every if isinstance(every, AutoInterval) else AutoInterval()
+        return Pacer(aim) if told is None else JointPacer(aim, told)
     if type(every) is not int or every < 1:
         raise InvalidInputError(
             f"every={every!r:.100}: give the number of steps between two checkpoints, 1 or more, or 'auto'"
         )
-    return None
+    return Steady(every)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 
+from asymcheck.policies.interval import Pace
 from asymcheck.types import CheckpointRef, SaveId
 
 
@@ -41,3 +42,5 @@ class SaveRequest:
     """How many ranks save."""
     save_id: SaveId = dataclasses.field(default_factory=new_save_id)
     """The attempt, the same for all ranks."""
+    pace: Pace | None = None
+    """What this rank has measured, where an interval is chosen from that."""

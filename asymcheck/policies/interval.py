@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 from asymcheck.errors import InvalidInputError
@@ -58,6 +59,16 @@ class Pace:
     """How long one takes until it is durable; the median."""
     in_flight: int
     """How many captures the ring has room for."""
+
+
+def slowest(paces: Sequence[Pace]) -> Pace:
+    """Return what holds for ranks that train together: the slowest one holds up the others."""
+    return Pace(
+        step_s=max(pace.step_s for pace in paces),
+        stall_s=max(pace.stall_s for pace in paces),
+        durable_s=max(pace.durable_s for pace in paces),
+        in_flight=min(pace.in_flight for pace in paces),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ _POLL_OF_EACH_S = 50e-6
 _LATE_SHARE = 0.1
 """What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
 _ENDING_S = 10.0
-"""How long is waited in a process that is to end."""
+"""How long is waited in a process that is to end; likewise less for a rank that was missing the last time."""
 _SHOWN = 8
 _SAID, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
@@ -45,9 +45,9 @@ class Session:
         # Of rank 0: what it has said, to be removed when everybody has heard it. Shared by all threads.
         self._posted = posted
         self._lock = threading.Lock()
+        self._was_missing = threading.Event()
         self._number = 0
         self._reported: tuple[Round, int] | None = None
-        self._was_missing = False
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
         self.is_ending: Callable[[], bool] = lambda: False
@@ -76,7 +76,7 @@ class Session:
     def for_thread(self) -> Session:
         """Return this session for another thread, which then waits without holding this one up."""
         other = Session(self._ranks, self._ranks.connect(), self._name, self._posted)
-        other._lock = self._lock
+        other._lock, other._was_missing = self._lock, self._was_missing
         other.is_ending = self.is_ending
         return other
 
@@ -102,10 +102,11 @@ class Session:
 
     def _heard(self, at: Round, what: str, timeout_s: float) -> bytes:
         key = self._key(at)
-        clock = _Clock(timeout_s * self._share_of_patience(), self.world_size, self.is_ending)
-        self._was_missing = not clock.wait(lambda: self._keys.has([key]))
-        if self._was_missing:
+        clock = self._clock(self.world_size, timeout_s)
+        if not clock.wait(lambda: self._keys.has([key])):
+            self._was_missing.set()
             raise _missing([0], what, clock.waited_s)
+        self._was_missing.clear()
         (said,) = self._keys.get([key])
         tag, value = said[:1], said[1:]
         if tag == _FAILED:
@@ -173,18 +174,18 @@ class Session:
 
     def _gather(self, at: Round, value: bytes, what: str) -> list[bytes]:
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        clock = _Clock(self._ranks.timeout_s * self._share_of_patience(), 1, self.is_ending)
+        clock = self._clock(1, self._ranks.timeout_s)
         found: list[bytes] = [_SAID + value]
         for some in in_parts(keys):
             if not clock.wait(partial(self._keys.has, some)):
                 missing = [rank for rank, key in enumerate(keys, 1) if not self._keys.has([key])]
                 if missing:
-                    self._was_missing = True
+                    self._was_missing.set()
                     said = {"ranks": missing, "waited_s": clock.waited_s}
                     self._post(self._key(at), _MISSING + json.dumps(said).encode(), at)
                     raise _missing(missing, what, clock.waited_s)
             found += self._keys.get(some)
-        self._was_missing = False
+        self._was_missing.clear()
         failures = [f"rank {rank}: {one[1:].decode()}" for rank, one in enumerate(found) if one[:1] == _FAILED]
         if failures:
             message = "; ".join(failures[:_SHOWN])
@@ -199,14 +200,13 @@ class Session:
             self._keys.put(self._report_key(at, self.rank), b"")
             return
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        patience_s = min(self._ranks.timeout_s, _ENDING_S) * self._share_of_patience()
-        clock = _Clock(patience_s, 1, self.is_ending)
+        clock = self._clock(1, min(self._ranks.timeout_s, _ENDING_S))
         if all(clock.wait(partial(self._keys.has, some)) for some in in_parts(keys)):
             self._forget_before(at)
         self._keys.drop(keys)
 
-    def _share_of_patience(self) -> float:
-        return _LATE_SHARE if self._was_missing else 1.0
+    def _clock(self, lookers: int, timeout_s: float) -> _Clock:
+        return _Clock(timeout_s, lookers, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
 
     # ------------------------------------------------------------------------------------------------------- keys
 
@@ -232,9 +232,11 @@ class Session:
 class _Clock:
     """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
 
-    def __init__(self, timeout_s: float, lookers: int, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
+    ) -> None:
         self._began = time.monotonic()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._ending_s = timeout_s * share_of_patience, _ENDING_S * share_of_patience
         self._is_ending = is_ending
         self._ending_since: float | None = None
         self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
@@ -258,7 +260,7 @@ class _Clock:
         if self._ending_since is None and self._is_ending():
             self._ending_since = now
         return now - self._began > self._timeout_s or (
-            self._ending_since is not None and now - self._ending_since > _ENDING_S
+            self._ending_since is not None and now - self._ending_since > self._ending_s
         )
 
 

@@ -5,10 +5,11 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asymcheck import Store
@@ -54,40 +55,69 @@ class Module(LightningModule):
 class KillAt(Callback):
     """SIGKILL when a batch is done; the checkpoints begun until then are complete in memory."""
 
-    def __init__(self, step: int, checkpoints: AsymcheckCallback) -> None:
-        self.step = step
+    def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
+        self.step, self.settles_at = step, settles_at
         self.checkpoints = checkpoints
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Die."""
+        if trainer.global_step == self.settles_at:
+            self.checkpoints._fit.checkpointer.wait()
         if trainer.global_step == self.step:
             self.checkpoints._fit.checkpointer.wait("dram")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loader(seed: int, rows: int, *, shuffle: bool) -> StatefulDataLoader:
-    """Rows that are the same for the same seed."""
+class Differing(Callback):
+    """Lets each rank have random numbers of its own."""
+
+    def on_train_start(self, trainer: Trainer, *_: object) -> None:
+        """Draw some."""
+        torch.rand(trainer.global_rank)
+
+
+def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDataLoader:
+    """Rows that are the same for the same seed; with several ranks Lightning shuffles them in its own way."""
     generator = torch.Generator().manual_seed(seed)
     data = TensorDataset(torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator))
+    if shuffle and ranks > 1:
+        return StatefulDataLoader(data, batch_size=BATCH, sampler=RandomSampler(data))
     return StatefulDataLoader(data, batch_size=BATCH, shuffle=shuffle)
 
 
-def fit(folder: Path, *callbacks: Callback, plateau: bool = False, **options: object) -> tuple[Trainer, Module]:
+def fit(
+    folder: Path, *callbacks: Callback, plateau: bool = False, ranks: int = 1, rows: object = None, **options: object
+) -> tuple[Trainer, Module]:
     """Train: shuffled data, accumulation, validations twice in an epoch."""
     seed_everything(5, verbose=False)
     given = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": 0.5} | options
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        **given, **quiet, accelerator="cpu", enable_model_summary=False, default_root_dir=folder, callbacks=[*callbacks]
-    )
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    where = {"accelerator": "cpu", "devices": ranks, "strategy": "auto" if ranks == 1 else "ddp"}
+    trainer = Trainer(**given, **quiet, **where, default_root_dir=folder, callbacks=[*callbacks])
     module = Module(plateau=plateau)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
         # What torch says to torchdata and to Lightning.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
-        trainer.fit(module, loader(1, ROWS, shuffle=True), loader(2, 8, shuffle=False))
+        trainer.fit(module, rows or loader(1, ROWS, shuffle=True, ranks=ranks), loader(2, 8, shuffle=False))
     return trainer, module
+
+
+def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
+    """All that a resume must not change."""
+    return {
+        "model": dict(module.state_dict()),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "where": (trainer.global_step, trainer.current_epoch),
+    }
 
 
 def main(folder: Path, every: int, kill_at: int) -> None:

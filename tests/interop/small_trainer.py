@@ -24,19 +24,23 @@ from asymcheck.interop.transformers import AsymcheckCallback
 EPOCHS, ROWS, BATCH, ACCUMULATE = 3, 44, 2, 2
 STEPS_IN_EPOCH = ROWS // BATCH // ACCUMULATE
 STEPS = EPOCHS * STEPS_IN_EPOCH
+# What a Trainer logs of the machine and not of the training.
+TIMES = ("runtime", "per_second")
 
 
 class KillAt(TrainerCallback):
     """SIGKILL when a step is done, before it is logged; the checkpoints begun until then are complete in memory."""
 
-    def __init__(self, step: int, checkpoints: AsymcheckCallback) -> None:
-        self.step = step
+    def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
+        self.step, self.settles_at = step, settles_at
         self.checkpoints = checkpoints
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Die."""
+        if state.global_step == self.settles_at:
+            self.checkpoints._training.checkpointer.wait()
         if state.global_step == self.step:
             self.checkpoints._training.checkpointer.wait("dram")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -73,6 +77,28 @@ def make_trainer(folder: Path, **options: object) -> Trainer:
     }
     arguments = TrainingArguments(**(given | options))
     return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows(1), eval_dataset=rows(2)[:4])
+
+
+def log_of(trainer: Trainer) -> list[dict[str, float]]:
+    """All that was logged but times, to the last bit."""
+    return [
+        {name: value for name, value in sorted(entry.items()) if not name.endswith(TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """All that a resume must not change; of the summary at the end, only what is of the whole training."""
+    log = log_of(trainer)
+    assert "train_loss" in log[-1]
+    return {
+        "log": log[:-1],
+        "model": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "state": (trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos),
+    }
 
 
 def main(folder: Path, every: int, kill_at: int) -> None:

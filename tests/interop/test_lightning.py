@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from asymcheck import AbandonedCheckpointsWarning, Store
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
 from asymcheck.interop.lightning import AsymcheckCallback
-from tests.interop import small_fit
-from tests.interop.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Module, Trainer, fit
+from tests.interop import launch_ranks, small_fit
+from tests.interop.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -26,17 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "steps": {"max_steps": STEPS, "max_epochs": -1},
     "plateau": {"plateau": True},
 }
-
-
-def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
-    """All that a resume must not change."""
-    return {
-        "model": dict(module.state_dict()),
-        "optimizer": trainer.optimizers[0].state_dict(),
-        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
-        "random": torch.get_rng_state(),
-        "where": (trainer.global_step, trainer.current_epoch),
-    }
 
 
 class Run:
@@ -133,3 +124,25 @@ def test_not_resumed_unless_asked(tmp_path: Path) -> None:
         assert first.losses == second.losses
         with pytest.raises(CheckpointNotFoundError):
             fit(tmp_path, AsymcheckCallback(store, resume=7))
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
+    """DDP, by Lightning's own launcher: one of two is killed, which ends the other; on both every bit is the same."""
+    launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL)
+    launch_ranks.by_lightning(tmp_path, "compare", *range(1, 9))
+    told = launch_ranks.told(tmp_path)
+    killed, *others = told[0]["first"]
+    # The first batch; a step takes two. What was in flight at the kill is resumed if both ranks had it in memory.
+    assert killed in (8, 12)
+    assert others == [0, *range(2, 18, 2)]
+    assert told[1]["first"] == told[0]["first"]
+    assert told[1]["random"] != told[0]["random"]
+
+
+def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
+    """Its order is drawn from a generator that no state of the loader has. Wrapped here as Lightning does for ranks."""
+    drawn = WeightedRandomSampler([1.0] * 8, 8)
+    rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
+    with Store.open(tmp_path / "store") as store, pytest.raises(InvalidInputError, match="RandomSampler"):
+        fit(tmp_path, AsymcheckCallback(store), rows=rows)

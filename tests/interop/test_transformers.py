@@ -1,8 +1,10 @@
 """A Trainer of transformers that was killed and resumed goes through the same numbers as one that was not."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +15,13 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from asymcheck import Store
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.interop.temporary import make_folder
 from asymcheck.interop.transformers import AsymcheckCallback
-from tests.interop import small_trainer
-from tests.interop.small_trainer import STEPS, STEPS_IN_EPOCH, make_trainer
+from tests.interop import launch_ranks, small_trainer
+from tests.interop.small_trainer import STEPS, STEPS_IN_EPOCH, log_of, make_trainer, outcome
 from tests.store.equality import assert_same
 
-# What a Trainer logs of the machine and not of the training.
-TIMES = ("runtime", "per_second")
-
-
 transformers.utils.logging.set_verbosity_error()
-
-
-def log_of(trainer: Trainer) -> list[dict[str, float]]:
-    """All that was logged but times, to the last bit."""
-    return [
-        {name: value for name, value in sorted(entry.items()) if not name.endswith(TIMES)}
-        for entry in trainer.state.log_history
-    ]
-
-
-def outcome(trainer: Trainer) -> dict[str, Any]:
-    """All that a resume must not change; of the summary at the end, only what is of the whole training."""
-    log = log_of(trainer)
-    assert "train_loss" in log[-1]
-    return {
-        "log": log[:-1],
-        "model": dict(trainer.model.state_dict()),
-        "optimizer": trainer.optimizer.optimizer.state_dict(),
-        "scheduler": trainer.lr_scheduler.state_dict(),
-        "random": torch.get_rng_state(),
-        "state": (trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +160,33 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         assert callback.resume(trainer) is None
         with pytest.raises(CheckpointNotFoundError):
             callback.resume(trainer, step=3)
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
+    """DDP: one of two is killed, the other taken down; started again by torchrun, on both every bit is the same."""
+    launch_ranks.one_is_killed(tmp_path, 9)
+    launch_ranks.by_torchrun(tmp_path, "compare", 1, 6, 7, 12, 17)
+    told = launch_ranks.told(tmp_path)
+    killed, *others = told[0]["first"]
+    # What was in flight at the kill is resumed if both ranks had it in memory.
+    assert killed in (6, 8)
+    assert others == [0, 1, 6, 7, 12, 17]
+    assert told[1]["first"] == told[0]["first"]
+    assert told[1]["random"] != told[0]["random"]
+
+
+def test_what_a_killed_resume_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next one; what is of a process that lives, of another program, or of nobody knows whom, stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os, sys; from asymcheck.interop.temporary import make_folder; print(make_folder(sys.argv[1]))"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    made = [
+        subprocess.run([sys.executable, "-c", code, kind], env=environment, check=True, capture_output=True, text=True)
+        for kind in ("mine", "others")
+    ]
+    left, other = (Path(one.stdout.strip()) for one in made)
+    (left / "trainer_state.json").write_text("{}")
+    (tmp_path / "mine_1_x").mkdir()
+    mine = [make_folder("mine"), make_folder("mine")]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine_1_x", other.name, *(path.name for path in mine)}

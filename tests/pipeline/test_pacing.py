@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import pytest
+
+from asymcheck.errors import RankFailedError
 from asymcheck.pipeline.background import Statistics
-from asymcheck.pipeline.pacing import Pacer
-from asymcheck.policies.interval import AutoInterval
+from asymcheck.pipeline.pacing import JointPacer, Pacer
+from asymcheck.policies.interval import AutoInterval, Pace
 
 
 class Training:
@@ -114,3 +119,61 @@ def test_a_resumed_training_measures_again() -> None:
     pacer.restart(700)
     begun = Training(pacer, step_s=1.0, stall_s=0.1).run(701, 60)
     assert begun[:4] == [702, 704, 706, 726]
+
+
+class Channel:
+    """What rank 0 says, for another rank, and how often."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def say(self, make: Callable[[], object], _what: str) -> Any:  # noqa: ANN401 - as Told has it
+        """On rank 0."""
+        self.said.append(make())
+        return self.said[-1]
+
+    def listener(self) -> Callable[[Callable[[], object], str], Any]:
+        """On another."""
+        said = iter(self.said)
+        return lambda _make, _what: next(said)
+
+
+def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
+    """Whatever they measure themselves; it is asked at the steps that it has named, also after a restore."""
+    channel, aim = Channel(), AutoInterval(mtbf=timedelta(seconds=2000))
+    first, other = JointPacer(aim, channel.say), JointPacer(aim, channel.listener())
+    runs: list[list[list[int]]] = []
+    for pacer, step_s in ((first, 1.0), (other, 0.05)):
+        training = Training(pacer, step_s=step_s, stall_s=0.1, durable_s=9.5)
+        begun = [training.run(0, 150)]
+        for back_to in (45, 110):
+            pacer.restart(back_to)
+            begun.append(training.run(back_to + 1, 60))
+        runs.append(begun)
+    assert runs[0] == runs[1]
+    begun, back, on = runs[0]
+    # It is asked after twice as many steps each time while one is not durable.
+    assert begun[:3] == [1, 17, 33]
+    assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 5
+    assert (back, on) == ([65, 85, 105], [130, 150, 170])
+    assert other.chosen == first.chosen
+    assert len(channel.said) < 30
+
+
+def test_ranks_at_different_steps_are_told_so() -> None:
+    """Rather than to save different ones."""
+    channel = Channel()
+    JointPacer(AutoInterval(), channel.say).is_due(3, 0.0, Statistics())
+    with pytest.raises(RankFailedError, match="rank 0 is at step 3 where this rank is at step 4"):
+        JointPacer(AutoInterval(), channel.listener()).is_due(4, 0.0, Statistics())
+
+
+def test_the_slowest_rank_counts() -> None:
+    """What others had measured is taken into account where it is known."""
+    pacer = JointPacer(AutoInterval(mtbf=timedelta(seconds=2000)), Channel().say)
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 50)
+    assert pacer.chosen.steps == 20
+    training.spent.paces = [Pace(step_s=1.0, stall_s=2.5, durable_s=0.5, in_flight=2)]
+    training.run(50, 50)
+    assert pacer.chosen.steps == 250

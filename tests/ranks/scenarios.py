@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -263,6 +264,32 @@ def raised(call: Callable[[], object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def paced(folder: Path) -> dict[str, object]:
+    """An interval that is chosen: DDP with one slow rank, for which the other one waits in each step."""
+    aim = asymcheck.AutoInterval(mtbf=timedelta(seconds=0.5), overhead=1.0)
+    begun: list[int] = []
+    chosen: list[list[object]] = []
+    with process_group(folder), opened(folder) as store:
+        training = Training()
+        ddp = DistributedDataParallel(training.model)
+        refuse_collectives()
+        with checkpointer(folder, store, training.state(), every=aim) as ckpt:
+            ckpt.restore()
+            for first in (0, 2):
+                for step in range(first, 200):
+                    time.sleep(0.004 if RANK else 0.0)
+                    training.train(step, RANK, ddp)
+                    if ckpt.step(step):
+                        begun.append(step)
+                        chosen.append([ckpt.interval.steps, ckpt.interval.reason])
+                ckpt.wait()
+                if not first:
+                    # To the first one that was saved.
+                    ckpt.restore(1)
+            steps = [pace.step_s for pace in ckpt.statistics().paces]
+    return {"begun": begun, "chosen": chosen, "step_s": steps}
+
+
 def killed(folder: Path) -> dict[str, object]:
     """Train and save until killed, or so many steps; note what the state is at each step before it is saved."""
     found: dict[str, object] = {}
@@ -333,7 +360,9 @@ def tell(found: dict[str, object]) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-SCENARIOS: dict[str, Scenario] = {one.__name__: one for one in (replicas, sharded, divergence, failures, killed, stuck)}
+SCENARIOS: dict[str, Scenario] = {
+    one.__name__: one for one in (replicas, sharded, divergence, failures, paced, killed, stuck)
+}
 
 
 def main() -> None:

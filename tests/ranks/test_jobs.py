@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(meeting: Meeting, folder: Path) -> Told:
     """What two ranks told of all scenarios, in one launch: most of the time goes into starting processes."""
-    return cast(Told, meeting.launch("replicas,sharded,divergence,failures", 2, folder).wait())
+    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,paced", 2, folder).wait())
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +154,24 @@ def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
     assert "rank 1 did not answer" in lost[0]
     assert str(first["missing at the start"]).startswith("RanksMissingError: finding each other: rank 1 did not answer")
     assert "RankFailedError" in str(second["missing in step"])
+
+
+def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:
+    """For the slow one, which it knows from its reports; after a restore likewise."""
+    first, second = (rank["paced"] for rank in two)
+    assert first["begun"] == second["begun"]
+    assert first["chosen"] == second["chosen"]
+    chosen, begun = cast(list[tuple[int, str]], first["chosen"]), cast(list[int], first["begun"])
+    assert [steps for steps, _ in chosen[:3]] == [0, 0, 0]
+    assert begun[0] == 1
+    # Then all went back to step 1. From one to the next, as was said when the former was begun, or later if it was
+    # found then that this is too often.
+    went_back = next(number for number, (one, other) in enumerate(itertools.pairwise(begun), 1) if other < one)
+    assert begun[went_back] > 2
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begun[went_back:])]
+    said = [steps for steps, _ in chosen[went_back:-1]]
+    assert len(gaps) > 1
+    assert all(gap >= steps > 1 for gap, steps in zip(gaps, said, strict=True))
+    assert all(step_s > 0.004 for step_s in cast(list[float], first["step_s"]))
+    assert len(cast(list[float], first["step_s"])) == 2
+    assert second["step_s"] == []

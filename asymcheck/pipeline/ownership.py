@@ -18,20 +18,27 @@ from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.partition.shards import is_dtensor, shard_of
 
 _T = TypeVar("_T")
+_NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
 _DEFERRED_ON = ("cpu", "cuda")
 """On devices of other kinds a copy at once is ordered after what was queued before; a later one would need marks."""
 
 
 def find(kind: type[_T], state: object) -> Iterator[_T]:
-    """Return the objects of a kind in a state: among the values of its dicts, lists and tuples."""
-    if isinstance(state, kind):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from find(kind, value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from find(kind, value)
+    """Yield the objects of a kind in a state: among the values of its dicts, lists and tuples."""
+    values = [state]
+    while values:
+        value = values.pop()
+        # Before the kind, which takes long to tell: most are one of these, and looked at in each step().
+        if type(value) in _NO_OBJECTS:
+            continue
+        if isinstance(value, (list, tuple)):
+            values.extend(reversed(value))
+        elif isinstance(value, dict):
+            values.extend(reversed(value.values()))
+        elif isinstance(value, kind):
+            yield value
+        elif isinstance(value, Mapping):
+            values.extend(reversed(list(value.values())))
 
 
 def distributed(state: object) -> Iterator[Distributed]:

@@ -119,7 +119,8 @@ class Warm:
     def __init__(self, scratch: Path) -> None:
         self._address = str(scratch / "socket")
         python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._environment = {**os.environ, "PYTHONPATH": python_path}
+        # DeepSpeed, where it is installed, is imported by accelerate, and prints what accelerator it has found.
+        self._environment = {**os.environ, "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
         self._environment.pop("COLUMNS", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.docs.warm", self._address],

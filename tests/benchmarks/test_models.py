@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from benchmarks import models_child
 from benchmarks.async_peers import Saver
 from benchmarks.models_child import Cell, train_until_killed
-from benchmarks.schemes import Scheme, State
+from benchmarks.schemes import Kind, Scheme, State
 
 
 class _Told:
@@ -40,9 +41,32 @@ def test_a_step_is_told_before_it_can_be_resumed_from(tmp_path: Path, monkeypatc
     def make(state: State, where: Path) -> Saver:
         return Watched(state, where)
 
-    monkeypatch.setattr(models_child, "scheme_of", lambda cell: Scheme(cell.scheme, "ours", make, None))
+    monkeypatch.setattr(models_child, "scheme_of", lambda cell: Scheme(cell.scheme, "asymcheck", make, None))
     monkeypatch.setattr(models_child, "_be_silent", lambda: None)
     monkeypatch.setattr(models_child, "_keep_rings_in", lambda _: None)
     train_until_killed(Cell("GPT-2", "tiny", "watched", every=2, steps=5), tmp_path, cast("Connection", told))
     assert saved == [0, 2, 4]
     assert told.steps == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("upstream", -1), ("asymcheck", None)])
+def test_what_a_kill_has_torn_is_lost_to_who_saves_so(
+    kind: Kind, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a library cannot read its file is a result; that asymcheck cannot is a defect, and ends the workload."""
+
+    def recover(_state: State, _where: Path) -> int:
+        raise EOFError("half a file")
+
+    monkeypatch.setattr(models_child, "scheme_of", lambda cell: Scheme(cell.scheme, kind, Saver, recover))
+    monkeypatch.setattr(models_child, "_be_silent", lambda: None)
+    monkeypatch.setattr(models_child, "_keep_rings_in", lambda _: None)
+    answers: list[object] = []
+    pipe = SimpleNamespace(send=answers.append, close=lambda: None)
+    models_child.recover(Cell("GPT-2", "tiny", "torn", every=1, steps=1), tmp_path, {}, cast("Connection", pipe))
+    (answer,) = answers
+    if step is None:
+        assert answer == "EOFError: half a file"
+    else:
+        assert isinstance(answer, models_child.Recovered)
+        assert (answer.step, answer.is_exact) == (step, False)

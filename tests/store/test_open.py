@@ -103,7 +103,7 @@ def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("gopher://host/x", "pyarrow has no file system for it"),
+        ("gopher://host/x", "no file system is known for gopher://"),
         ("hdfs:///x", "name the NameNode"),
         ("hdfs://host", "below the root"),
         ("file://host/x", "three slashes"),

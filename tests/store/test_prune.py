@@ -214,13 +214,13 @@ def test_a_pruner_reads_only_what_is_new(store: Store, monkeypatch: pytest.Monke
     _save(store, *range(10))
     pruner.prune(0)
     read: list[int] = []
-    original = type(store._tier.manifests).read
+    original = type(store._tier.manifests).read_bytes
 
-    def counted(self: object, run: str, ref: object, name: object) -> object:
+    def counted(self: object, run: str, ref: object, name: object) -> bytes:
         read.append(ref.step)  # type: ignore[attr-defined]  # a CheckpointRef
         return original(self, run, ref, name)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(type(store._tier.manifests), "read", counted)
+    monkeypatch.setattr(type(store._tier.manifests), "read_bytes", counted)
     for step in range(10, 14):
         _save(store, step)
         read.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Base, Encoder
 from asymcheck.pipeline.joint import Joint
-from asymcheck.pipeline.manners import stand_back
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import manifest_header, manifest_rows
+from asymcheck.pipeline.workers import Workers
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.types import CheckpointRef, Digest
@@ -48,27 +48,21 @@ class RingFlusher:
         self._encoder, self._joint = encoder, joint
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
         self._bases = Bases(ring)
-        self._queue: queue.SimpleQueue[tuple[Moving, int | None] | None] = queue.SimpleQueue()
         self._moving: dict[Capture, Moving] = {}
+        self._last = -math.inf, -math.inf
+        """When the last capture was begun, and when it was durable or lost."""
+        self._is_behind = False
         self._kept: list[Moving] = []
         self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
         self.on_commit: Callable[[], object] = lambda: None
         """Called on the commit thread when a capture is durable and nobody waits for it any more. Must not raise."""
         self._lock = threading.Lock()
-        self._writes: queue.SimpleQueue[tuple[Future[None], Moving, int] | None] = queue.SimpleQueue()
-        # No executor: Python ends those before it calls what is registered to be done at exit, and that flushes.
-        self._writers = [
-            threading.Thread(target=self._run_writes, name=f"asymcheck-flush-{number}", daemon=True)
-            for number in range(_WRITERS)
-        ]
-        for writer in self._writers:
-            writer.start()
-        self._thread = threading.Thread(target=self._run, name="asymcheck-commit", daemon=True)
-        self._thread.start()
+        self._writers: Workers[tuple[Future[None], Moving, int]] = Workers(self._work_off, "asymcheck-flush", _WRITERS)
+        self._committer: Workers[tuple[Moving, int | None]] = Workers(self._go_on, "asymcheck-commit", 1)
 
     def stored(self, capture: Capture, number: int) -> None:
         """Take a partition that is complete in the ring. On the capture thread."""
-        self._queue.put((self._of(capture), number))
+        self._committer.put((self._of(capture), number))
 
     def finished(self, capture: Capture) -> None:
         """Take a capture that is complete, or was given up. On the capture thread."""
@@ -80,7 +74,7 @@ class RingFlusher:
             capture.error = capture.error or error
         capture.complete.set()
         if capture in self._moving:
-            self._queue.put((self._moving[capture], None))
+            self._committer.put((self._moving[capture], None))
         else:
             _end(capture)
 
@@ -100,7 +94,17 @@ class RingFlusher:
             drain.expect(bytes_in_ring - shared)
             moving = Moving(capture, drain, streams=bytes_in_ring > self._ring.header.data_bytes)
             self._moving[capture] = moving
+            self._is_behind = self._comes_soon(capture)
+            self._writers.hurry(is_behind=self._is_behind)
+            self._committer.hurry(is_behind=self._is_behind)
         return moving
+
+    def _comes_soon(self, capture: Capture) -> bool:
+        """Tell whether a capture was begun before the last one was durable, or nearly so: they come too fast."""
+        began_s, durable_s = self._last
+        # What was written in a hurry would take twice as long without.
+        soon_s = durable_s - began_s if self._is_behind else 0.0
+        return len(self._moving) > 1 or capture.began_s < durable_s + soon_s
 
     def _complete(self, moving: Moving) -> None:
         """Put the manifest into the ring, too: from now on the capture survives this process."""
@@ -148,25 +152,23 @@ class RingFlusher:
             pass
         return slot
 
-    def _run(self) -> None:
-        stand_back()
-        while (item := self._queue.get()) is not None:
-            moving, number = item
-            if number is not None:
-                self._queue_write(moving, number)
-                continue
-            self._queue_postponed(moving)
-            try:
-                self._settle(moving)
-            except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-                moving.capture.error = moving.capture.error or error
-            self._retire(moving)
-            name = "capture.durable" if moving.capture.error is None else "capture.lost"
-            # An observer that raises has nothing to abort any more, and must not end this thread.
-            with contextlib.suppress(Exception):
-                emit(name, str(moving.ref), moving.capture.state_bytes)
-            if moving.capture.error is None:
-                self.on_commit()
+    def _go_on(self, item: tuple[Moving, int | None]) -> None:
+        moving, number = item
+        if number is not None:
+            self._queue_write(moving, number)
+            return
+        self._queue_postponed(moving)
+        try:
+            self._settle(moving)
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            moving.capture.error = moving.capture.error or error
+        self._retire(moving)
+        name = "capture.durable" if moving.capture.error is None else "capture.lost"
+        # An observer that raises has nothing to abort any more, and must not end this thread.
+        with contextlib.suppress(Exception):
+            emit(name, str(moving.ref), moving.capture.state_bytes)
+        if moving.capture.error is None:
+            self.on_commit()
 
     def _queue_write(self, moving: Moving, number: int) -> None:
         with self._lock:
@@ -189,19 +191,17 @@ class RingFlusher:
 
     def _write_soon(self, moving: Moving, number: int) -> None:
         moving.writes.append(Future())
-        self._writes.put((moving.writes[-1], moving, number))
+        self._writers.put((moving.writes[-1], moving, number))
 
-    def _run_writes(self) -> None:
-        stand_back()
-        while (item := self._writes.get()) is not None:
-            done, moving, number = item
-            try:
-                self._write(moving, number)
-            except BaseException as error:  # noqa: BLE001 - carried to the commit thread
-                done.set_exception(error)
-                self._note_failure(moving)
-            else:
-                done.set_result(None)
+    def _work_off(self, item: tuple[Future[None], Moving, int]) -> None:
+        done, moving, number = item
+        try:
+            self._write(moving, number)
+        except BaseException as error:  # noqa: BLE001 - carried to the commit thread
+            done.set_exception(error)
+            self._note_failure(moving)
+        else:
+            done.set_result(None)
 
     def _write(self, moving: Moving, number: int) -> bool:
         capture = moving.capture
@@ -327,6 +327,7 @@ class RingFlusher:
         for one in freed:
             self._free(one)
         _end(capture)
+        self._last = capture.began_s, capture.durable_s
 
     def survives(self, capture: Capture) -> bool:
         """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
@@ -364,12 +365,8 @@ class RingFlusher:
 
     def close(self) -> bool:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""
-        self._queue.put(None)
-        self._thread.join()
-        for _ in self._writers:
-            self._writes.put(None)
-        for writer in self._writers:
-            writer.join()
+        self._committer.close()
+        self._writers.close()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -138,3 +139,28 @@ def test_bytes_that_the_store_has_are_known_and_not_written(store: Store, config
     each = len(known) // 3
     assert each > 1
     assert known == [False] * each + [True] * 2 * each
+
+
+def test_writers_stand_back_until_checkpoints_come_too_fast(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """With a wait after each, they give way to the training; with a drive slower than the steps, they do not."""
+    seen: list[int] = []
+
+    def watcher(interval: Interval) -> None:
+        if interval.name in ("write", "commit"):
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer, events.watch(watcher):
+        for step in range(4):
+            loop.iterate(step)
+            checkpointer.step(step)
+            checkpointer.wait()
+        assert set(seen) == {19}
+        seen.clear()
+        disk.delay_s = 0.01
+        for step in range(4, 10):
+            loop.iterate(step)
+            checkpointer.step(step)
+        checkpointer.wait()
+    assert seen.count(own) > len(seen) / 2

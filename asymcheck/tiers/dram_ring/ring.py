@@ -27,7 +27,7 @@ from asymcheck.format.ring import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.tiers.dram_ring.mapped import map_file
+from asymcheck.tiers.dram_ring.mapped import map_file, populate
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
 from asymcheck.tiers.gpu_staging import Link
 from asymcheck.tiers.room import Room
@@ -128,9 +128,11 @@ class Ring:
 
     def _grow(self, start: int, size: int) -> None:
         refused = None
+        populate(self._memory, 0, start)
         for end in (*range(start + _GROWS_BY, size, _GROWS_BY), size):
             try:
                 self._reserve(self._descriptor, start, end)
+                populate(self._memory, start, end)
             except AsymcheckError as error:
                 refused = error
             with self._changed:

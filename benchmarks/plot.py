@@ -20,9 +20,7 @@ _CHOSEN = {
     "codec": ("ratio, mixed", "encode, 1 thread, mixed"),
 }
 """Beginnings of the metrics drawn where the others say the same once more; of other workloads, all."""
-_COMPARED = ("throughput", "time to durable", "time to restore")
-_COMPARED_BEGINNINGS = ("ratio, ", "encode, ", "checkpoints, ")
-"""Metrics by which others are measured beside asymcheck."""
+_NAME = "asymcheck"
 
 
 def draw(report: Report, path: Path) -> None:
@@ -54,10 +52,12 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float | None) -> None:
+    # Where there are no peers, all of it is asymcheck.
+    has_peers = any(one.system.startswith(_NAME) for one in rows)
     bars = _grouped([one for one in rows if not _is_limit(one)])
     medians = [one.median for one in bars]
     whiskers = [[one.median - one.min for one in bars], [one.max - one.median for one in bars]]
-    colors = [_OURS if _is_ours(one) else _OTHERS for one in bars]
+    colors = [_OURS if one.system.startswith(_NAME) or not has_peers else _OTHERS for one in bars]
     places = range(len(bars))
     error_style = {"elinewidth": 1.1, "capsize": 3, "ecolor": "#222222"}
     axis.barh(places, medians, xerr=whiskers, color=colors, height=0.7, error_kw=error_style)
@@ -101,13 +101,7 @@ def _number(value: float) -> str:
 def _grouped(rows: list[Row]) -> list[Row]:
     """Put what one system does in several modes together, ours first."""
     order = {one.system.split()[0]: number for number, one in reversed(list(enumerate(rows)))}
-    return sorted(rows, key=lambda one: (not _is_ours(one), order[one.system.split()[0]], one.system))
-
-
-def _is_ours(one: Row) -> bool:
-    # Where there are no peers, all of it is asymcheck.
-    is_compared = one.metric in _COMPARED or one.metric.startswith(_COMPARED_BEGINNINGS)
-    return one.system.startswith("asymcheck") or not is_compared
+    return sorted(rows, key=lambda one: (not one.system.startswith(_NAME), order[one.system.split()[0]], one.system))
 
 
 def _better(metric: str, unit: str) -> str:

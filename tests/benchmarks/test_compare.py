@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,21 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
     lost = page.partition("is not first")[2]
     assert "| time to durable | M: 90 ms, torch.save 30 |" in lost
     assert "| visible stall" not in lost
+
+
+def test_the_page_of_results_says_what_was_missed(tmp_path: Path) -> None:
+    """Before what was reached; what was not measured is not there."""
+    rows = [row("a", "time", "s", [1.0])]
+    report = dataclasses.replace(_report(*rows, workload="restore"), ratios={"restore/limit": 0.9, "other": 1.0})
+    write_json(report, tmp_path / "restore.json")
+    report = dataclasses.replace(_report(*rows, workload="stall"), ratios={"stall_p95/best_peer": 0.2})
+    write_json(report, tmp_path / "stall.json")
+    results.write_page(tmp_path)
+    lines = [line for line in (tmp_path / "README.md").read_text().splitlines() if " of [" in line]
+    assert lines == [
+        "| **missed** | `stall_p95/best_peer` of [stall](#stall) | ≤ 0.1 | 0.2 |",
+        "| reached | `restore/limit` of [restore](#restore) | ≥ 0.85 | 0.9 |",
+    ]
 
 
 def test_the_help_says_what_each_workload_measures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,6 +227,7 @@ class Joint:
         mine = {"is_outdated": is_outdated, "diverged": diverged, "pace": pace}
         said = self._committing.agree(at, json.dumps(mine).encode(), decide, self._what(capture, "commit"))
         if ref is not None:
-            # Rank 0 tells of all: its output is the one that is looked at.
-            told = [Divergence(**one) for one in (json.loads(said) if self.is_first else diverged)]
-            capture.diverged = [one.text(self._manifests, self._run, ref) for one in told]
+            # Rank 0 tells of all: its output is the one that is looked at. Others, of what is theirs.
+            found, rank = json.loads(said), self._session.rank
+            told = found if self.is_first else [*diverged, *(one for one in found if one["owner"] == rank)]
+            capture.diverged = [Divergence(**one).text(self._manifests, self._run, ref) for one in told]

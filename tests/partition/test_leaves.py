@@ -36,6 +36,18 @@ def test_bytes_are_in_row_major_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VIEWS)
+def test_some_bytes_are_those_of_the_tensor(name: str) -> None:
+    """All of it, or a part, of any layout; also where a sign is turned only on the way out."""
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert turned.is_neg()
+    for source in (VIEWS[name], VIEWS[name].float(), turned):
+        leaf, whole = make_leaf(source, "x", ""), flat_bytes(source).numpy().tobytes()
+        assert leaf.some_bytes(0, leaf.nbytes) == whole
+        half = leaf.nbytes // 2
+        assert leaf.some_bytes(half, leaf.nbytes - half) == whole[half:]
+
+
+@pytest.mark.parametrize("name", VIEWS)
 def test_bytes_that_lie_in_order_are_seen_where_they_are(name: str) -> None:
     """A later change of the tensor shows in them; None where they would have to be copied."""
     view = VIEWS[name]

@@ -62,4 +62,4 @@ def test_close_waits_for_everything() -> None:
         workers.hurry(is_behind=item % 2 == 0)
     workers.close()
     assert sorted(done) == list(range(1000))
-    assert not [thread for thread in threading.enumerate() if thread.name == "test"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]

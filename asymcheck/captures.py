@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.arguments import check_metrics, check_part, check_step
@@ -12,9 +13,8 @@ from asymcheck.config import CaptureConfig
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StepOrderWarning, warn_user
 from asymcheck.events import timed
 from asymcheck.format import layout
-from asymcheck.format.manifest import ManifestHeader
-from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.pipeline.adopt import Adopted, adopt
+from asymcheck.format.manifest import Manifest, ManifestHeader
+from asymcheck.pipeline.adopt import Adopted, adopting
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.encoder import Encoder
@@ -27,6 +27,7 @@ from asymcheck.recovery.line import read_line
 from asymcheck.recovery.load import load_captured
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.reports import Reports
+from asymcheck.tiers.dram_ring import RingPack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part, SaveId
@@ -41,6 +42,7 @@ class Captures(Reports):
         self._backgrounds: list[Background] = []
         config = tier.config
         self._encoder = Encoder(config.compression, "nvme")
+        self._at_hand: list[RingPack] = []
 
     def request(
         self,
@@ -147,7 +149,7 @@ class Captures(Reports):
             self._backgrounds.pop().close()
 
     def load_captured(
-        self, ref: CheckpointRef, manifest: bytes, payload: Callable[[Digest], memoryview], *, into: object
+        self, ref: CheckpointRef, captured: Manifest, payload: Callable[[Digest], memoryview], *, into: object
     ) -> Checkpoint:
         """Fill a state with a checkpoint that lies in memory; ``payload`` gives the bytes of a partition.
 
@@ -155,7 +157,6 @@ class Captures(Reports):
             StateMismatchError: it does not fit; nothing was overwritten.
             DigestMismatchError: the memory has changed; tensors may have been overwritten.
         """
-        captured = decode_manifest(manifest, "manifest in memory")
         load_captured(captured, payload, into)
         header = captured.header
         return Checkpoint(
@@ -171,8 +172,11 @@ class Captures(Reports):
             metrics=header.metrics,
         )
 
-    def adopt(self, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder) -> list[Adopted]:
+    @contextlib.contextmanager
+    def adopting(self, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder) -> Iterator[list[Adopted]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
+
+        What is restored in the ``with`` block is read from that memory as far as it lies there, which goes after it.
 
         Raises:
             StorageError: the device refused; what was left stays there.
@@ -183,8 +187,13 @@ class Captures(Reports):
             before = header.ref.save_id if header.world_size > 1 else None
             return self._place(header.run, header.ref.generation, before)
 
-        with timed("adopt"):
-            return adopt(tier, self._catalog(), self._encoder, Path(ring_folder), placing)
+        with contextlib.ExitStack() as held:
+            with timed("adopt"):
+                taken = held.enter_context(adopting(tier, self._catalog(), self._encoder, Path(ring_folder), placing))
+            self._at_hand = taken.packs
+            # Before their memory is given back.
+            held.callback(self._at_hand.clear)
+            yield taken.adopted
 
     def _catalog(self) -> Catalog:
         return self._nvme.open_catalog(self._populate)

@@ -141,14 +141,20 @@ class Checkpointer:
         """
         self.wait()
         self._store.settle()
-        if self._together is not None:
-            with self._ending:
-                return self._went_back(self._together.restore(step, self._state, self._prepare))
-        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.still():
+        with contextlib.ExitStack() as held:
+            if self._together is not None:
+                held.enter_context(self._ending)
+                return self._went_back(self._together.restore(step, self._state, partial(self._adopt, held)))
+            self._adopt(held)
             return self._restored(step)
 
+    def _adopt(self, held: contextlib.ExitStack) -> None:
+        """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
+        if self._upkeep is not None:
+            held.enter_context(self._upkeep.still())
+        self._complaints.tell_of_adopted(held.enter_context(self._store.adopting(self._config.ring_folder)))
+
     def _restored(self, step: int | None) -> Checkpoint | None:
-        self._complaints.tell_of_adopted(self._store.adopt(self._config.ring_folder))
         try:
             restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True, grows=True)
         except CheckpointNotFoundError:
@@ -159,10 +165,6 @@ class Checkpointer:
         self._complaints.tell_of_skipped(restored.skipped)
         self._go_on_from(restored.checkpoint)
         return restored.checkpoint
-
-    def _prepare(self) -> None:
-        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.still():
-            self._complaints.tell_of_adopted(self._store.adopt(self._config.ring_folder))
 
     def _went_back(self, returned: Returned | None) -> Checkpoint | None:
         if returned is None:

@@ -25,6 +25,7 @@ from asymcheck.recovery.rebuild import Rebuilt, rebuild
 from asymcheck.recovery.repair import repair
 from asymcheck.recovery.repaired import Repair, Repaired
 from asymcheck.recovery.resolve import candidates, resolve_each
+from asymcheck.tiers.at_hand import AtHand
 from asymcheck.tiers.nvme import Catalog, Transaction
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier, parse_location
@@ -45,22 +46,25 @@ class Remotes(Captures):
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[ReadTier]:
-        """Yield what checkpoints are read from: the store, and the location that stands behind it.
+        """Yield what checkpoints are read from: memory, the store, and the location that stands behind it.
 
         Warns:
             RemoteCopyWarning: something was read from there.
         """
         if self._far is None:
-            yield self._tier
+            yield self._with_memory(self._tier)
             return
         spanning = SpanningTier(self._nvme, self._far)
-        yield spanning
+        yield self._with_memory(spanning)
         if spanning.far_packs:
             warn_user(
                 f"store {self.location}: some of it is missing or damaged and was read from {self._far.name}; "
                 f"asymcheck verify {self.location} --repair --remote {self._far.name} brings it back",
                 RemoteCopyWarning,
             )
+
+    def _with_memory(self, tier: ReadTier) -> ReadTier:
+        return AtHand(tier, self._at_hand) if self._at_hand else tier
 
     def restorable(self, run: str, step: int | None, skipped: list[str]) -> Iterator[CheckpointRef]:
         """Yield the consistent checkpoints of a run, or of a step of it, in the order in which to try them.

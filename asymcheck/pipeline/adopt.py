@@ -14,8 +14,9 @@ from asymcheck.format.ring import COMPLETE
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
-from asymcheck.tiers.dram_ring import RingReader, left_rings, open_left, remove_unmade
-from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
+from asymcheck.tiers.dram_ring import RingPack, RingReader, left_rings, open_left, remove_unmade
+from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, work_off
+from asymcheck.tiers.slots import Slot
 from asymcheck.types import CheckpointRef, Digest
 
 _SHOWN = 8
@@ -35,13 +36,25 @@ class Adopted:
     """Why not."""
 
 
-def adopt(
+@dataclasses.dataclass(frozen=True)
+class Adoption:
+    """Rings that were taken up: their names are gone, their memory is there as long as they are held."""
+
+    adopted: list[Adopted]
+    """What became of the captures in them."""
+    packs: list[RingPack]
+    """Their frames."""
+
+
+@contextlib.contextmanager
+def adopting(
     tier: NvmeTier, catalog: Catalog, encoder: Encoder, folder: Path, placing: Callable[[ManifestHeader], Place]
-) -> list[Adopted]:
+) -> Iterator[Adoption]:
     """Commit what lies complete in the rings of this store that nobody uses any more, and remove these rings.
 
     Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
-    ring nor in the store, it can never be complete.
+    ring nor in the store, it can never be complete. While the rings are held, what is in the store now, and much of
+    what was there before, can be read from memory.
 
     Raises:
         StorageError: the device refused. The ring stays, and may be adopted again.
@@ -67,7 +80,7 @@ def adopt(
             _adopt_one(tier, catalog, encoder, placing, one, found, adopted)
         for reader in readers:
             reader.unlink()
-    return adopted
+        yield Adoption(adopted, [RingPack(reader) for reader in readers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +89,6 @@ class _Found:
 
     reader: RingReader
     manifest: Manifest
-    data: bytes
 
     @property
     def header(self) -> ManifestHeader:
@@ -88,7 +100,7 @@ def _found_in(reader: RingReader, adopted: list[Adopted]) -> Iterator[_Found]:
         if entry.state != COMPLETE:
             continue
         try:
-            yield _Found(reader, *reader.manifest(entry))
+            yield _Found(reader, reader.manifest(entry))
         except FormatError as error:
             adopted.append(Adopted(reader.header.run, None, None, str(error)))
 
@@ -116,8 +128,8 @@ def _adopt_one(
         return
     drain = Drain(tier, catalog, encoder, header.ref.save_id, header.rank)
     try:
-        _add_all(drain, one.reader, one.manifest, one.reader.offsets())
-        ref = drain.commit(one.data, placing)
+        _add_all(tier, drain, one)
+        ref = drain.commit(one.manifest, placing)
     except (MissingPartitionError, FormatError, InvalidInputError) as error:
         drain.abandon()
         adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
@@ -137,12 +149,16 @@ def _is_same(one: ManifestHeader, other: ManifestHeader) -> bool:
     return (one.run, one.ref, one.world_size) == (other.run, other.ref, other.world_size)
 
 
-def _add_all(drain: Drain, reader: RingReader, manifest: Manifest, offsets: dict[Digest, list[int]]) -> None:
-    lengths = manifest.partitions()
+def _add_all(tier: NvmeTier, drain: Drain, one: _Found) -> None:
+    lengths, offsets = one.manifest.partitions(), one.reader.offsets()
     drain.expect(sum(frame_length(length) for length in lengths.values()))
-    for name, length in lengths.items():
-        found = reader.intact(offsets.get(name, []), name, length)
+
+    def add(name: Digest, _slot: Slot) -> None:
+        found = one.reader.intact(offsets.get(name, []), name, lengths[name])
         if found is not None:
-            drain.add(name, length, reader.frame(found[0], length))
+            drain.add(name, lengths[name], one.reader.frame(found[0], lengths[name]))
         else:
-            drain.reuse(name, length)
+            drain.reuse(name, lengths[name])
+
+    # They are written from where they lie.
+    work_off(list(lengths), add, slots=tier.slots, payload_bytes=0, threads=tier.config.slots, name="adopt")

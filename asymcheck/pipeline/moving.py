@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from asymcheck.format.manifest import Manifest
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
 from asymcheck.tiers.dram_ring import RingSlot
@@ -19,7 +20,8 @@ class Moving:
         self.drain = drain
         self.streams = streams
         self.writes: list[Future[None]] = []
-        self.manifest = b""
+        self.manifest: Manifest
+        """What it contains, once it is complete; of a checkpoint without a place on the line."""
         self.manifest_slot: RingSlot | None = None
         self.entry: int | None = None
         """Number of its entry in the ring, once it is complete there."""

@@ -1,4 +1,7 @@
-"""Fetch: frames read several at a time, every one checked in private memory before its bytes are handed on."""
+"""Fetch: frames read several at a time, every one checked in private memory before its bytes are handed on.
+
+Or in the memory that a dead process left, to which nobody writes.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ def read_frame(copy: Copy, slot: Slot) -> tuple[FrameDescriptor, memoryview, str
     where = str(copy)
     with timed("read", stored_length(copy)):
         frame = copy.pack.read_frame(copy.sequence, slot)
-    descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.sequence, where)
+    descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where)
     check_entry(copy.pack.entries[copy.sequence], descriptor, where)
     return descriptor, payload, where
 

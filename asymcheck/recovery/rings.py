@@ -98,7 +98,7 @@ class _Found:
     def _take(self, reader: RingReader) -> None:
         for entry in reader.captures:
             try:
-                manifest, _ = reader.manifest(entry)
+                manifest = reader.manifest(entry)
             except FormatError as error:
                 self.damaged.append(str(error))
             else:

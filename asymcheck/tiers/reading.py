@@ -42,6 +42,9 @@ class OpenPack(Protocol):
     def expect(self, frames: Sequence[int]) -> None:
         """Say which frames will be read, about in this order, so that neighbours can be fetched together."""
 
+    def stamped(self, sequence: int) -> int:
+        """Return what the header of a frame says of its place: its number, in most packs."""
+
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` as it lies there, unchecked, and return it, in ``slot`` as a rule. Thread-safe.
 

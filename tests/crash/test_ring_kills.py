@@ -126,8 +126,8 @@ def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_pat
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store:
-        assert store.adopt(ring.parent) == []
+    with Store.open(tmp_path / "store") as store, store.adopting(ring.parent) as adopted:
+        assert adopted == []
     assert rings(tmp_path) == [ring]
     assert _steps(tmp_path) == list(range(DURABLE))
     child.kill()
@@ -166,7 +166,7 @@ def test_who_only_looks_keeps_nobody_from_the_ring(folder: Path) -> None:
     with RingReader(ring, hold=False) as looking:
         assert_restored(folder, CAPTURED - 1)
         assert rings(folder) == []
-        assert max(looking.manifest(entry)[0].header.ref.step for entry in looking.captures) == CAPTURED - 1
+        assert max(looking.manifest(entry).header.ref.step for entry in looking.captures) == CAPTURED - 1
 
 
 # ------------------------------------------------------------------------------------------------------------- damage
@@ -287,8 +287,8 @@ def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path)
     child = zygote.start(make_slowly, path=str(tmp_path))
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("making")), "the ring")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store:
-        assert store.adopt(ring.parent) == []
+    with Store.open(tmp_path / "store") as store, store.adopting(ring.parent) as adopted:
+        assert adopted == []
     assert rings(tmp_path) == [ring]
     Journal(tmp_path / "journal").note("go on")
     kill_when_ready(child, tmp_path)

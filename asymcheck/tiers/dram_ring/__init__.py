@@ -1,6 +1,7 @@
 """The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
 
 from asymcheck.tiers.dram_ring.left import left_rings, open_left, remove_unmade, remove_unread, unread_is
+from asymcheck.tiers.dram_ring.pack import RingPack
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.dram_ring.ring import Ring, RingSlot
 from asymcheck.tiers.dram_ring.survey import RingCapture, RingFile, look_at
@@ -9,6 +10,7 @@ __all__ = [
     "Ring",
     "RingCapture",
     "RingFile",
+    "RingPack",
     "RingReader",
     "RingSlot",
     "left_rings",

@@ -152,8 +152,8 @@ class RingReader:
                     return offset, payload
         return None
 
-    def manifest(self, entry: CaptureEntry) -> tuple[Manifest, bytes]:
-        """Read the manifest of a capture, and return it with its bytes.
+    def manifest(self, entry: CaptureEntry) -> Manifest:
+        """Read the manifest of a capture.
 
         Raises:
             FormatError: it is damaged, or not the one that the entry and the ring are of.
@@ -164,7 +164,7 @@ class RingReader:
         header = manifest.header
         if (header.ref.save_id, header.run, header.rank) != (entry.save_id, self.header.run, self.header.rank):
             raise StructureError(f"{where}: it is of another capture than its entry")
-        return manifest, data
+        return manifest
 
     def unlink(self) -> None:
         """Remove the file."""

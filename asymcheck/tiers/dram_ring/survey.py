@@ -133,7 +133,7 @@ def _unread(path: Path, size: int, problem: str) -> RingFile | None:
 def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, check: bool) -> RingCapture:
     run, save_id, is_durable = reader.header.run, entry.save_id.hex(), entry.state == DURABLE
     try:
-        manifest, _ = reader.manifest(entry)
+        manifest = reader.manifest(entry)
     except FormatError as error:
         return RingCapture(run, None, None, save_id, is_durable, 0, is_intact=False, problem=str(error))
     ref = manifest.header.ref

@@ -57,6 +57,10 @@ class PackFile:
     def expect(self, frames: Sequence[int]) -> None:
         """Say which frames will be read; a local drive needs no warning."""
 
+    def stamped(self, sequence: int) -> int:
+        """Return what the header of a frame says of its place: its number."""
+        return sequence
+
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.
 

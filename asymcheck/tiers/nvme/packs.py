@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -162,9 +163,10 @@ class PackWriter:
             self._files.truncate(self._descriptor, length, self._path)
 
     def _pwrite_aligned(self, data: bytes, offset: int) -> None:
-        slot = Slot(round_up(len(data)))
-        slot.memory[: len(data)] = data
-        self._pwrite(slot.memory[: len(data)], offset)
+        # Not a slot: of its huge pages, which are zeroed first, this would need a corner.
+        memory = memoryview(mmap.mmap(-1, round_up(len(data))))[: len(data)]
+        memory[:] = data
+        self._pwrite(memory, offset)
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         direct = self._direct

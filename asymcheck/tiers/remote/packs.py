@@ -136,6 +136,10 @@ class RemotePack:
             self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
         self._reading.follow(self)
 
+    def stamped(self, sequence: int) -> int:
+        """Return what the header of a frame says of its place: its number."""
+        return sequence
+
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
         """Return frame ``sequence`` as it lies there, unchecked; not in ``slot``: what was read is memory enough.
 

@@ -1,0 +1,84 @@
+"""After SIGKILL, a restore reads what the ring still has from there, as carefully as from a drive."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Checkpointer, Store
+from asymcheck.tiers.dram_ring import RingPack
+from asymcheck.tiers.nvme.pack_files import PackFile
+from asymcheck.tiers.slots import Slot
+from tests.checkpointer.loops import copy_of, linear_loop
+from tests.crash.dead_rings import CAPTURED
+from tests.crash.states import Journal, fingerprint
+from tests.crash.trainer import config_for
+
+
+def _count_frames(monkeypatch: pytest.MonkeyPatch, where: type[RingPack] | type[PackFile]) -> list[int]:
+    """Note which frames are read there."""
+    read: list[int] = []
+    plain = where.read_frame
+
+    def noted(pack: RingPack | PackFile, sequence: int, slot: Slot) -> memoryview:
+        read.append(sequence)
+        return plain(pack, sequence, slot)  # type: ignore[arg-type]  # of the class it was taken from
+
+    monkeypatch.setattr(where, "read_frame", noted)
+    return read
+
+
+def _restored(folder: Path) -> tuple[int, str]:
+    """Restore as a new process does; return the step and what the state is."""
+    with Store.open(folder / "store") as store:
+        _, _, loop = linear_loop()
+        # An optimizer has no state to be filled before its first step.
+        loop.iterate(0)
+        restored = Checkpointer(store, loop.state, capture=config_for(folder)).restore()
+        assert restored is not None
+        return restored.step, fingerprint(copy_of(loop.state))
+
+
+def _expected(folder: Path) -> tuple[int, object]:
+    return CAPTURED - 1, Journal(folder / "journal").lines("step")[CAPTURED - 1]["fingerprint"]
+
+
+def test_no_frame_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest checkpoint lies in memory, whole; the next restore finds the ring gone, and reads the drive."""
+    on_drive, in_memory = (_count_frames(monkeypatch, where) for where in (PackFile, RingPack))
+    assert _restored(folder) == _expected(folder)
+    assert (bool(in_memory), on_drive) == (True, [])
+    in_memory.clear()
+    assert _restored(folder) == _expected(folder)
+    assert (in_memory, bool(on_drive)) == ([], True)
+
+
+def test_what_was_damaged_in_memory_meanwhile_comes_from_the_drive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips after the ring was taken up is found, and another copy of the frame is there by then."""
+    plain = RingPack.read_frame
+
+    def flipped(pack: RingPack, sequence: int, slot: Slot) -> memoryview:
+        frame = bytearray(plain(pack, sequence, slot))
+        frame[-1 if len(frame) % 4096 else len(frame) // 2] ^= 4
+        return memoryview(frame)
+
+    monkeypatch.setattr(RingPack, "read_frame", flipped)
+    on_drive, in_memory = (_count_frames(monkeypatch, where) for where in (PackFile, RingPack))
+    assert _restored(folder) == _expected(folder)
+    assert (bool(in_memory), bool(on_drive)) == (True, True)
+
+
+def test_the_memory_is_given_back(folder: Path) -> None:
+    """When the state is filled, nothing of it is open or mapped any more, and the open store reads the drive again."""
+    ring_folder = str(config_for(folder).ring_folder)
+    with Store.open(folder / "store") as store:
+        _, _, loop = linear_loop()
+        loop.iterate(0)
+        Checkpointer(store, loop.state, capture=config_for(folder)).restore()
+        assert ring_folder not in Path("/proc/self/maps").read_text()
+        assert not [path for path in Path("/proc/self/fd").iterdir() if ring_folder in os.path.realpath(path)]
+        assert fingerprint(store.load()) == _expected(folder)[1]

@@ -19,7 +19,7 @@ class DigestSet:
     def __init__(self, digests: npt.NDArray[np.void]) -> None:
         """Take ``digests``, one or more times each; :attr:`first` says which of them got each number."""
         # Eight bytes tell digests apart, unless one is there twice, or somebody made them so.
-        keys: npt.NDArray[np.generic] = first_halves(digests)
+        keys: npt.NDArray[np.generic] = _first_halves(digests)
         self.first: npt.NDArray[np.intp] = np.argsort(keys)
         """For each number, a position of that digest in what was given."""
         if _has_duplicates(keys[self.first]):
@@ -50,7 +50,7 @@ class DigestSet:
         """Return the number of each of ``digests``; -1 for those that are not in the set."""
         if not len(self):
             return np.full(len(digests), -1)
-        sought = first_halves(digests) if self._keys.dtype == np.uint64 else digests.view(_WHOLE)
+        sought = _first_halves(digests) if self._keys.dtype == np.uint64 else digests.view(_WHOLE)
         # In order, so that one search finds in the cache what the one before it has read.
         order = np.argsort(sought)
         places = np.empty(len(sought), dtype=np.intp)
@@ -69,7 +69,19 @@ def as_column(digests: Sequence[Digest]) -> npt.NDArray[np.void]:
     return np.frombuffer(b"".join(digests), dtype=f"V{DIGEST_BYTES}")
 
 
-def first_halves(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+def has_two_values(digests: npt.NDArray[np.void], values: npt.NDArray[np.int64]) -> bool:
+    """Tell whether a digest that is there several times stands beside different values."""
+    words = _words(digests)
+    if not _has_duplicates(np.sort(words[:, 0])):
+        # None is there twice, as in most manifests.
+        return False
+    order = np.lexsort((words[:, 1], words[:, 0]))
+    ordered, beside = words[order], values[order]
+    is_same = (ordered[1:] == ordered[:-1]).all(axis=1)
+    return bool(np.any(is_same & (beside[1:] != beside[:-1])))
+
+
+def _first_halves(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
     """Return the first eight bytes of each digest as a number."""
     return _words(digests)[:, 0]
 

@@ -11,36 +11,20 @@ import pyarrow as pa
 
 from asymcheck.errors import LimitError
 from asymcheck.format import registry
-from asymcheck.format.digest import digest
+from asymcheck.format.digest_set import as_column
+from asymcheck.format.manifest_columns import (
+    DESCRIBING,
+    SCHEMA,
+    describing_columns,
+    extents_column,
+    inline_columns,
+)
+from asymcheck.format.manifest_values import fixed_bytes, flattened, list_offsets, picked
 from asymcheck.format.record import canonical_json, parent_to_json
 from asymcheck.format.tree import Node, encode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 METADATA_KEY = b"asymcheck"
-_INT_LIST = pa.list_(pa.field("item", pa.int64(), nullable=False))
-_EXTENT = pa.struct(
-    [
-        pa.field("digest", pa.binary(registry.DIGEST_BYTES), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-        pa.field("partition_length", pa.int64(), nullable=False),
-    ]
-)
-SCHEMA = pa.schema(
-    [
-        pa.field("name", pa.utf8(), nullable=False),
-        pa.field("aliases", pa.list_(pa.field("item", pa.utf8(), nullable=False)), nullable=False),
-        pa.field("dtype", pa.utf8(), nullable=False),
-        pa.field("role", pa.utf8(), nullable=False),
-        pa.field("shape", _INT_LIST, nullable=False),
-        pa.field("global_shape", _INT_LIST, nullable=False),
-        pa.field("offset", _INT_LIST, nullable=False),
-        pa.field("nbytes", pa.int64(), nullable=False),
-        pa.field("inline", pa.binary(), nullable=True),
-        pa.field("inline_digest", pa.binary(registry.DIGEST_BYTES), nullable=True),
-        pa.field("extents", pa.list_(pa.field("item", _EXTENT, nullable=False)), nullable=False),
-    ]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +98,12 @@ class ManifestHeader:
 class Manifest:
     """A checked manifest: its header, and its rows by column."""
 
-    def __init__(self, header: ManifestHeader, batch: pa.RecordBatch, size: int) -> None:
-        """Wrap a record batch that ``manifest_reader`` has checked; ``size`` is the file's size in bytes."""
+    def __init__(self, header: ManifestHeader, batch: pa.RecordBatch) -> None:
+        """Wrap a record batch that ``manifest_reader`` has checked, or :func:`manifest_of` made."""
         self.header = header
-        self.size = size
         self._batch = batch
         extents = batch.column("extents")
-        flat = extents.flatten()
+        flat = flattened(extents)
         self.extent_starts: npt.NDArray[np.int64] = list_offsets(extents)
         """For row r, its extents are those from ``extent_starts[r]`` to ``extent_starts[r + 1]``."""
         self.extent_digests: npt.NDArray[np.void] = fixed_bytes(flat.field("digest"))
@@ -160,8 +143,8 @@ class Manifest:
 
     def rows(self, indices: Sequence[int]) -> list[TensorRow]:
         """Return some rows as values."""
-        batch = self._batch.take(pa.array(indices, type=pa.int64()))
-        columns = [batch.column(name).to_pylist() for name in SCHEMA.names if name not in ("inline_digest", "extents")]
+        names = (name for name in SCHEMA.names if name not in ("inline_digest", "extents"))
+        columns = [picked(self._batch.column(name), indices) for name in names]
         return [self._row(index, *values) for index, *values in zip(indices, *columns, strict=True)]
 
     def _row(self, index: int, *values: object) -> TensorRow:
@@ -200,57 +183,45 @@ class Manifest:
         return {Digest(digests[i * size : (i + 1) * size]): length for i, length in enumerate(lengths)}
 
 
+def manifest_of(header: ManifestHeader, columns: Sequence[pa.Array]) -> Manifest:
+    """Return a manifest that this program makes itself, of all columns of the schema."""
+    return Manifest(header, pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+
+
 def encode_manifest(header: ManifestHeader, rows: Sequence[TensorRow]) -> bytes:
-    """Return the bytes of a manifest file; its name is :func:`digest` of them."""
-    columns: dict[str, list[object]] = {
-        "name": [row.name for row in rows],
-        "aliases": [row.aliases for row in rows],
-        "dtype": [row.dtype for row in rows],
-        "role": [row.role for row in rows],
-        "shape": [row.shape for row in rows],
-        "global_shape": [row.global_shape for row in rows],
-        "offset": [row.offset for row in rows],
-        "nbytes": [row.nbytes for row in rows],
-        "inline": [row.inline for row in rows],
-        "inline_digest": [None if row.inline is None else digest(row.inline) for row in rows],
-    }
-    arrays = [pa.array(values, type=SCHEMA.field(name).type) for name, values in columns.items()]
-    arrays.append(_extents_array(rows))
-    return _encode(header, arrays)
-
-
-def encode_with_header(manifest: Manifest, header: ManifestHeader) -> bytes:
-    """Return the bytes of a manifest that has the tensors of another one.
+    """Return the bytes of a manifest file; its name is :func:`digest` of them.
 
     Raises:
         LimitError: it would be too large.
     """
-    return _encode(header, manifest.columns)
+    values = {name: [getattr(row, name) for row in rows] for name in DESCRIBING}
+    # Flat columns, not row objects: a million extents take a tenth of the time and memory.
+    flat = [extent for row in rows for extent in row.extents]
+    extents = extents_column(
+        np.cumsum([0, *(len(row.extents) for row in rows)], dtype=np.int32),
+        as_column([extent.digest for extent in flat]),
+        np.array([extent.offset for extent in flat], dtype=np.int64),
+        np.array([extent.length for extent in flat], dtype=np.int64),
+        np.array([extent.partition_length for extent in flat], dtype=np.int64),
+    )
+    columns = [*describing_columns(values), *inline_columns([row.inline for row in rows]), extents]
+    return encode(manifest_of(header, columns))
 
 
-def _encode(header: ManifestHeader, columns: Sequence[pa.Array]) -> bytes:
-    schema = SCHEMA.with_metadata({METADATA_KEY: _encode_header(header)})
+def encode(manifest: Manifest, header: ManifestHeader | None = None) -> bytes:
+    """Return the bytes of a manifest file, with another ``header`` if one is given.
+
+    Raises:
+        LimitError: it would be too large.
+    """
+    schema = SCHEMA.with_metadata({METADATA_KEY: _encode_header(header or manifest.header)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        writer.write_batch(pa.RecordBatch.from_arrays(manifest.columns, schema=schema))
     data: bytes = sink.getvalue().to_pybytes()
     if len(data) > registry.MANIFEST_BYTES_MAX:
         raise LimitError(f"a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")
     return data
-
-
-def _extents_array(rows: Sequence[TensorRow]) -> pa.Array:
-    # Flat columns, not row objects: a million extents take a tenth of the time and memory.
-    flat = [extent for row in rows for extent in row.extents]
-    starts = np.cumsum([0, *(len(row.extents) for row in rows)], dtype=np.int32)
-    fields = [
-        pa.array([extent.digest for extent in flat], type=pa.binary(registry.DIGEST_BYTES)),
-        pa.array([extent.offset for extent in flat], type=pa.int64()),
-        pa.array([extent.length for extent in flat], type=pa.int64()),
-        pa.array([extent.partition_length for extent in flat], type=pa.int64()),
-    ]
-    values = pa.StructArray.from_arrays(fields, fields=list(_EXTENT))
-    return pa.ListArray.from_arrays(pa.array(starts), values, type=SCHEMA.field("extents").type)
 
 
 def _encode_header(header: ManifestHeader) -> bytes:
@@ -272,19 +243,3 @@ def _encode_header(header: ManifestHeader) -> bytes:
         "tree": header.tree,
     }
     return canonical_json(fields)
-
-
-def list_offsets(column: pa.ListArray) -> npt.NDArray[np.int64]:
-    """Return where each list of a column begins in its flattened values, and where the last ends."""
-    offsets: npt.NDArray[np.int64] = column.offsets.to_numpy().astype(np.int64)
-    relative: npt.NDArray[np.int64] = offsets - offsets[0]
-    return relative
-
-
-def fixed_bytes(column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.void]:
-    """Return a column of digests as numpy values, without a copy."""
-    size = registry.DIGEST_BYTES
-    data = column.buffers()[1]
-    raw = memoryview(data)[column.offset * size : (column.offset + len(column)) * size] if data is not None else b""
-    values: npt.NDArray[np.void] = np.frombuffer(raw, dtype="V16")
-    return values

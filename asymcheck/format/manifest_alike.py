@@ -9,7 +9,8 @@ from __future__ import annotations
 import pyarrow as pa
 
 from asymcheck.errors import StructureError
-from asymcheck.format.manifest import SCHEMA, list_offsets
+from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest_values import flattened, list_offsets
 from asymcheck.format.strict_json import parse_json
 
 _BEFORE, _AFTER = b'"tree":', b',"world_size":'
@@ -58,7 +59,7 @@ class Alike:
         """
         columns = [self._column(name, batch.column(name)) for name in _NAMES]
         extents = batch.column("extents")
-        flat = extents.flatten()
+        flat = flattened(extents)
         fields = [self._column(f"extents.{one.name}", flat.field(one.name)) for one in _FIELDS]
         starts = self._column("extents", pa.array(list_offsets(extents), type=pa.int32()))
         # Neither lists nor what is in them are null: that is one of the rules.

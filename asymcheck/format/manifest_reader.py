@@ -12,10 +12,12 @@ import pyarrow as pa
 from asymcheck.errors import BadMagicError, FormatError, LimitError, StructureError
 from asymcheck.format import registry
 from asymcheck.format.digest import Buffer, digest
-from asymcheck.format.digest_set import first_halves
+from asymcheck.format.digest_set import has_two_values
 from asymcheck.format.layout import is_run
-from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Manifest, ManifestHeader, fixed_bytes, list_offsets
+from asymcheck.format.manifest import METADATA_KEY, Manifest, ManifestHeader
 from asymcheck.format.manifest_alike import Alike
+from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest_values import distinct, fixed_bytes, flattened, is_valid, list_offsets
 from asymcheck.format.record import parent_from_json, parse_id
 from asymcheck.format.strict_json import parse_json
 from asymcheck.format.tree import decode_metric
@@ -37,7 +39,7 @@ def decode_manifest(data: Buffer, where: str) -> Manifest:
     """
     header, batch = _open(data, where, parse_json)
     _check_rows(batch, where)
-    return Manifest(header, batch, len(data))
+    return Manifest(header, batch)
 
 
 def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[Manifest]:
@@ -54,10 +56,7 @@ def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[
         # Now which it was; or none, for two ranks may give one partition two lengths.
         for (_, batch), (_, where) in zip(opened, files, strict=True):
             _check_rows(batch, where)
-    return [
-        Manifest(header, alike.batch(batch), len(data))
-        for (header, batch), (data, _) in zip(opened, files, strict=True)
-    ]
+    return [Manifest(header, alike.batch(batch)) for header, batch in opened]
 
 
 def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
@@ -188,9 +187,9 @@ def _check_rows(batch: pa.RecordBatch, where: str) -> None:
         if batch.column(name).null_count:
             raise StructureError(f"{where}: column {name} has nulls")
     extents = batch.column("extents")
-    flat = extents.flatten()
+    flat = flattened(extents)
     nested = [flat, *(flat.field(name) for name in ("digest", "offset", "length", "partition_length"))]
-    lists = [batch.column(name).flatten() for name in ("aliases", "shape", "global_shape", "offset")]
+    lists = [flattened(batch.column(name)) for name in ("aliases", "shape", "global_shape", "offset")]
     if any(column.null_count for column in (*nested, *lists)):
         raise StructureError(f"{where}: a nested value is null")
     _check_roles(batch, where)
@@ -199,14 +198,14 @@ def _check_rows(batch: pa.RecordBatch, where: str) -> None:
 
 
 def _check_roles(batch: pa.RecordBatch, where: str) -> None:
-    unknown = set(batch.column("role").unique().to_pylist()) - set(registry.ROLES)
+    unknown = set(distinct(batch.column("role"))[0]) - set(registry.ROLES)
     if unknown:
         raise StructureError(f"{where}: unknown role {min(unknown)!r}")
 
 
 def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
-    dtypes = batch.column("dtype").dictionary_encode()
-    unknown = set(dtypes.dictionary.to_pylist()) - set(registry.DTYPE_BYTES)
+    dtypes, dtype_of = distinct(batch.column("dtype"))
+    unknown = set(dtypes) - set(registry.DTYPE_BYTES)
     if unknown:
         raise StructureError(f"{where}: unknown dtype {min(unknown)!r}")
     shapes = (batch.column(name) for name in ("shape", "global_shape", "offset"))
@@ -216,15 +215,15 @@ def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
         raise StructureError(f"{where}: a tensor of more than {_DIMENSIONS_MAX} dimensions")
     if any(not np.array_equal(starts[0], other) for other in starts[1:]):
         raise StructureError(f"{where}: shape, global shape and offset have different numbers of dimensions")
-    shape, whole, offset = (batch.column(name).flatten().to_numpy() for name in ("shape", "global_shape", "offset"))
+    shape, whole, offset = (flattened(batch.column(name)).to_numpy() for name in ("shape", "global_shape", "offset"))
     if len(shape) and (min(shape.min(), offset.min()) < 0 or np.any(shape > whole) or np.any(offset > whole - shape)):
         raise StructureError(f"{where}: a piece lies outside its tensor")
-    sizes = np.array([registry.DTYPE_BYTES[dtype] for dtype in dtypes.dictionary.to_pylist()], dtype=np.int64)
+    sizes = np.array([registry.DTYPE_BYTES[dtype] for dtype in dtypes], dtype=np.int64)
     nbytes, begins = batch.column("nbytes").to_numpy(), starts[0]
-    expected = _products(shape, begins, sizes[dtypes.indices.to_numpy()])
+    expected = _products(shape, begins, sizes[dtype_of])
     for row in np.flatnonzero((expected != nbytes) | (expected < 0)).tolist():
         # Once more, one by one: a product beyond 64 bits is not among them.
-        size = int(sizes[dtypes.indices[row].as_py()])
+        size = int(sizes[dtype_of[row]])
         for extent in shape[begins[row] : begins[row + 1]].tolist():
             size *= extent
         if size != nbytes[row] or size >= 1 << 63:
@@ -258,8 +257,8 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
         raise StructureError(f"{where}: an extent lies outside its partition")
     starts = list_offsets(batch.column("extents"))
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length, dtype=np.int64)])[starts - starts[0]]
-    is_inline = inline.is_valid().to_numpy(zero_copy_only=False)
-    has_digest = batch.column("inline_digest").is_valid().to_numpy(zero_copy_only=False)
+    is_inline = is_valid(inline)
+    has_digest = is_valid(batch.column("inline_digest"))
     expected = np.where(is_inline, 0, nbytes)
     if (
         not np.array_equal(np.diff(sums), expected)
@@ -278,12 +277,5 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
 
 
 def _check_partition_lengths(flat: pa.StructArray, where: str) -> None:
-    beginnings = np.sort(first_halves(fixed_bytes(flat.field("digest"))))
-    if not np.any(beginnings[1:] == beginnings[:-1]):
-        # No partition is there twice, as in most manifests.
-        return
-    table = pa.table({"digest": flat.field("digest"), "length": flat.field("partition_length")})
-    # Threads are no faster here, and would be started in the training process.
-    groups = table.group_by("digest", use_threads=False).aggregate([("length", "min"), ("length", "max")])
-    if not groups.column("length_min").equals(groups.column("length_max")):
+    if has_two_values(fixed_bytes(flat.field("digest")), flat.field("partition_length").to_numpy()):
         raise StructureError(f"{where}: one partition is given two lengths")

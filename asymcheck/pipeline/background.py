@@ -19,6 +19,7 @@ from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
 from asymcheck.events import is_watched, tell, timed
 from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring import RingHeader
 from asymcheck.partition.profile import Iteration
 from asymcheck.partition.schedule import Layout, Plan
@@ -305,7 +306,7 @@ class Background:
 
     def newest_in_ring(
         self, on_line: Callable[[CheckpointRef], bool]
-    ) -> tuple[CheckpointRef, bytes, Callable[[Digest], memoryview]] | None:
+    ) -> tuple[CheckpointRef, Manifest, Callable[[Digest], memoryview]] | None:
         """Return the newest durable capture that is complete in the ring, and that ``on_line`` does not exclude.
 
         That is: the checkpoint, its manifest, and what gives the bytes of its partitions.

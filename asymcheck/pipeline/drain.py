@@ -9,8 +9,7 @@ from functools import partial
 from asymcheck.errors import MissingPartitionError
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
-from asymcheck.format.manifest import ManifestHeader, encode_with_header
-from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.manifest import Manifest, ManifestHeader, encode
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES
 from asymcheck.pipeline.commit import enter, finish, take_back
 from asymcheck.pipeline.encoder import Base, Contents, Encoder
@@ -120,13 +119,12 @@ class Drain:
         """
         enter(self._tier, self._catalog, self._packing, list(self._frames), self._pin, self._rewrite)
 
-    def commit(self, manifest: bytes, placing: Placing) -> CheckpointRef:
-        """Make the checkpoint of ``manifest`` durable and visible, when all its frames were added.
+    def commit(self, captured: Manifest, placing: Placing) -> CheckpointRef:
+        """Make the checkpoint of a manifest durable and visible, when all its frames were added.
 
         Raises:
             StorageError: the device refused; nothing was committed. :meth:`abandon` comes next.
         """
-        captured = decode_manifest(manifest, "manifest of a capture")
         header = captured.header
         names = list(captured.partitions())
         packs = enter(self._tier, self._catalog, self._packing, names, self._pin, self._rewrite)
@@ -134,7 +132,7 @@ class Drain:
         self._run, self._ref = header.run, CheckpointRef(place.generation, header.ref.step, header.ref.save_id)
         plan = {**header.plan, **encoding_record(self._encoder.reasons())}
         committed = dataclasses.replace(header, ref=self._ref, parent=place.parent, packs=tuple(packs), plan=plan)
-        data = encode_with_header(captured, committed)
+        data = encode(captured, committed)
         name = self._tier.manifests.publish(header.run, self._ref, self._rank, header.world_size, data)
         finish(self._catalog, header.run, self._ref, name, len(data), self._pin)
         self._is_committed = True

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from asymcheck.events import emit, tell, timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.format.manifest import encode_manifest
+from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.pipeline.bases import Bases
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
@@ -20,7 +20,7 @@ from asymcheck.pipeline.encoder import Base, Encoder
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.request import Place
-from asymcheck.pipeline.rows import manifest_header, manifest_rows
+from asymcheck.pipeline.rows import Rows, manifest_header
 from asymcheck.pipeline.workers import Workers
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
@@ -48,6 +48,7 @@ class RingFlusher:
         self._encoder, self._joint = encoder, joint
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
         self._bases = Bases(ring)
+        self._rows = Rows()
         self._moving: dict[Capture, Moving] = {}
         self._last = -math.inf, -math.inf
         """When the last capture was begun, and when it was durable or lost."""
@@ -114,10 +115,10 @@ class RingFlusher:
         contents = (names, dict(capture.inline))
         capture.is_stale = bool(names) and contents == self._last_contents
         self._last_contents = contents
-        rows = manifest_rows(capture.state.leaves, capture.plan.cut, names, capture.inline)
+        columns = self._rows.columns(capture.state.leaves, capture.plan.cut, names, capture.inline)
         ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.request.save_id)
         header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
-        moving.manifest = encode_manifest(header, rows)
+        moving.manifest = manifest_of(header, columns)
         if not moving.streams:
             self._enter(moving)
         # Only what has an entry survives this process.
@@ -133,11 +134,12 @@ class RingFlusher:
 
     def _survives(self, moving: Moving) -> bool:
         """Put the manifest into the ring, and enter the capture there, if there is room for both."""
-        slot = self._take(len(moving.manifest))
+        data = encode(moving.manifest)
+        slot = self._take(len(data))
         if slot is None:
             return False
-        self._ring.payload(slot)[:] = moving.manifest
-        self._ring.complete(slot, FrameDescriptor.identity(digest(moving.manifest), slot.length))
+        self._ring.payload(slot)[:] = data
+        self._ring.complete(slot, FrameDescriptor.identity(digest(data), slot.length))
         moving.entry = self._ring.enter(slot, moving.capture.request.save_id)
         if moving.entry is None:
             self._ring.give_back(slot)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from asymcheck.format.catalog import pin_key
-from asymcheck.format.manifest import encode_manifest
+from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.partition.plan import PLAN_KIND, cut
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.commit import enter, finish, take_back
@@ -14,7 +14,7 @@ from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.flush import Flusher
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.request import Place, SaveRequest
-from asymcheck.pipeline.rows import encoding_record, inline_bytes, manifest_header, manifest_rows
+from asymcheck.pipeline.rows import Rows, encoding_record, inline_bytes, manifest_header
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.types import CheckpointRef
@@ -72,12 +72,12 @@ def save(
             pin,
             lambda lost: flusher.write([partition for partition, name in named if name in lost]),
         )
-        rows = manifest_rows(leaves, plan, names, inline_bytes(leaves, plan))
+        columns = Rows().columns(leaves, plan, names, inline_bytes(leaves, plan))
         place = placing()
         ref = CheckpointRef(place.generation, request.step, save_id)
         described = {"number": 0, "kind": PLAN_KIND, **encoding_record(encoder.reasons())}
         header = manifest_header(request, ref, place.parent, packs, described, state.tree)
-        data = encode_manifest(header, rows)
+        data = encode(manifest_of(header, columns))
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.format.digest_set import DigestSet, as_column
+from asymcheck.format.digest_set import DigestSet, as_column, has_two_values
 from asymcheck.types import Digest
 
 # Few first halves and few second ones, so that digests that begin alike and digests that are there twice are common.
 _HALVES = st.sampled_from([bytes(8), b"\0" * 7 + b"\1", b"a" * 8, b"\xff" * 8, b"a" * 7 + b"\0"])
-_FEW = st.lists(st.builds(lambda first, second: Digest(first + second), _HALVES, _HALVES), max_size=12)
+_ONE = st.builds(lambda first, second: Digest(first + second), _HALVES, _HALVES)
+_FEW = st.lists(_ONE, max_size=12)
 _MANY = st.lists(st.binary(min_size=16, max_size=16).map(Digest), max_size=40)
 
 
@@ -28,3 +30,11 @@ def test_what_is_in_is_found_and_nothing_else(repeated: int, digests: list[Diges
         if number >= 0:
             assert numbers[number] == digest
             assert numbers.first[number] == given_digests.index(digest)
+
+
+@given(pairs=st.lists(st.tuples(_ONE, st.integers(0, 2)), max_size=12))
+def test_two_values_of_one_digest_are_seen(pairs: list[tuple[Digest, int]]) -> None:
+    """Whatever the order, and however many digests begin alike."""
+    expected = len(set(pairs)) > len({digest for digest, _ in pairs})
+    digests = as_column([digest for digest, _ in pairs])
+    assert has_two_values(digests, np.array([value for _, value in pairs], dtype=np.int64)) == expected

@@ -35,7 +35,7 @@ def facts(manifest: Manifest) -> tuple[object, ...]:
     rows = manifest.rows(range(len(manifest)))
     # NaN is not equal to itself.
     header = dataclasses.replace(manifest.header, metrics={})
-    return header, repr(manifest.header.metrics), rows, manifest.size, manifest.partitions()
+    return header, repr(manifest.header.metrics), rows, manifest.partitions()
 
 
 def test_manifests_read_together_say_what_they_say_alone() -> None:

@@ -1,0 +1,62 @@
+"""Columns as numpy arrays are what Arrow itself makes of them, also of a slice, and without its slow import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.format import manifest_values
+
+_TEXTS = st.lists(st.sampled_from(["", "float32", "float64", "bfloat16", "ü"]), max_size=40)
+_SAVE_AND_RESTORE = """
+import sys, torch, asymcheck
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+state = {"model": model, "tied": [model[0].weight], "optimizer": torch.optim.AdamW(model.parameters())}
+with asymcheck.Store.open(sys.argv[1]) as store:
+    with asymcheck.Checkpointer(store, state) as checkpointer:
+        checkpointer.step(0)
+        checkpointer.wait()
+        checkpointer.restore()
+    store.load()
+    store.checkpoints()
+print("pyarrow.compute" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("many", [0, 1000])
+@given(texts=_TEXTS, start=st.integers(0, 5))
+def test_distinct_values(many: int, texts: list[str], start: int) -> None:
+    """Each value once, and each row's number leads to its value, by either way."""
+    column = pa.array(texts, type=pa.string())[start:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_values, "_MANY", many)
+        values, numbers = manifest_values.distinct(column)
+    assert len(set(values)) == len(values)
+    assert [values[number] for number in numbers.tolist()] == texts[start:]
+
+
+@given(values=st.lists(st.none() | st.binary(max_size=3), max_size=40), start=st.integers(0, 20))
+def test_what_is_null(values: list[bytes | None], start: int) -> None:
+    """Rows of a slice, whose bits begin anywhere in a byte."""
+    column = pa.array(values, type=pa.binary())[start:]
+    assert manifest_values.is_valid(column).tolist() == [value is not None for value in values[start:]]
+
+
+@given(count=st.integers(1, 60), picks=st.lists(st.integers(0, 59), max_size=60))
+def test_picked_rows(count: int, picks: list[int]) -> None:
+    """Few or many, in any order, more than once."""
+    rows = [pick % count for pick in picks]
+    assert manifest_values.picked(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
+
+
+def test_a_small_state_is_saved_and_restored_without_the_slow_import(tmp_path: Path) -> None:
+    """In a new process, as a resumed training is one."""
+    command = [sys.executable, "-c", _SAVE_AND_RESTORE, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 import asymcheck
 from asymcheck import Part
 from asymcheck.config import StoreConfig
-from asymcheck.format.manifest import encode_with_header
+from asymcheck.format.manifest import encode
 from asymcheck.tiers.nvme import NvmeTier
 from benchmarks import environment
 from benchmarks.report import Report, Row, row
@@ -124,7 +124,7 @@ def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
     manifest = tier.manifests.read(_RUN, files.ref, files.manifests[0])
     seconds = []
     for rank in range(1, world_size):
-        data = encode_with_header(manifest, dataclasses.replace(manifest.header, rank=rank))
+        data = encode(manifest, dataclasses.replace(manifest.header, rank=rank))
         began = time.perf_counter()
         tier.manifests.publish(_RUN, files.ref, rank, world_size, data)
         seconds.append(time.perf_counter() - began)

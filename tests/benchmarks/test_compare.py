@@ -66,8 +66,9 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
         rows.append(row(system, "time to durable, M, every 10", "ms", [durable]))
     write_json(_report(*rows, workload="models"), tmp_path / "models.json")
     write_json(_report(row("a", "time", "s", [1.0])), tmp_path / "durable.json")
-    results.write_page(tmp_path)
+    results.write_page(tmp_path, full=False)
     page = (tmp_path / "README.md").read_text()
+    assert "Written by `make report`" in page
     assert "## models" in page
     assert "## durable" in page
     lost = page.partition("is not first")[2]
@@ -82,9 +83,11 @@ def test_the_page_of_results_says_what_was_missed(tmp_path: Path) -> None:
     write_json(report, tmp_path / "restore.json")
     report = dataclasses.replace(_report(*rows, workload="stall"), ratios={"stall_p95/best_peer": 0.2})
     write_json(report, tmp_path / "stall.json")
-    results.write_page(tmp_path)
-    lines = [line for line in (tmp_path / "README.md").read_text().splitlines() if " of [" in line]
-    assert lines == [
+    results.write_page(tmp_path, full=True)
+    page = (tmp_path / "README.md").read_text()
+    assert "Written by `python -m benchmarks.results --full --only restore stall`" in page
+    assert "--quick" not in page
+    assert [line for line in page.splitlines() if " of [" in line] == [
         "| **missed** | `stall_p95/best_peer` of [stall](#stall) | ≤ 0.1 | 0.2 |",
         "| reached | `restore/limit` of [restore](#restore) | ≥ 0.85 | 0.9 |",
     ]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-LIMIT_S = 100.0
+LIMIT_S = 240.0
+"""For one that hangs; a busy machine needs minutes for what takes seconds."""
 
 
 @dataclasses.dataclass

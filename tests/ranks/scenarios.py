@@ -266,7 +266,8 @@ def raised(call: Callable[[], object]) -> str:
 
 def paced(folder: Path) -> dict[str, object]:
     """An interval that is chosen: DDP with one slow rank, for which the other one waits in each step."""
-    aim = asymcheck.AutoInterval(mtbf=timedelta(seconds=0.5), overhead=1.0)
+    # So long that the interval is many steps even where other work slows down every one of them.
+    aim = asymcheck.AutoInterval(mtbf=timedelta(seconds=20), overhead=1.0)
     begun: list[int] = []
     chosen: list[list[object]] = []
     with process_group(folder), opened(folder) as store:
@@ -275,13 +276,16 @@ def paced(folder: Path) -> dict[str, object]:
         refuse_collectives()
         with checkpointer(folder, store, training.state(), every=aim) as ckpt:
             ckpt.restore()
-            for first in (0, 2):
-                for step in range(first, 200):
+            for first, enough in ((0, 5), (2, 10)):
+                # As many steps as these checkpoints take, at most so many that it ends.
+                for step in range(first, 5000):
                     time.sleep(0.004 if RANK else 0.0)
                     training.train(step, RANK, ddp)
                     if ckpt.step(step):
                         begun.append(step)
                         chosen.append([ckpt.interval.steps, ckpt.interval.reason])
+                    if len(begun) == enough:
+                        break
                 ckpt.wait()
                 if not first:
                     # To the first one that was saved.

@@ -81,8 +81,8 @@ def check_files_from_memory(where: Path) -> None:
     )
     assert outcome.status == 0, outcome.err
     shutil.copytree(where / "whole", where / "copy")
-    with Store.open(where / "copy" / "store") as store:
-        store.adopt(where / "copy" / "memory")
+    with Store.open(where / "copy" / "store") as store, store.adopting(where / "copy" / "memory"):
+        pass
     outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
     assert outcome.status == 0, outcome.err
     assert (where / "memory.safetensors").read_bytes() == (where / "store.safetensors").read_bytes()
@@ -110,7 +110,8 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     with Store.open(tmp_path / "whole" / "store") as store:
         only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]
-        taken = store.adopt(tmp_path / "whole" / "memory")
+        with store.adopting(tmp_path / "whole" / "memory") as taken:
+            pass
         assert [(one.step, one.ref is not None, one.problem) for one in taken] == [(1, True, "")] * 2
         for rank in range(2):
             training = Training(seed=1)
@@ -122,7 +123,8 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     with Store.open(tmp_path / "part" / "store") as store:
         # It is not promised either.
         assert store.only_in_memory(ring_folder=tmp_path / "part" / "memory") == []
-        (left,) = store.adopt(tmp_path / "part" / "memory")
+        with store.adopting(tmp_path / "part" / "memory") as adopted:
+            (left,) = adopted
         assert (left.step, left.ref) == (1, None)
         assert "left it complete neither there nor in the store" in left.problem
         assert [one.step for one in store.checkpoints()] == [0]

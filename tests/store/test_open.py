@@ -1,7 +1,8 @@
 """Opening: what becomes a store, what is one, and what is left alone."""
 
 import dataclasses
-import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import (
     AsymcheckError,
     ClosedStoreError,
-    ForkedStoreError,
     InvalidInputError,
     ReadOnlyStoreError,
     StoreNotFoundError,
@@ -23,6 +23,28 @@ from asymcheck.tiers.nvme import catalog as catalog_module
 from asymcheck.tiers.nvme import mounts, tier
 from tests.store.equality import assert_same, directory_content
 
+_FORKING = """
+import os, sys
+from asymcheck import Store
+from asymcheck.errors import ForkedStoreError
+
+with Store.open(sys.argv[1]) as store:
+    store.save({"x": 1}, step=1)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            store.load()
+        except ForkedStoreError:
+            store.close()
+            with Store.open(store.path) as own:
+                status = 0 if own.load() == {"x": 1} else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.load() == {"x": 1}
+    store.save({"x": 2}, step=2)
+"""
 NAMES = {"asymcheck.store", "heads", "manifests", "packs", "pool"}
 
 
@@ -175,23 +197,12 @@ def test_a_closed_store_says_so(store: Store) -> None:
             call()
 
 
-def test_a_forked_child_must_open_the_store_itself(store: Store) -> None:
+def test_a_forked_child_must_open_the_store_itself(tmp_path: Path) -> None:
     """Locks and maps do not survive a fork; a data loader's worker that saves would harm its parent."""
-    store.save({"x": 1}, step=1)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            store.load()
-        except ForkedStoreError:
-            store.close()
-            with Store.open(store.path) as own:
-                status = 0 if own.load() == {"x": 1} else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    assert store.load() == {"x": 1}
-    store.save({"x": 2}, step=2)
+    # In a process of its own: the threads that other tests have left may hold a lock when this one is forked.
+    command = [sys.executable, "-c", _FORKING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

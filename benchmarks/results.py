@@ -7,6 +7,7 @@ has. Where asymcheck is not first is said with the likely cause: what is known o
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,8 +72,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="measure in this folder's file system")
     parser.add_argument("--full", action="store_true", help="the full grid: hours")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="run these alone")
-    parser.add_argument("--target", type=Path, default=TARGET, help="where to write [default: docs/results]")
+    parser.add_argument("--target", type=Path, help="where to write [default: docs/results, or docs/results/full]")
     arguments = parser.parse_args(words)
+    arguments.target = arguments.target or (TARGET / "full" if arguments.full else TARGET)
     arguments.target.mkdir(parents=True, exist_ok=True)
     for workload in arguments.only:
         print(f"--- {workload}", flush=True)
@@ -80,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if subprocess.run(command, check=False).returncode:
             # For instance hdfs, where there is no Java; the others say as much without it.
             print(f"--- {workload} was left out", flush=True)
-    write_page(arguments.target)
+    write_page(arguments.target, full=arguments.full)
 
 
 def _options(workload: str, arguments: argparse.Namespace) -> Iterator[str]:
@@ -94,18 +96,20 @@ def _options(workload: str, arguments: argparse.Namespace) -> Iterator[str]:
         yield from ("--from", str(target / "models.json"))
 
 
-def write_page(target: Path) -> None:
-    """Write README.md from the reports that lie beside it."""
+def write_page(target: Path, *, full: bool) -> None:
+    """Write README.md from the reports that lie beside it: of the full grid, or of the quick one."""
     reports = {name: read_json(target / f"{name}.json") for name in WORKLOADS if (target / f"{name}.json").exists()}
-    (target / "README.md").write_text("\n".join(_page(reports)) + "\n")
+    manual = os.path.relpath(TARGET.parent / "benchmarks.md", target)
+    (target / "README.md").write_text("\n".join(_page(reports, manual, full=full)) + "\n")
 
 
-def _page(reports: Mapping[str, Report]) -> Iterator[str]:
-    yield "# Results"
+def _page(reports: Mapping[str, Report], manual: str, *, full: bool) -> Iterator[str]:
+    command = f"python -m benchmarks.results --full --only {' '.join(reports)}" if full else "make report"
+    yield "# Results at full size" if full else "# Results"
     yield ""
-    yield "Written by `make report`; [benchmarks.md](../benchmarks.md) says what each workload does and how to read it."
+    yield f"Written by `{command}`; [benchmarks.md]({manual}) says what each workload does and how to read it."
     yield "Compare ratios of one run, never absolute figures of two machines."
-    yield from _aims(reports)
+    yield from _aims(reports, full=full)
     for name, report in reports.items():
         yield from ("", f"## {name}", "")
         yield " · ".join(f"{key}: {value}" for key, value in report.environment.items() if key != "peers")
@@ -119,7 +123,7 @@ def _page(reports: Mapping[str, Report]) -> Iterator[str]:
         yield from ("", f"![{name}]({name}.png) [all figures]({name}.json)")
 
 
-def _aims(reports: Mapping[str, Report]) -> Iterator[str]:
+def _aims(reports: Mapping[str, Report], *, full: bool) -> Iterator[str]:
     """Say what was aimed at and what came of it, missed ones first."""
     found = [
         (name, ratio, sign, aim, reports[name].ratios[ratio])
@@ -130,8 +134,9 @@ def _aims(reports: Mapping[str, Report]) -> Iterator[str]:
     if not found:
         return
     yield from ("", "## What was aimed at", "")
-    yield "The aims are for states of full size on a quiet machine; `--quick` takes small ones, for which what is fixed"
-    yield "weighs more."
+    yield "The aims are for states of full size on a quiet machine" + (
+        "." if full else "; `--quick` takes small ones, for which what is fixed weighs more."
+    )
     yield from ("", "| | ratio | aim | found |", "|---|---|---|---|")
     for name, ratio, sign, aim, value in sorted(found, key=lambda one: _is_reached(one[2], one[3], one[4])):
         mark = "reached" if _is_reached(sign, aim, value) else "**missed**"

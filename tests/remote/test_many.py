@@ -13,7 +13,7 @@ from asymcheck import Store
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import encode_with_header
+from asymcheck.format.manifest import encode
 from asymcheck.migration.known import Known
 from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.tiers.remote.files import RemoteFiles
@@ -37,7 +37,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     there.close()
     for step in range(COUNT):
         ref = CheckpointRef(1, step, SaveId(step.to_bytes(8, "big") + bytes(8)))
-        data = encode_with_header(manifest, dataclasses.replace(manifest.header, ref=ref))
+        data = encode(manifest, dataclasses.replace(manifest.header, ref=ref))
         folder = base / "many" / layout.MANIFESTS / "default" / layout.checkpoint_name(ref)
         folder.mkdir()
         (folder / str(ManifestName(0, 1, digest(data)))).write_bytes(data)

@@ -34,7 +34,7 @@ test: $(STAMP)
 
 # Hours rather than minutes are allowed here: the limits that catch a hang in `make test` would cut these short.
 long: $(STAMP)
-	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7000 tests
+	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7300 tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check --quiet .

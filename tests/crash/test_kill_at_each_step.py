@@ -15,6 +15,7 @@ from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_survived
 from tests.crash.zygote import Zygote
+from tests.visiting import Visited, visiting
 
 Copy = Callable[[Sequence[Action]], Path]
 
@@ -108,19 +109,21 @@ def _kill_and_check(zygote: Zygote, template: Copy, folder: Path, scene: str, ki
         check_survived(folder / "store", owed)
 
 
+@visiting(2)
 @pytest.mark.parametrize(("scene", "event"), POINTS)
 def test_killed_at_an_event(
     scene: str,
     event: str,
+    visited: Visited[int],
     zygote: Zygote,
     template: Copy,
     points: Callable[[str], dict[str, int]],
     tmp_path: Path,
 ) -> None:
-    """Right after each step of the commit order and of collection, at each of its occurrences."""
+    """Right after each step of the commit order and of collection, at its occurrences."""
     occurrences = points(scene)[event]
     assert occurrences > 0
-    for number in range(1, occurrences + 1):
+    for number in visited(range(1, occurrences + 1)):
         _kill_and_check(zygote, template, tmp_path / "copy", scene, event, number)
 
 
@@ -141,11 +144,13 @@ def test_killed_right_after_a_restore(zygote: Zygote, template: Copy, tmp_path: 
     check_survived(tmp_path / "copy" / "store", journal.promises())
 
 
+@visiting(12)
 @pytest.mark.parametrize("kill", ["operation", "transaction"])
 @pytest.mark.parametrize("scene", BEFORE)
 def test_killed_before_an_operation(
     scene: str,
     kill: str,
+    visited: Visited[int],
     zygote: Zygote,
     template: Copy,
     points: Callable[[str], dict[str, int]],
@@ -154,5 +159,5 @@ def test_killed_before_an_operation(
     """Before each operation that changes a file or a directory, and inside each transaction on the catalog."""
     count = points(scene)[kill]
     assert count > 0 or (scene, kill) == ("a restore", "transaction")
-    for number in range(1, count + 1):
+    for number in visited(range(1, count + 1)):
         _kill_and_check(zygote, template, tmp_path / "copy", scene, kill, number)

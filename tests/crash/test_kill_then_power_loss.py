@@ -125,10 +125,10 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_killed_before_a_barrier_then_powerless(
     second: int, catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the second process promised is there, whichever barrier the first did not reach."""
+    """What the second process promised is there, whichever barrier the first did not reach; of three, one each."""
     barriers = [at for at, name in enumerate(operations, start=1) if name.startswith("sync")]
     assert len(barriers) > 30
-    for at in barriers:
+    for at in barriers[second::3]:
         _check(SECOND[second], at, catalog_lost=catalog_lost, folder=tmp_path, patch=monkeypatch)
 
 

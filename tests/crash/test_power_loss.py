@@ -18,6 +18,7 @@ from tests.crash.actions import Action, take
 from tests.crash.power import CATALOGS, LOSSES, Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
 from tests.crash.states import CONFIG
 from tests.crash.survival import check_survived
+from tests.visiting import Visited, visiting
 
 SCRIPT: list[Action] = [
     ["save", 0],
@@ -86,14 +87,19 @@ def test_the_script_goes_everywhere(recording: tuple[Path, list[Entry]]) -> None
     assert len(cuts(log)) > 150
 
 
+@visiting(50)
 @pytest.mark.parametrize("loss", ["names and data", "half"])
 def test_power_loss_anywhere(
-    loss: str, recording: tuple[Path, list[Entry]], tmp_path: Path, reboot: Callable[[], None]
+    loss: str,
+    visited: Visited[int],
+    recording: tuple[Path, list[Entry]],
+    tmp_path: Path,
+    reboot: Callable[[], None],
 ) -> None:
-    """After every operation of the script, with the catalog as it was, older or missing in turn."""
+    """After operations of the script, with the catalog as it was, older or missing in turn."""
     base, log = recording
     reboot()
-    for number, end in enumerate(cuts(log)):
+    for number, end in enumerate(visited(cuts(log))):
         catalog = CATALOGS[number % 3]
         try:
             lose_and_check(base, log[:end], tmp_path / "left", loss=loss, catalog=catalog, seed=end)

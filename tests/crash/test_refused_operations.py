@@ -19,6 +19,7 @@ from tests.crash.actions import Action, open_store, take
 from tests.crash.faults import CATALOG_CHANGES, CHANGES, Counter, WatchedFiles
 from tests.crash.states import Journal, Promises, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.visiting import Visited, visiting
 
 Copy = Callable[[Sequence[Action]], Path]
 
@@ -94,9 +95,12 @@ class _Failing:
     ids=["full once", "failing once", "failing for good"],
 )
 @pytest.mark.parametrize("scene", BEFORE)
-def test_a_refused_operation(scene: str, number: int, for_good: bool, fresh: Callable[[str], Path]) -> None:
+@visiting(12)
+def test_a_refused_operation(
+    scene: str, number: int, for_good: bool, visited: Visited[int], fresh: Callable[[str], Path]
+) -> None:
     """The save fails with the fitting error, or does without; nothing of it is left, and the next one succeeds."""
-    for at in range(1, _save_operations(fresh(scene)) + 1):
+    for at in visited(range(1, _save_operations(fresh(scene)) + 1)):
         with _told(f"operation {at}"):
             _refuse_and_check(fresh(scene), _Failing(at, number, for_good=for_good), for_good=for_good)
 

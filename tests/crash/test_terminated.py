@@ -103,10 +103,10 @@ store = open_on(disk, folder / "store")
 _, _, loop = linear_loop()
 with Checkpointer(store, loop.state, capture=config_for(folder)) as checkpointer:
     disk.delay_s = 0.05
-    for step in range(3):
+    for step in range(2):
         loop.iterate(step)
         checkpointer.step(step)
-        for way in ("killed", "ended", "trained", "closed"):
+        for way in ("killed", "ended", "trained", "closed") if step else ():
             child = os.fork()
             if child:
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -133,5 +133,5 @@ def test_a_forked_child_leaves_the_capture_to_its_parent(tmp_path: Path) -> None
     command = [sys.executable, "-c", FORKING, str(REPOSITORY), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert _steps(tmp_path) == [0, 1, 2]
+    assert _steps(tmp_path) == [0, 1]
     assert rings(tmp_path) == []

@@ -93,7 +93,7 @@ def _survives(zygote: Zygote, template: Path, bits: list[int], tensors: int = TE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "count"), [("compact", 150), ("with free pages", 50), ("killed", 50)])
+@pytest.mark.parametrize(("variant", "count"), [("compact", 50), ("with free pages", 25), ("killed", 25)])
 def test_no_flip_in_the_catalog_costs_a_checkpoint(zygote: Zygote, tmp_path: Path, variant: str, count: int) -> None:
     """Load, save, delete, collect and load again: whatever the flip does to the process, every checkpoint is there."""
     template = tmp_path / "store"

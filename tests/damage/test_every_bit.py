@@ -1,4 +1,4 @@
-"""Every single bit: whichever of a pack, a manifest or a record flips, it is noticed before a byte is handed out."""
+"""Single bits: whichever of a pack, a manifest or a record flips, it is noticed before a byte is handed out."""
 
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from asymcheck.tiers.nvme import NvmeTier, Slot
 from asymcheck.types import PackId
 from tests.damage.flips import FlippingFiles, covered_bits
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store
+from tests.visiting import Visited, visiting
 
 NO_BASES = base_reader(lambda _name: [])
 
@@ -43,10 +44,11 @@ def _damage(tier: NvmeTier, pack_id: PackId) -> FormatError | None:
     return pack.damage
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(tier: NvmeTier, files: FlippingFiles) -> None:
-    """Each bit of a whole pack: a flip in header or index is noted when it is opened, a flip in a frame refuses it."""
+@visiting(8000)
+def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(
+    tier: NvmeTier, files: FlippingFiles, visited: Visited[int]
+) -> None:
+    """Bits of a whole pack: a flip in header or index is noted when it is opened, a flip in a frame refuses it."""
     packs = [tier.open_pack(pack_id) for pack_id in tier.pack_ids()]
     pack = max(packs, key=lambda pack: len(set(pack.entries["stored_length"].tolist())))
     files.path = pack.path
@@ -56,7 +58,7 @@ def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(tier: NvmeTie
     assert len(names) > 1
     assert starts[0] == BLOCK_BYTES
     missed = []
-    for bit in covered_bits(pack.path):
+    for bit in visited(covered_bits(pack.path)):
         files.bit = bit
         byte = files.bit // 8
         try:
@@ -102,19 +104,20 @@ def test_no_flipped_bit_of_a_manifest_is_read_as_if_nothing_were_wrong(
                 tier.manifests.read("default", listing.ref, name)
 
 
+@visiting(2000)
 def test_a_record_survives_each_flip_and_the_flip_is_counted(
-    tier: NvmeTier, small: SmallStore, files: FlippingFiles
+    tier: NvmeTier, small: SmallStore, files: FlippingFiles, visited: Visited[int]
 ) -> None:
-    """Each bit of every head record and of the store descriptor: the other copy is read, and one counts as damaged."""
+    """Bits of every head record and of the store descriptor: the other copy is read, and one counts as damaged."""
     expected = {generation: tier.manifests.read_head("default", generation) for generation in (1, 2)}
     for generation, intact in expected.items():
         assert intact is not None
         files.path = small.path / "heads" / "default" / f"{generation:08d}.head"
-        for bit in covered_bits(files.path):
+        for bit in visited(covered_bits(files.path)):
             files.bit = bit
             assert tier.manifests.read_head("default", generation) == (intact[0], 1)
     files.path = small.path / "asymcheck.store"
-    for bit in covered_bits(files.path):
+    for bit in visited(covered_bits(files.path)):
         files.bit = bit
         assert tier._read_descriptor() == (tier.descriptor, 1)
 

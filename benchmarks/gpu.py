@@ -134,7 +134,8 @@ def measure(folder: Path | None, shape: Shape, device: torch.device) -> Report:
 def _capture_rates(loop: _Loop, where: Path) -> list[float]:
     """Return GB/s of captures alone, round by round."""
     rates = []
-    with _checkpointer(loop, where) as checkpointer:
+    # Nothing is staged: else the clock would stop when a part has only been cloned on the device.
+    with _checkpointer(loop, where, CaptureConfig(staging_bytes=0)) as checkpointer:
         for step in range(_ROUNDS + 1):
             loop.iterate()
             _Mark(loop.device).wait()
@@ -150,7 +151,7 @@ def _capture_rates(loop: _Loop, where: Path) -> list[float]:
 
 
 @contextlib.contextmanager
-def _checkpointer(loop: _Loop, where: Path) -> Iterator[asymcheck.Checkpointer]:
+def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None) -> Iterator[asymcheck.Checkpointer]:
     """Yield what saves into a new store, from which old checkpoints are deleted meanwhile: disks are small."""
     over = threading.Event()
     with asymcheck.Store.open(where) as store:
@@ -164,7 +165,7 @@ def _checkpointer(loop: _Loop, where: Path) -> Iterator[asymcheck.Checkpointer]:
         collector = threading.Thread(target=collect)
         collector.start()
         try:
-            with asymcheck.Checkpointer(store, loop.state, capture=CaptureConfig()) as checkpointer:
+            with asymcheck.Checkpointer(store, loop.state, capture=capture) as checkpointer:
                 yield checkpointer
         finally:
             over.set()

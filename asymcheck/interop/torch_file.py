@@ -233,7 +233,7 @@ def _hollow(row: TensorRow) -> torch.Tensor:
         raise InvalidInputError(f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks")
     length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
     if length < _MAPPED_BYTES:
-        return torch.empty(row.shape, dtype=dtype)
+        return torch.empty(row.shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=dtype).view(row.shape)
 

@@ -36,7 +36,7 @@ def device_copy(budget_s: float) -> tuple[str, float] | None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)

@@ -87,7 +87,8 @@ class Leaf:
         if not isinstance(source, (torch.Tensor, np.ndarray)):
             source.read(start, target)
             return
-        flat = self._bytes(source)[start : start + len(target)]
+        # Made in the queue that copies, where that is not waited for: memory is used again in the order of its queue.
+        flat = (self._bytes(source) if wait else flat_bytes(source))[start : start + len(target)]
         if flat.device.type == "cpu":
             # numpy, not torch: one plain memcpy, no thread pool that would compete with the training thread's.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())

@@ -266,7 +266,8 @@ class Background:
             with self.held:
                 began = time.perf_counter()
                 self._capturer.fence()
-                waited = time.perf_counter() - began
+                # Of a device it is known when it has got there: it counts for the iteration in which that shows.
+                waited = time.perf_counter() - began + self._lanes.held_s()
                 iteration = self._timing.fenced(began, waited)
                 self.statistics.fence_s += waited
                 self.statistics.hooks_s = self._timing.hooks_s

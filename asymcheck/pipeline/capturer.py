@@ -91,7 +91,7 @@ class Capturer:
                     self._copy_now(capture, number)
                     # At once: where the ring is small, they have to leave it for the next.
                     self._to_be_completed(capture, number)
-            capture.transfers.gate()
+            capture.transfers.begin()
             capture.asides.fetch(partial(self._room_aside, capture))
         except BaseException as error:
             self._give_up(capture, error)
@@ -118,7 +118,8 @@ class Capturer:
         """Say that a window of the plan begins: what it and those before it release is copied from now on."""
         if self._unreleased:
             with self._changed:
-                if self._open is not None and self._release(number):
+                # Where a CUDA graph is recorded, no window begins: that would become a part of it.
+                if self._open is not None and not self._open.transfers.is_recorded and self._release(number):
                     # The window begins for the device when it gets here, which may be later.
                     self._open.transfers.gate()
 
@@ -171,11 +172,14 @@ class Capturer:
         return True
 
     def _stage_late(self, capture: Capture) -> None:
-        """Clone what no copy was queued for yet: that takes the device less time than to wait for the link."""
+        """Clone what no copy was queued for yet: that takes the device less time than to wait for the link.
+
+        The last ones first: the device has to wait for the copies of all that comes before one that was not cloned.
+        """
         waiting = [number for one, number in (*self._to_copy, *self._unreleased) if one is capture]
-        late = [number for number in waiting if not capture.transfers.is_staged(number)]
+        late = [number for number in reversed(waiting) if not capture.transfers.is_staged(number)]
         if [number for number in late if self._stage(capture, number)]:
-            capture.transfers.gate()
+            capture.transfers.gate_clones()
             self._check_copied(capture)
 
     def _run(self) -> None:
@@ -234,7 +238,7 @@ class Capturer:
     def _copy_now(self, capture: Capture, number: int) -> None:
         partition, payload = capture.partitions[number], self._payload(capture, number)
         with timed("copy", partition.length, lambda: capture.named_partition(number)):
-            capture.transfers.catch_up(number)
+            capture.transfers.catch_up([number])
             copy_partition(partition, capture.state.leaves, payload)
         with self._changed:
             capture.uncopied -= 1
@@ -338,6 +342,7 @@ class Capturer:
         for row in capture.plan.cut.inline:
             asides.want(row, 0, leaves[row].nbytes, partial(capture.inline.__setitem__, row))
         if self._proof == "full":
+            capture.transfers.catch_up(deferred)
             capture.witnesses.take_all(leaves, deferred)
         elif self._proof == "sampled":
             capture.witnesses.take_samples(asides, deferred, self._chance)
@@ -359,4 +364,7 @@ class Capturer:
 
 def _has_arrived(capture: Capture, number: int | None) -> bool:
     """Tell whether the copies of a partition are done that a device makes; other ones are when they are queued here."""
-    return number is None or capture.transfers.have_passed(number)
+    try:
+        return number is None or capture.transfers.have_passed(number)
+    except Exception:  # noqa: BLE001 - the device has failed: who waits for it meets that again, and gives the capture up
+        return True

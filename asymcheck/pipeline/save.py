@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
+
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.partition.plan import PLAN_KIND, cut
@@ -15,6 +17,7 @@ from asymcheck.pipeline.flush import Flusher
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.pipeline.rows import Rows, encoding_record, inline_bytes, manifest_header
+from asymcheck.tiers.gpu_staging import catch_up
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.types import CheckpointRef
@@ -49,6 +52,7 @@ def save(
         StorageError: the device or file system refused. Nothing was committed, earlier checkpoints are untouched.
     """
     leaves = state.leaves
+    catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))
     plan = cut(
         [leaf.nbytes for leaf in leaves],
         [leaf.group for leaf in leaves],

@@ -151,7 +151,7 @@ class Timing:
             return
         began = time.perf_counter()
         self._marks.append((phase, began))
-        if self._link is not None:
+        if self._link is not None and not self._link.is_recorded():
             self._points.append(self._link.mark())
         # The first boundary belongs to window 0, which began when step() returned.
         if len(self._marks) > 1 and not self._timed:
@@ -169,7 +169,9 @@ class Timing:
         iteration = Iteration(self._began, tuple(self._marks), at_s)
         self._lately.append((at_s - self._began, len(self._marks)))
         windows = self._timed or self._marks
-        if len(self._iterations) < _PROFILED:
+        # Of an iteration of which a part was recorded as a graph not all is known.
+        is_known = self._link is None or len(self._points) == len(self._marks) + 1
+        if len(self._iterations) < _PROFILED and is_known:
             self._iterations.append(iteration)
             if self._link is not None:
                 phases = tuple(phase for phase, _ in self._marks)

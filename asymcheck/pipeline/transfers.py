@@ -8,6 +8,8 @@ begins); and the next optimizer step waits, on the device, for the last of them.
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -28,12 +30,17 @@ def link_of(source: Source) -> Link | None:
     return None
 
 
+_ASIDE_BYTES = 1 << 20
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lane:
-    """One device, and the buffer in its memory."""
+    """One device, and the buffers in its memory."""
 
     link: Link
     staging: Staging
+    aside: Staging
+    """For :class:`Asides` alone: where they have no room, the program waits for the device."""
 
 
 Give = Callable[[bytes], None]
@@ -47,6 +54,16 @@ class Lanes:
         self._staging_bytes = staging_bytes
         self._find = find
         self._lanes: dict[Link, Lane] = {}
+        self.holds: deque[tuple[Mark, Mark]] = deque()
+        """Before and after each point at which a device is to wait for copies, of which nothing is known yet."""
+
+    def held_s(self) -> float:
+        """Return how long devices have waited for copies, as far as that has become known since the last call."""
+        seconds = 0.0
+        while self.holds and self.holds[0][1].passed():
+            before, after = self.holds.popleft()
+            seconds += after.seconds_after(before)
+        return seconds
 
     def of(self, source: Source) -> Lane | None:
         """Return the lane of a tensor; None for host memory."""
@@ -55,7 +72,10 @@ class Lanes:
             return None
         if link not in self._lanes:
             assert isinstance(source, torch.Tensor)  # noqa: S101 - only those have links; for mypy
-            self._lanes[link] = Lane(link, Staging(source.device, self._staging_bytes))
+            aside_bytes = min(_ASIDE_BYTES, self._staging_bytes // 4)
+            self._lanes[link] = Lane(
+                link, Staging(source.device, self._staging_bytes - aside_bytes), Staging(source.device, aside_bytes)
+            )
         return self._lanes[link]
 
 
@@ -69,9 +89,11 @@ class Transfers:
         """Find out which device has what."""
         self._leaves = leaves
         self._partitions = partitions
+        self._holds = lanes.holds
         self._lane_of = [lanes.of(leaf.source) for leaf in leaves]
         self._gates: dict[Lane, Mark] = {}
-        self._last: dict[Lane, Mark] = {}
+        self._clone_gates: dict[Lane, Mark] = {}
+        self._last: dict[tuple[Lane, int], Mark] = {}
         self._ends: dict[int, list[Mark]] = {}
         self._regions: dict[int, tuple[Lane, Region]] = {}
         self.lanes = tuple(dict.fromkeys(lane for lane in self._lane_of if lane is not None))
@@ -102,38 +124,86 @@ class Transfers:
         region = lane.staging.take(partition.length)
         if region is None:
             return False
-        lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
+        try:
+            lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
+        except torch.OutOfMemoryError:
+            # A strided tensor needs a contiguous copy of itself for that.
+            lane.staging.give_back(region)
+            return False
         self._regions[number] = lane, region
         return True
 
-    def catch_up(self, number: int) -> None:
-        """Wait until the device has done what it was asked to do with a partition, so that the program may read it."""
-        for lane in {self._lane_of[piece.row] for piece in self._partitions[number].pieces} - {None}:
+    def catch_up(self, numbers: Iterable[int]) -> None:
+        """Wait until devices have done what they were asked to do with partitions: the program may read them then."""
+        rows = (piece.row for number in numbers for piece in self._partitions[number].pieces)
+        for lane in {self._lane_of[row] for row in rows}:
             if lane is not None:
                 lane.link.mark().wait()
 
+    def begin(self) -> None:
+        """Let all copies wait for what the device has been asked to do until now."""
+        self.gate()
+        for lane, gate in self._gates.items():
+            # The gates of windows may lie in other queues of the training, which know nothing of this point.
+            lane.link.queue(_nothing, gate)
+
     def gate(self) -> None:
-        """Let copies that are queued from now on wait for what the device has been asked to do until now."""
+        """Let copies of tensors that are queued from now on wait for what the device has been asked to do until now."""
         self._gates = {lane: lane.link.mark() for lane in self.lanes}
+
+    def gate_clones(self) -> None:
+        """Let copies of what has been staged wait for that, and no other ones."""
+        self._clone_gates = {lane: lane.link.mark() for lane in self.lanes}
+
+    @property
+    def is_recorded(self) -> bool:
+        """Tell whether what a device is asked to do now is only recorded, to be done later."""
+        return any(lane.link.is_recorded() for lane in self.lanes)
 
     def copy(self, number: int, payload: memoryview) -> None:
         """Queue the copies of a partition; those of pieces in host memory are done when this returns."""
         ends = self._ends[number] = []
         if number in self._regions:
             lane, region = self._regions[number]
-            ends.append(lane.link.queue(partial(_fetch, region.memory, payload), self._gates[lane]))
+            gate = self._clone_gates.get(lane) or self._gates[lane]
+            ends.append(lane.link.queue(partial(_fetch, region.memory, payload), gate))
             return
         position = 0
+        by_lane: dict[Lane, list[tuple[Piece, memoryview]]] = {}
         for piece in self._partitions[number].pieces:
             target = payload[position : position + piece.length]
             position += piece.length
-            lane_of_row, leaf = self._lane_of[piece.row], self._leaves[piece.row]
+            lane_of_row = self._lane_of[piece.row]
             if lane_of_row is None:
-                leaf.copy_bytes(piece.start, target)
-                continue
-            work = partial(leaf.copy_bytes, piece.start, target, wait=False)
-            self._last[lane_of_row] = lane_of_row.link.queue(work, self._gates[lane_of_row])
-            ends.append(self._last[lane_of_row])
+                self._leaves[piece.row].copy_bytes(piece.start, target)
+            else:
+                by_lane.setdefault(lane_of_row, []).append((piece, target))
+        for lane, parts in by_lane.items():
+            is_whole = sum(piece.length for piece, _ in parts) == len(payload)
+            mark = lane.link.queue(self._work(number, lane, parts, payload if is_whole else None), self._gates[lane])
+            # The training thread and the capture thread both come here, and only those of one thread are in order.
+            self._last[lane, threading.get_ident()] = mark
+            ends.append(mark)
+
+    def _work(
+        self, number: int, lane: Lane, parts: Sequence[tuple[Piece, memoryview]], payload: memoryview | None
+    ) -> Callable[[], None]:
+        """Return what brings pieces from a device to their places, which make up ``payload`` if that is given."""
+        if payload is not None and len(parts) > 1:
+            # One copy instead of hundreds of small ones, if the buffer has room for them side by side.
+            region = lane.staging.take(len(payload))
+            if region is not None:
+                self._regions[number] = lane, region
+                return partial(self._gather_and_fetch, [piece for piece, _ in parts], region.memory, payload)
+        return partial(self._bring, parts)
+
+    def _gather_and_fetch(self, pieces: Sequence[Piece], memory: torch.Tensor, payload: memoryview) -> None:
+        _gather(self._leaves, pieces, memory)
+        _fetch(memory, payload)
+
+    def _bring(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
+        for piece, target in parts:
+            self._leaves[piece.row].copy_bytes(piece.start, target, wait=False)
 
     def queue(self, lane: Lane, work: Callable[[], None]) -> Mark:
         """Queue a copy that reads no tensor of the state."""
@@ -141,8 +211,14 @@ class Transfers:
 
     def hold(self) -> None:
         """Let what the device is asked to do from now on wait for the copies of tensors that were queued."""
-        for lane, mark in self._last.items():
-            lane.link.hold(mark)
+        by_lane: dict[Lane, list[Mark]] = {}
+        for (lane, _), mark in self._last.items():
+            by_lane.setdefault(lane, []).append(mark)
+        for lane, marks in by_lane.items():
+            before = lane.link.mark()
+            for mark in marks:
+                lane.link.hold(mark)
+            self._holds.append((before, lane.link.mark()))
 
     def have_passed(self, number: int) -> bool:
         """Tell whether the copies of a partition, if any was queued, are done."""
@@ -150,11 +226,13 @@ class Transfers:
 
     def wait(self, number: int) -> None:
         """Return when the copies of a partition, if any was queued, are done; free its part of the staging buffer."""
-        for mark in self._ends.pop(number, ()):
-            mark.wait()
-        if number in self._regions:
-            lane, region = self._regions.pop(number)
-            lane.staging.give_back(region)
+        try:
+            for mark in self._ends.pop(number, ()):
+                mark.wait()
+        finally:
+            if number in self._regions:
+                lane, region = self._regions.pop(number)
+                lane.staging.give_back(region)
 
     def drop(self) -> None:
         """Wait for what was queued, and free what is still taken of the staging buffers."""
@@ -172,7 +250,7 @@ class Asides:
         """Begin with none; ``leaves`` are those of ``transfers``."""
         self._transfers, self._leaves = transfers, leaves
         self._wanted: dict[Lane, list[tuple[Piece, Give]]] = {}
-        self._regions: dict[Lane, Region] = {}
+        self._regions: dict[Lane, tuple[Staging, Region]] = {}
         self._fetched: list[tuple[Lane, memoryview, Mark]] = []
 
     def want(self, row: int, start: int, length: int, give: Give) -> None:
@@ -190,18 +268,21 @@ class Asides:
         """Gather what was asked for; where the staging buffer has no room for it, the program waits and reads it."""
         for lane, wanted in list(self._wanted.items()):
             pieces = [piece for piece, _ in wanted]
-            region = lane.staging.take(sum(piece.length for piece in pieces))
+            length = sum(piece.length for piece in pieces)
+            buffer, region = lane.aside, lane.aside.take(length)
+            if region is None:
+                buffer, region = lane.staging, lane.staging.take(length)
             if region is None:
                 lane.link.mark().wait()
                 for piece, give in self._wanted.pop(lane):
                     self._read(piece, give)
                 continue
-            self._regions[lane] = region
+            self._regions[lane] = buffer, region
             lane.link.run(partial(_gather, self._leaves, pieces, region.memory))
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` gives: so many bytes for each device."""
-        for lane, region in self._regions.items():
+        for lane, (_, region) in self._regions.items():
             target = room(len(region.memory))
             self._fetched.append((lane, target, self._transfers.queue(lane, partial(_fetch, region.memory, target))))
 
@@ -214,13 +295,18 @@ class Asides:
             for piece, give in self._wanted.pop(lane):
                 give(bytes(data[start : start + piece.length]))
                 start += piece.length
-            lane.staging.give_back(self._regions.pop(lane))
+            buffer, region = self._regions.pop(lane)
+            buffer.give_back(region)
 
     def drop(self) -> None:
         """Free what was gathered and never fetched."""
         while self._regions:
-            lane, region = self._regions.popitem()
-            lane.staging.give_back(region)
+            _, (buffer, region) = self._regions.popitem()
+            buffer.give_back(region)
+
+
+def _nothing() -> None:
+    """Nothing, in its turn."""
 
 
 def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tensor) -> None:
@@ -237,4 +323,7 @@ def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tenso
 
 
 def _fetch(memory: torch.Tensor, target: memoryview) -> None:
+    if not len(target):
+        # torch makes no tensor of no bytes.
+        return
     torch.frombuffer(target, dtype=torch.uint8).copy_(memory, non_blocking=True)

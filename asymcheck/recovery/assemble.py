@@ -16,6 +16,7 @@ from asymcheck.partition.boxes import Box, Crossing, Region
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.leaves import as_bytes
 from asymcheck.recovery.parts import Parts, Piece, of_box
+from asymcheck.tiers.gpu_staging import catch_up
 from asymcheck.types import Digest
 
 
@@ -71,7 +72,7 @@ class Target:
             if not self._gathers:
                 return [as_bytes(tensor.detach()) for tensor in self._existing]
             if self._staged is None:
-                self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8)
+                self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8, device="cpu")
             return [self._staged]
 
     def _count(self, done: int) -> None:
@@ -216,6 +217,7 @@ class Assembly(Placement):
         self._filled = {
             demand: Target(demand.row, demand.existing, device, in_runs=demand.in_runs) for demand in demands
         }
+        catch_up(tensor.device for demand in self._filled for tensor in demand.existing)
         super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
 
     def tensor(self, demand: Demand) -> torch.Tensor:
@@ -236,5 +238,5 @@ def _copy(flat: torch.Tensor, data: memoryview) -> None:
     if flat.device.type == "cpu":
         np.copyto(flat.numpy(), source)
     else:
-        # A private copy: the slot is reused as soon as this returns, and the device copy may still run.
-        flat.copy_(torch.from_numpy(source.copy()))
+        # It has been read when this returns. torch takes no memory that may not be written to.
+        flat.copy_(torch.from_numpy(source.copy() if data.readonly else source))

@@ -90,6 +90,10 @@ class SimulatedDevice:
             self._copies.put(item)
         return end
 
+    def is_recorded(self) -> bool:
+        """Never: it has no graphs."""
+        return False
+
     def run(self, work: Callable[[], None]) -> None:
         """Queue work of the training."""
         self._training.put(work)
@@ -107,6 +111,10 @@ class SimulatedDevice:
     def unpin(self, memory: memoryview) -> None:
         """Count it back."""
         self.pinned -= len(memory)
+
+    def catch_up(self) -> None:
+        """Wait until the training's queue is empty, for a program that changes tensors by itself."""
+        self.mark().wait()
 
     def close(self) -> None:
         """End both queues."""

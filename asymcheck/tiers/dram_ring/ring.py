@@ -84,6 +84,7 @@ class Ring:
         self._entries: dict[int, CaptureEntry] = {}
         self._changed = threading.Condition()
         self._pinned_by: Link | None = None
+        self._was_to_be_pinned = False
         self._refused: AsymcheckError | None = None
         self._closing = False
         self._growing: threading.Thread | None = None
@@ -162,12 +163,13 @@ class Ring:
             os.close(descriptor)
 
     def pin(self, link: Link) -> None:
-        """Pin the memory for copies that come by a link; once is enough for all devices of one kind."""
+        """Pin the memory for copies that come by a link; tried once, which is enough for all devices of one kind."""
         # To pin memory is to touch it.
         with self._changed:
             self._changed.wait_for(lambda: self._growing is None)
-        if self._pinned_by is None and self._refused is None and link.pin(self._memory):
-            self._pinned_by = link
+        if not self._was_to_be_pinned and self._refused is None:
+            self._was_to_be_pinned = True
+            self._pinned_by = link if link.pin(self._memory) else None
 
     @property
     def free_bytes(self) -> int:

@@ -32,6 +32,9 @@ class Link(Protocol):
     def queue(self, work: Callable[[], None], after: Mark) -> Mark:
         """Let what ``work`` asks of the device go to the queue for copies, after a mark; return the mark of its end."""
 
+    def is_recorded(self) -> bool:
+        """Tell whether what the calling thread queues now is only recorded, to be done later: a CUDA graph."""
+
     def run(self, work: Callable[[], None]) -> None:
         """Let what ``work`` asks of the device go to the training's queue."""
 

@@ -1,0 +1,197 @@
+"""Copies that a device makes: what waits for which, where they go, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.config import MIB, CaptureConfig
+from asymcheck.errors import LostCheckpointWarning
+from asymcheck.partition.leaves import Leaf, make_leaf
+from asymcheck.partition.plan import Partition, Piece
+from asymcheck.pipeline import background
+from asymcheck.pipeline.transfers import Asides, Lanes, Transfers
+from asymcheck.tiers.gpu_staging import Mark
+from tests.pipeline.simulated_device import SimulatedDevice, SimulatedMark
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """A device that is never late."""
+    device = SimulatedDevice(0, 0)
+    yield device
+    device.close()
+
+
+def _leaves(device: SimulatedDevice, *tensors: torch.Tensor) -> list[Leaf]:
+    device.own(*tensors)
+    return [make_leaf(tensor, f"t{number}", "") for number, tensor in enumerate(tensors)]
+
+
+def _whole(leaves: list[Leaf], *rows: int) -> Partition:
+    return Partition(tuple(Piece(row, 0, leaves[row].nbytes) for row in rows))
+
+
+def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the thread whose copy was first in the queue is the last one to hear of it."""
+    first, second = torch.zeros(10), torch.zeros(10)
+    leaves = _leaves(device, first, second)
+    transfers = Transfers(Lanes(0, device.link_of), leaves, [_whole(leaves, 0), _whole(leaves, 1)])
+    transfers.begin()
+    whole, may_copy, may_return = device.queue, threading.Event(), threading.Event()
+
+    def queue(work: Callable[[], None], after: Mark) -> Mark:
+        is_first = threading.current_thread() is other
+
+        def late() -> None:
+            may_copy.wait()
+            # Time enough for a training that does not wait for the second one.
+            time.sleep(0 if is_first else 0.2)
+            work()
+
+        mark = whole(late, after)
+        if is_first:
+            queued.set()
+            may_return.wait()
+        return mark
+
+    queued, payloads = threading.Event(), [bytearray(40), bytearray(40)]
+    other = threading.Thread(target=transfers.copy, args=(0, memoryview(payloads[0])))
+    monkeypatch.setattr(device, "queue", queue)
+    other.start()
+    queued.wait()
+    transfers.copy(1, memoryview(payloads[1]))
+    may_return.set()
+    other.join()
+    transfers.hold()
+    device.run(lambda: [tensor.fill_(1) for tensor in (first, second)] and None)
+    may_copy.set()
+    for number in range(2):
+        transfers.wait(number)
+    assert payloads == [bytes(40), bytes(40)], "the training went on before its tensors had been copied"
+
+
+def test_what_lies_in_many_tensors_comes_in_one_copy(device: SimulatedDevice) -> None:
+    """If the buffer has room for it; else piece by piece. Either way every byte is in its place."""
+    tensors = [torch.arange(3 + number) for number in range(50)] + [torch.zeros(0)]
+    leaves = _leaves(device, *tensors)
+    wanted = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    for staging_bytes in (8 * MIB, 0):
+        lanes = Lanes(staging_bytes, device.link_of)
+        transfers = Transfers(lanes, leaves, [_whole(leaves, *range(len(tensors)))])
+        transfers.begin()
+        payload = bytearray(len(wanted))
+        transfers.copy(0, memoryview(payload))
+        assert transfers.is_staged(0) == bool(staging_bytes)
+        transfers.hold()
+        transfers.wait(0)
+        assert payload == wanted
+        assert transfers.lanes[0].staging.free_bytes == max(staging_bytes - MIB, 0)
+
+
+def test_a_clone_for_which_the_device_has_no_memory_is_none(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is waited for instead, and the buffer is whole."""
+    leaves = _leaves(device, torch.ones(1000))
+    transfers = Transfers(Lanes(8 * MIB, device.link_of), leaves, [_whole(leaves, 0)])
+
+    def refuse(_work: Callable[[], None]) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "run", refuse)
+        assert not transfers.stage(0)
+    assert transfers.lanes[0].staging.free_bytes == 7 * MIB
+    assert transfers.stage(0)
+
+
+def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice) -> None:
+    """Even when nothing else is wanted of that device."""
+    leaves = _leaves(device, torch.zeros(0))
+    transfers = Transfers(Lanes(MIB, device.link_of), leaves, [])
+    asides, given = Asides(transfers, leaves), []
+    asides.want(0, 0, 0, given.append)
+    asides.gather()
+    transfers.begin()
+    asides.fetch(lambda length: memoryview(bytearray(length)))
+    asides.settle()
+    assert given == [b""]
+
+
+def test_how_long_the_device_was_held_is_known_when_it_has_gone_on(device: SimulatedDevice) -> None:
+    """The program, which waits for nothing, asks later; each wait counts once."""
+    leaves = _leaves(device, torch.zeros(10))
+    lanes = Lanes(0, device.link_of)
+    transfers = Transfers(lanes, leaves, [_whole(leaves, 0)])
+    transfers.begin()
+    may_copy, may_go_on = threading.Event(), SimulatedMark()
+    device.queue(may_copy.wait, transfers.lanes[0].link.mark())
+    transfers.copy(0, memoryview(bytearray(40)))
+    transfers.hold()
+    assert lanes.held_s() == 0
+    time.sleep(0.05)
+    may_copy.set()
+    device.run(may_go_on.event.set)
+    may_go_on.wait()
+    assert 0.05 <= lanes.held_s() < 30
+    assert lanes.held_s() == 0
+
+
+def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, steps: int) -> asymcheck.Statistics:
+    monkeypatch.setattr(background, "Lanes", lambda size: Lanes(size, device.link_of))
+    weight = torch.nn.Parameter(torch.zeros(700_000))
+    device.own(weight)
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    state = {"weight": weight, "optimizer": optimizer}
+    with (
+        asymcheck.Store.open(path) as store,
+        asymcheck.Checkpointer(store, state, capture=CaptureConfig(), on_error="warn") as checkpointer,
+    ):
+        for step in range(steps):
+            weight.grad = torch.ones_like(weight)
+            checkpointer.fence()
+            device.catch_up()
+            optimizer.step()
+            checkpointer.step(step)
+        checkpointer.wait()
+        return checkpointer.statistics()
+
+
+def test_a_device_that_fails_costs_its_captures_and_nobody_waits_for_ever(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a question for a mark does after any error of CUDA, and while a graph is recorded."""
+
+    def fail(_mark: SimulatedMark) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(SimulatedMark, "passed", fail)
+    monkeypatch.setattr(SimulatedMark, "wait", fail)
+    monkeypatch.setattr(Lanes, "held_s", lambda _lanes: 0.0)
+    # The simulated queues wait for marks, too, and they would work on when the state is long forgotten.
+    monkeypatch.setattr(device, "run", lambda work: work())
+    monkeypatch.setattr(device, "queue", lambda work, _after: (work(), SimulatedMark())[1])
+    monkeypatch.setattr(device, "hold", lambda _until: None)
+    monkeypatch.setattr(device, "catch_up", lambda: None)
+    with pytest.warns(LostCheckpointWarning, match="illegal memory access"):
+        statistics = _train(tmp_path, device, monkeypatch, 3)
+    assert (statistics.captures, statistics.durable, statistics.lost) == (3, 0, 3)
+
+
+def test_a_ring_that_cannot_be_pinned_is_not_tried_again(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves as it is."""
+    asked: list[int] = []
+    monkeypatch.setattr(device, "pin", lambda memory: bool(asked.append(len(memory))))
+    assert _train(tmp_path, device, monkeypatch, 3).durable == 3
+    assert len(asked) == 1

@@ -38,11 +38,14 @@ def draw(report: Report, path: Path) -> None:
         elif chosen is None or one.metric in chosen or one.metric.startswith(tuple(f"{name} " for name in chosen)):
             panels.setdefault((one.metric, one.unit), []).append(one)
     limits = {one.unit: one.median for one in report.results if one.system == "state"}
+    # Where there are none, all of it is asymcheck.
+    has_peers = any(one.system.startswith(_NAME) for one in report.results)
     lines = [len([one for one in rows if not _is_limit(one)]) for rows in panels.values()]
     figure = Figure(figsize=(9, 1.6 + sum(0.36 * count + 0.95 for count in lines)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[count + 1.2 for count in lines])[:, 0]
     for axis, ((metric, unit), rows) in zip(axes, panels.items(), strict=True):
-        _draw_panel(axis, metric, unit, rows, limits.get(unit) if report.workload == "memory" else None)
+        size = limits.get(unit) if report.workload == "memory" else None
+        _draw_panel(axis, metric, unit, rows, size, has_peers=has_peers)
     told = [report.environment.get(name, "") for name in ("processor", "memory", "file system", "state", "store")]
     figure.suptitle(
         f"{report.workload}\n" + textwrap.fill(" · ".join(filter(None, told)), 110),
@@ -51,9 +54,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float | None) -> None:
-    # Where there are no peers, all of it is asymcheck.
-    has_peers = any(one.system.startswith(_NAME) for one in rows)
+def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float | None, *, has_peers: bool) -> None:
     bars = _grouped([one for one in rows if not _is_limit(one)])
     medians = [one.median for one in bars]
     whiskers = [[one.median - one.min for one in bars], [one.max - one.median for one in bars]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+import numpy.typing as npt
 
 from asymcheck.codecs import rounding
 from asymcheck.codecs.planes import Bytes
@@ -20,9 +21,18 @@ def encode_source(dtype: int, offset: int) -> bytes:
 
 def rounded_base(base: memoryview, offset: int, plain_length: int, dtype: int) -> Bytes:
     """Return the ``plain_length`` bytes that the float32 elements of the base from ``offset`` on round to."""
+    return rounding.rounded(_bits(base, offset, plain_length), dtype).view(np.uint8)
+
+
+def is_rounded_base(plain: memoryview, base: memoryview, offset: int, dtype: int) -> bool:
+    """Tell whether ``plain`` is what the float32 elements of the base from ``offset`` on round to."""
+    words = np.frombuffer(plain, dtype=np.dtype("<u2"))
+    return rounding.is_rounded(words, _bits(base, offset, len(plain)), dtype)
+
+
+def _bits(base: memoryview, offset: int, plain_length: int) -> npt.NDArray[np.uint32]:
     elements = np.frombuffer(base, dtype=np.uint8)[offset : offset + 2 * plain_length]
-    bits = elements.view(np.dtype("<u4")) if offset % 4 == 0 else elements.copy().view(np.dtype("<u4"))
-    return rounding.rounded(bits, dtype).view(np.uint8)
+    return (elements if offset % 4 == 0 else elements.copy()).view(np.dtype("<u4"))
 
 
 def decode_derived(payload: memoryview, plain_length: int, base: memoryview, where: str) -> memoryview:

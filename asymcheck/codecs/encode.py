@@ -125,8 +125,7 @@ def encode_derived(
     """
     if len(plain) % 2 or offset + 2 * len(plain) > len(base):
         return None
-    made = derived.rounded_base(base, offset, len(plain), dtype)
-    if not np.array_equal(np.frombuffer(plain, dtype=np.uint8), made):
+    if not derived.is_rounded_base(plain, base, offset, dtype):
         return None
     return _encoded(name, plain, registry.CODEC_DERIVED, [derived.encode_source(dtype, offset)], base_name)
 

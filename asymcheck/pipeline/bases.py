@@ -20,8 +20,9 @@ from asymcheck.types import Digest
 _LOOK_BYTES = 512
 _NUMBERS = {name: number for number, name in DTYPES.items()}
 
-Read = Callable[[int], tuple[Digest, memoryview] | None]
-"""Gives digest and bytes of a partition, by number; None while it has none."""
+Read = Callable[[int, int, int | None], tuple[Digest, memoryview] | None]
+"""Gives of a partition, by number, the digest and bytes, from a byte on so many, or all that follow; None while it has
+none."""
 
 
 def original_of(plain: memoryview, dtype: str, number: int, originals: Originals, read: Read) -> Base | None:
@@ -29,12 +30,13 @@ def original_of(plain: memoryview, dtype: str, number: int, originals: Originals
     length = min(len(plain), _LOOK_BYTES)
     first = np.frombuffer(plain[:length], dtype=np.uint8)
     for other, offset in originals.candidates(number):
-        found = read(other)
-        if found is None:
+        # Every layer has tensors of this shape, and each three of them: most candidates are none.
+        found = read(other, offset, 2 * length)
+        if found is None or not np.array_equal(first, derived.rounded_base(found[1], 0, length, _NUMBERS[dtype])):
             continue
-        name, base = found
-        if np.array_equal(first, derived.rounded_base(base, offset, length, _NUMBERS[dtype])):
-            return Base(CODEC_DERIVED, name, base, offset, _NUMBERS[dtype])
+        whole = read(other, 0, None)
+        if whole is not None:
+            return Base(CODEC_DERIVED, *whole, offset, _NUMBERS[dtype])
     return None
 
 
@@ -63,7 +65,11 @@ class Bases:
         _, plain = found
         dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
         original = original_of(
-            plain, dtype, number, self._originals_of(capture), lambda other: self._read(capture, other)
+            plain,
+            dtype,
+            number,
+            self._originals_of(capture),
+            lambda other, start, length: self._read(capture, other, start, length),
         )
         bases = [] if original is None else [original]
         if older is not None and older.plan is capture.plan:
@@ -72,9 +78,13 @@ class Bases:
                 bases.append(Base(CODEC_DELTA, *before))
         return bases
 
-    def _read(self, capture: Capture, number: int) -> tuple[Digest, memoryview] | None:
+    def _read(
+        self, capture: Capture, number: int, start: int = 0, length: int | None = None
+    ) -> tuple[Digest, memoryview] | None:
         name, slot = capture.digests[number], capture.slots[number]
-        return None if name is None or slot is None else (name, self._ring.payload(slot))
+        if name is None or slot is None:
+            return None
+        return name, self._ring.payload(slot)[start : None if length is None else start + length]
 
     def _originals_of(self, capture: Capture) -> Originals:
         with self._lock:

@@ -51,10 +51,9 @@ class Flusher:
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
         looks = self._encoder.wants_bases
 
-        def read(number: int) -> tuple[Digest, memoryview] | None:
-            name, data = digests[number], bytearray(partitions[number].length)
-            copy_partition(partitions[number], self._leaves, memoryview(data))
-            return None if name is None else (name, memoryview(data))
+        def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
+            name = digests[number]
+            return None if name is None else (name, self._read(partitions[number], start, length))
 
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
@@ -85,6 +84,18 @@ class Flusher:
             self._packing.abandon()
             raise
         return [name for name in digests if name is not None]
+
+    def _read(self, partition: Partition, start: int, length: int | None) -> memoryview:
+        """Return bytes of a partition of one piece: where they lie, if they lie there in order."""
+        (piece,) = partition.pieces
+        start, length = piece.start + start, piece.length - start if length is None else length
+        leaf = self._leaves[piece.row]
+        lying = leaf.lying_bytes(start, length)
+        if lying is not None:
+            return lying
+        data = memoryview(bytearray(length))
+        leaf.copy_bytes(start, data)
+        return data
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)

@@ -61,16 +61,17 @@ def choose(mode: Compression, sampled: Mapping[int, Sampled], link_bytes_per_s: 
     sampled = {codec: found for codec, found in sampled.items() if found.ratio >= WORTH_RATIO}
     if not sampled:
         return Choice(CODEC_IDENTITY, "a sample did not become smaller")
-    link = math.inf if mode == "smallest" or link_bytes_per_s is None else link_bytes_per_s
-    # Smallest first; what needs a base on reading has to be smaller by more than a little.
-    best = max(sampled, key=lambda codec: sampled[codec].ratio / (WORTH_RATIO if codec == CODEC_DELTA else 1))
-    if best == CODEC_DERIVED:
-        return Choice(best, "another tensor rounds to it")
+    link = math.inf if link_bytes_per_s is None else link_bytes_per_s
     if mode == "smallest":
+        # What needs a base on reading has to be smaller by more than a little.
+        best = max(sampled, key=lambda codec: sampled[codec].ratio / (WORTH_RATIO if codec == CODEC_DELTA else 1))
+        if best == CODEC_DERIVED:
+            return Choice(best, "another tensor rounds to it")
         return Choice(best, f"a sample became {sampled[best].ratio:.2f} times smaller")
     best = min(sampled, key=lambda codec: _seconds(sampled[codec], link))
     found = sampled[best]
-    facts = f"{found.ratio:.2f} times smaller at {found.bytes_per_s / 1e9:.2f} GB/s"
+    size = "another tensor rounds to it," if best == CODEC_DERIVED else f"{found.ratio:.2f} times smaller"
+    facts = f"{size} at {found.bytes_per_s / 1e9:.2f} GB/s"
     if _seconds(found, link) < 1 / link:
         return Choice(best, f"{facts}, while the target takes {link / 1e9:.2f} GB/s")
     return Choice(CODEC_IDENTITY, f"the target takes {link / 1e9:.2f} GB/s, sooner than {facts}")

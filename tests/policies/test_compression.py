@@ -55,6 +55,13 @@ def test_auto_encodes_what_is_stored_sooner_so(link: float, codec: int) -> None:
     assert choose("auto", {CODEC_BYTE_PLANES: PLANES}, link).codec == codec
 
 
+def test_auto_derives_only_what_is_made_sooner_than_it_is_written() -> None:
+    """Nothing is stored of it, but to read and to round the original takes its time."""
+    assert choose("auto", {CODEC_DERIVED: DERIVED}, 1e9).codec == CODEC_DERIVED
+    assert choose("auto", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_IDENTITY
+    assert choose("smallest", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_DERIVED
+
+
 def test_auto_takes_the_soonest_of_several() -> None:
     """Not the smallest: a delta that takes long to make is none for a drive that is hardly too slow."""
     sampled = {CODEC_BYTE_PLANES: Sampled(1.5, 2e9), CODEC_DELTA: Sampled(1.6, 0.2e9)}

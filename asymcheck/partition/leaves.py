@@ -37,6 +37,9 @@ class TensorBytes(abc.ABC):
         """Fill ``target`` with the bytes from ``start`` on; threads may call this together."""
 
 
+# For contiguous copies of strided tensors, of which there are few: one that is made by two threads at once is waste.
+_LOCKS = tuple(threading.Lock() for _ in range(16))
+
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that have bytes of their own; instances of others are something else besides."""
 
@@ -45,7 +48,11 @@ Source = torch.Tensor | np.ndarray | TensorBytes
 
 @dataclasses.dataclass(slots=True)
 class Leaf:
-    """One tensor of a state, with every name it has there. Slots: thousands of dicts would set off the collector."""
+    """One tensor of a state, with every name it has there.
+
+    What is made anew for each tensor in each step, and lives until the capture is durable, in the end sets off Python's
+    collector, which takes hundreds of milliseconds: so there are slots and no dict, few locks, and shared tuples.
+    """
 
     source: Source
     """The tensor itself; its bytes are read when they are captured."""
@@ -66,7 +73,6 @@ class Leaf:
     key: tuple[object, ...] | None = None
     """See :func:`identity_key`."""
     _flat: torch.Tensor | None = None
-    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def width(self) -> int:
@@ -130,6 +136,10 @@ class Leaf:
         with self._lock:
             self._flat = None
 
+    @property
+    def _lock(self) -> threading.Lock:
+        return _LOCKS[id(self) // 64 % len(_LOCKS)]
+
     def _bytes(self, source: torch.Tensor | np.ndarray) -> torch.Tensor:
         with self._lock:
             if self._flat is None:
@@ -169,7 +179,10 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
         if name is None:
             raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
         shape = tuple(source.shape)
-        return Leaf(source, path, name, shape, source.nbytes, group, box or Box.of_whole(shape))
+        if box is None:
+            box = Box.of_whole(shape)
+            shape = box.shape
+        return Leaf(source, path, name, shape, source.nbytes, group, box)
     if isinstance(source, TensorBytes):
         return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
     if type(source) not in (np.ndarray, np.memmap):
@@ -212,8 +225,9 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
         return ("object", id(source))
     if source.numel() == 0:
         return None
-    flags = (source.is_conj(), source.is_neg())
-    return (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device, flags)
+    # Of what the collector does not look at, as it would at tuples in a tuple, or a torch.Size.
+    flags = 2 * source.is_conj() + source.is_neg()
+    return (source.data_ptr(), source.dtype, source.device, flags, *source.shape, *source.stride())
 
 
 def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes,
 from asymcheck.partition.shards import TensorShard, is_dtensor, shard_of
 from asymcheck.types import Stateful, is_stateful
 
+_TENSOR_TAGS = ("T", "N")
+_SHARED_ENTRIES = 16
+"""Longer mappings are few, and would fill the memory with what is not the same."""
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -90,17 +94,18 @@ class _Walker:
         return self._mapping(state, name, depth)  # type: ignore[arg-type]  # the type was just compared
 
     def _mapping(self, value: Mapping[object, object], name: str | None, depth: int) -> Node:
-        pairs: list[Node] = []
+        pairs: list[tuple[Node, Node]] = []
         part: str
         for key, item in value.items():
             # Nearly all are, and what has no other letters is valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
-            pairs.append([node, self.node(item, _below(name, part), depth + 1)])
+            pairs.append((node, self.node(item, _below(name, part), depth + 1)))
         if type(value) is dict:
-            return ["d", pairs]
+            return _mapping_node("d", pairs)
         # Module.state_dict() hangs the versions of its modules on the mapping; load_state_dict() looks for them there.
         metadata = getattr(value, "_metadata", None)
-        return ["o", pairs] if metadata is None else ["m", pairs, self.node(metadata, _below(name, "_metadata"), depth)]
+        node = _mapping_node("o" if metadata is None else "m", pairs)
+        return node if metadata is None else [*node, self.node(metadata, _below(name, "_metadata"), depth)]
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
         """Return the node of a key, and its part of the names below it."""
@@ -123,11 +128,11 @@ class _Walker:
         row = None if key is None else self._rows.get(key)
         if row is not None and self.leaves[row].box == leaf.box:
             self.leaves[row].aliases += (name,)
-            return [tag, row]
+            return _tensor_node(tag, row)
         self.leaves.append(leaf)
         if key is not None:
             self._rows[key] = len(self.leaves) - 1
-        return [tag, len(self.leaves) - 1]
+        return _tensor_node(tag, len(self.leaves) - 1)
 
     def _plain(self, value: object, name: str | None) -> Node:
         if isinstance(value, torch.Size):
@@ -148,6 +153,45 @@ class _Walker:
         except StructureError as error:
             remedy = "give it state_dict() and load_state_dict(), or make it tensors, numbers, strings, lists and dicts"
             raise UnsupportedValueError(name or "", f"{error}; {remedy}") from error
+
+
+# Nodes are never changed, and most are the same from step to step: see Leaf for why they are shared.
+@functools.lru_cache(maxsize=1 << 14)
+def _tensor_node(tag: str, row: int) -> list[Node]:
+    return [tag, row]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _tensor_pair(key: str, tag: str, row: int) -> list[Node]:
+    return [key, _tensor_node(tag, row)]
+
+
+def _mapping_node(tag: str, pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
+    entries = [_entry(key, node) for key, node in pairs]
+    if len(pairs) <= _SHARED_ENTRIES and None not in entries:
+        return _small_mapping_node(tag, tuple(entries))
+    return [
+        tag,
+        [
+            _tensor_pair(*entry) if entry is not None and entry[1] else [key, node]
+            for entry, (key, node) in zip(entries, pairs, strict=True)
+        ],
+    ]
+
+
+def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
+    """Return a key with a tensor's tag and row, or with no tag and an integer; None for all else."""
+    if type(key) is str:
+        if type(node) is int:
+            return key, "", node
+        if type(node) is list and node[0] in _TENSOR_TAGS:
+            return key, node[0], node[1]
+    return None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _small_mapping_node(tag: str, entries: tuple[tuple[str, str, int], ...]) -> list[Node]:
+    return [tag, [_tensor_pair(*entry) if entry[1] else [entry[0], entry[2]] for entry in entries]]
 
 
 def _below(name: str | None, part: str) -> str:

@@ -59,6 +59,15 @@ def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[
     return [Manifest(header, alike.batch(batch)) for header, batch in opened]
 
 
+def check_manifest(manifest: Manifest, where: str) -> None:
+    """Check the rules of rows of a manifest that was not read but made: what breaks one could never be read.
+
+    Raises:
+        StructureError, LimitError: it breaks one.
+    """
+    _check_rows(pa.RecordBatch.from_arrays(manifest.columns, schema=SCHEMA), where)
+
+
 def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     columns = [pa.concat_arrays([batch.column(number) for batch in batches]) for number in range(len(SCHEMA))]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)

@@ -133,6 +133,8 @@ class Leaf:
 
     def release(self) -> None:
         """Forget the contiguous copy that a strided tensor needed."""
+        if self._flat is None:
+            return
         with self._lock:
             self._flat = None
 

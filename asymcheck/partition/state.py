@@ -21,7 +21,8 @@ from asymcheck.types import Stateful, is_stateful
 
 _TENSOR_TAGS = ("T", "N")
 _SHARED_ENTRIES = 16
-"""Longer mappings are few, and would fill the memory with what is not the same."""
+_SHARED_KEY = 200
+"""Longer mappings and keys are few, and would fill the memory with what is not the same."""
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -181,7 +182,7 @@ def _mapping_node(tag: str, pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
 
 def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
     """Return a key with a tensor's tag and row, or with no tag and an integer; None for all else."""
-    if type(key) is str:
+    if type(key) is str and len(key) <= _SHARED_KEY:
         if type(node) is int:
             return key, "", node
         if type(node) is list and node[0] in _TENSOR_TAGS:

@@ -62,6 +62,7 @@ class Capturer:
         # Not the module's own generator, whose state belongs to the training.
         self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._open: Capture | None = None
+        self._settling = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
         self._thread.start()
@@ -82,7 +83,11 @@ class Capturer:
             with timed("witness", 0, capture.named):
                 self._set_aside(capture, later)
             # Before any room is taken: what makes room would free the frames of earlier captures.
-            for number in self._take_unchanged(capture, eager):
+            unchanged = self._take_unchanged(capture, eager)
+            # Before anything is completed, for then the other thread settles what was set aside.
+            capture.transfers.begin()
+            capture.asides.fetch(partial(self._room_aside, capture))
+            for number in unchanged:
                 eager.remove(number)
                 self._to_be_completed(capture, number)
             staged = [number for number in eager if self._stage(capture, number)]
@@ -91,8 +96,8 @@ class Capturer:
                     self._copy_now(capture, number)
                     # At once: where the ring is small, they have to leave it for the next.
                     self._to_be_completed(capture, number)
-            capture.transfers.begin()
-            capture.asides.fetch(partial(self._room_aside, capture))
+            # What was cloned just now is fetched after it.
+            capture.transfers.gate()
         except BaseException as error:
             self._give_up(capture, error)
             self._to_be_completed(capture, None)
@@ -216,9 +221,11 @@ class Capturer:
         capture.forget_sources()
 
     def _settle_aside(self, capture: Capture) -> None:
-        capture.asides.settle()
-        while capture.aside_slots:
-            self._ring.give_back(capture.aside_slots.pop())
+        # Either thread may be the first to need what was set aside, or the room that it takes.
+        with self._settling:
+            capture.asides.settle()
+            while capture.aside_slots:
+                self._ring.give_back(capture.aside_slots.pop())
 
     def _to_be_completed(self, capture: Capture, number: int | None) -> None:
         with self._changed:
@@ -273,6 +280,7 @@ class Capturer:
             if capture.error is not None:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
+            self._settle_aside(capture)
             if not self._make_room(capture) and not self._complete_one():
                 self._ring.wait_for_room(_ROOM_POLL_S)
             slot = self._ring.take(length)

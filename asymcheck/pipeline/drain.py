@@ -10,6 +10,7 @@ from asymcheck.errors import MissingPartitionError
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
 from asymcheck.format.manifest import Manifest, ManifestHeader, encode
+from asymcheck.format.manifest_reader import check_manifest
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES
 from asymcheck.pipeline.commit import enter, finish, take_back
 from asymcheck.pipeline.encoder import Base, Contents, Encoder
@@ -124,7 +125,9 @@ class Drain:
 
         Raises:
             StorageError: the device refused; nothing was committed. :meth:`abandon` comes next.
+            StructureError: the manifest could not be read again; nothing was committed, either.
         """
+        check_manifest(captured, "manifest of a capture")
         header = captured.header
         names = list(captured.partitions())
         packs = enter(self._tier, self._catalog, self._packing, names, self._pin, self._rewrite)

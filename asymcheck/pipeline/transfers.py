@@ -80,7 +80,7 @@ class Lanes:
 
 
 class Transfers:
-    """The copies of one capture. The training thread and the capture thread call it, the second under a lock or alone.
+    """The copies of one capture. The training thread and the capture thread call it, and copy at once.
 
     ``leaves`` are the tensors, by row; partitions are named by their pieces and their number in the plan.
     """
@@ -180,7 +180,13 @@ class Transfers:
                 by_lane.setdefault(lane_of_row, []).append((piece, target))
         for lane, parts in by_lane.items():
             is_whole = sum(piece.length for piece, _ in parts) == len(payload)
-            mark = lane.link.queue(self._work(number, lane, parts, payload if is_whole else None), self._gates[lane])
+            work = self._work(number, lane, parts, payload if is_whole else None)
+            try:
+                mark = lane.link.queue(work, self._gates[lane])
+            except BaseException:
+                # Some of it may be under way: until then its place in the ring is not free.
+                ends.append(lane.link.queue(_nothing, self._gates[lane]))
+                raise
             # The training thread and the capture thread both come here, and only those of one thread are in order.
             self._last[lane, threading.get_ident()] = mark
             ends.append(mark)
@@ -212,7 +218,8 @@ class Transfers:
     def hold(self) -> None:
         """Let what the device is asked to do from now on wait for the copies of tensors that were queued."""
         by_lane: dict[Lane, list[Mark]] = {}
-        for (lane, _), mark in self._last.items():
+        # A copy of the list: of a capture that was given up the other thread may still be queueing copies.
+        for (lane, _), mark in list(self._last.items()):
             by_lane.setdefault(lane, []).append(mark)
         for lane, marks in by_lane.items():
             before = lane.link.mark()
@@ -282,7 +289,8 @@ class Asides:
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` gives: so many bytes for each device."""
-        for lane, (_, region) in self._regions.items():
+        # A copy of the list: to make room for one, those before may be settled.
+        for lane, (_, region) in list(self._regions.items()):
             target = room(len(region.memory))
             self._fetched.append((lane, target, self._transfers.queue(lane, partial(_fetch, region.memory, target))))
 

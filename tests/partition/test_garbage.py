@@ -1,4 +1,4 @@
-"""What a step leaves behind for Python's collector: a full collection holds the training for hundreds of milliseconds."""
+"""What a step leaves to Python's collector: a full collection holds the training for hundreds of milliseconds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
     gc.disable()
     try:
         before = len(gc.get_objects())
-        for _ in range(3):
-            kept.append(flatten(state))
+        kept += [flatten(state) for _ in range(3)]
         gc.collect(0)
         made = (len(gc.get_objects()) - before) / 3
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import asymcheck
 from asymcheck.config import MIB, CaptureConfig
-from asymcheck.errors import LostCheckpointWarning
+from asymcheck.errors import CaptureWarning, LostCheckpointWarning
 from asymcheck.partition.leaves import Leaf, make_leaf
 from asymcheck.partition.plan import Partition, Piece
 from asymcheck.pipeline import background
@@ -164,6 +165,69 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
             checkpointer.step(step)
         checkpointer.wait()
         return checkpointer.statistics()
+
+
+@pytest.mark.parametrize("ring_bytes", [None, 3 * MIB])
+@pytest.mark.parametrize("proof", ["off", "sampled"])
+def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice, proof: str, ring_bytes: int | None
+) -> None:
+    """Small tensors on the device beside large ones in host memory, which the other thread completes meanwhile."""
+    whole = device.queue
+
+    def slowly(work: Callable[[], None], after: Mark) -> Mark:
+        # As the calls of CUDA take their time.
+        time.sleep(0.002 if threading.current_thread() is threading.main_thread() else 0)
+        return whole(work, after)
+
+    monkeypatch.setattr(device, "queue", slowly)
+    monkeypatch.setattr(background, "Lanes", lambda size: Lanes(size, device.link_of))
+    scales, on_host = torch.zeros(30, 60), [torch.zeros(1 << 18) for _ in range(4)]
+    device.own(scales)
+    capture = CaptureConfig(proof=proof, ring_bytes=ring_bytes)  # type: ignore[arg-type]  # one of the literals
+    state = {"scales": list(scales.unbind(0)), "on_host": on_host}
+    with (
+        asymcheck.Store.open(tmp_path) as store,
+        warnings.catch_warnings(action="ignore", category=CaptureWarning),
+        asymcheck.Checkpointer(store, state, capture=capture) as checkpointer,
+    ):
+        for step in range(10):
+            checkpointer.fence()
+            device.catch_up()
+            for tensor in (scales, *on_host):
+                tensor.fill_(step + 1)
+            checkpointer.step(step)
+        checkpointer.wait()
+        for step in range(10):
+            loaded = store.load(step=step)
+            assert torch.stack(loaded["scales"]).eq(step + 1).all(), f"step {step}"
+            assert all(tensor.eq(step + 1).all() for tensor in loaded["on_host"])
+
+
+def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(device: SimulatedDevice) -> None:
+    """The device was asked for the first piece before the second one was refused."""
+    leaves = _leaves(device, torch.ones(10), torch.ones(10))
+    transfers = Transfers(Lanes(0, device.link_of), leaves, [_whole(leaves, 0, 1)])
+    transfers.begin()
+    may_copy = threading.Event()
+    whole, payload = device.queue, bytearray(80)
+
+    def first_piece() -> None:
+        may_copy.wait()
+        leaves[0].copy_bytes(0, memoryview(payload)[:40])
+
+    def refuse(work: Callable[[], None], after: Mark) -> Mark:
+        device.queue = whole  # type: ignore[method-assign]  # the next one is as ever
+        device.queue(first_piece, after)
+        raise torch.OutOfMemoryError
+
+    device.queue = refuse  # type: ignore[method-assign]  # for once
+    with pytest.raises(torch.OutOfMemoryError):
+        transfers.copy(0, memoryview(payload))
+    assert not transfers.have_passed(0)
+    may_copy.set()
+    transfers.wait(0)
+    assert payload[:40] == torch.ones(10).numpy().tobytes()
 
 
 def test_a_device_that_fails_costs_its_captures_and_nobody_waits_for_ever(

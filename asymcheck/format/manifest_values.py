@@ -1,7 +1,7 @@
 """Columns of a manifest as numpy arrays and Python values.
 
-Without ``pyarrow.compute``, on which many methods of Arrow's arrays rest: to import it takes a tenth of a second, more
-than all the rest of saving or restoring a small state.
+Without ``pyarrow.compute``, on which many methods of Arrow's arrays rest: to import it takes tens of milliseconds, in
+every process that saves or restores.
 """
 
 from __future__ import annotations

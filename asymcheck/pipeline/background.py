@@ -64,7 +64,7 @@ class Statistics:
     step_s: float = 0.0
     """Seconds inside ``step()``, the eager copies among them."""
     fence_s: float = 0.0
-    """Seconds that optimizer steps waited for copies."""
+    """Seconds that optimizer steps waited for copies; those of a device count when it has got there."""
     hooks_s: float = 0.0
     """Seconds in hooks of modules."""
     durable_s: list[float] = dataclasses.field(default_factory=list)

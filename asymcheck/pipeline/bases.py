@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -64,13 +65,7 @@ class Bases:
             return []
         _, plain = found
         dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
-        original = original_of(
-            plain,
-            dtype,
-            number,
-            self._originals_of(capture),
-            lambda other, start, length: self._read(capture, other, start, length),
-        )
+        original = original_of(plain, dtype, number, self._originals_of(capture), partial(self._read, capture))
         bases = [] if original is None else [original]
         if older is not None and older.plan is capture.plan:
             before = self._read(older, number)

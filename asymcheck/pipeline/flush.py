@@ -91,11 +91,7 @@ class Flusher:
         start, length = piece.start + start, piece.length - start if length is None else length
         leaf = self._leaves[piece.row]
         lying = leaf.lying_bytes(start, length)
-        if lying is not None:
-            return lying
-        data = memoryview(bytearray(length))
-        leaf.copy_bytes(start, data)
-        return data
+        return memoryview(leaf.some_bytes(start, length)) if lying is None else lying
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)

@@ -174,7 +174,7 @@ class Packing:
 
     def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
         """Forget reused partitions whose packs collection has taken; return their digests, to be written again."""
-        # Nor its own, which the catalog may know by now: their locks would be waited for until the time is out.
+        # Its own, too, which the catalog may know by now: to look into one is to wait for its lock, which is ours.
         self._known.forget([*packs, *self.packs])
         gone = set(packs)
         lost = {name for name, location in self.reused.items() if location.pack_id in gone}

@@ -53,7 +53,7 @@ class Rows:
     """Makes the rows of manifests: tensors with where their bytes lie.
 
     What a state has in common with the one before, which is all but digests and small tensors as a rule, is made once:
-    of a thousand tensors that leaves 1.5 of 9 ms of the time of the interpreter, which the training needs as well.
+    of a thousand tensors that leaves an eighth of the time of the interpreter, which the training needs as well.
     """
 
     def __init__(self) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import asymcheck
 from asymcheck.config import StoreConfig
+from asymcheck.errors import LostCheckpointError
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import ManifestHeader, encode, encode_manifest, manifest_of
+from asymcheck.format.manifest_columns import Column
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Cut, cut
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.rows import Rows, inline_bytes
-from asymcheck.types import CheckpointRef, SaveId
+from asymcheck.types import CheckpointRef, Digest, SaveId
 
 CONFIG = StoreConfig(partition_bytes=8192, bundle_below_bytes=4096)
 _HEADER = ManifestHeader(
@@ -80,3 +87,22 @@ def test_each_tensor_is_found_where_its_row_says(first: list[tuple[int, ...]], s
     _check(rows, _leaves(first, "ema"), plan)
     others = _leaves(second)
     _check(rows, others, _cut(others))
+
+
+def test_a_manifest_that_nobody_could_read_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a tensor that stays in the manifest is missing there: the checkpoint is lost, and said to be."""
+    columns = Rows.columns
+
+    def forgetful(
+        rows: Rows, leaves: Sequence[Leaf], cut: Cut, names: Sequence[Digest], _inline: Mapping[int, bytes]
+    ) -> list[Column]:
+        return columns(rows, leaves, cut, names, {})
+
+    monkeypatch.setattr(Rows, "columns", forgetful)
+    state = {"small": torch.ones(3)}
+    with asymcheck.Store.open(tmp_path) as store:
+        checkpointer = asymcheck.Checkpointer(store, state)
+        checkpointer.step(0)
+        with pytest.raises(LostCheckpointError, match="manifest of a capture"):
+            checkpointer.close()
+        assert store.checkpoints() == []

@@ -17,6 +17,7 @@ from asymcheck.errors import CaptureWarning, LostCheckpointWarning
 from asymcheck.partition.leaves import Leaf, make_leaf
 from asymcheck.partition.plan import Partition, Piece
 from asymcheck.pipeline import background
+from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Asides, Lanes, Transfers
 from asymcheck.tiers.gpu_staging import Mark
 from tests.pipeline.simulated_device import SimulatedDevice, SimulatedMark
@@ -259,3 +260,35 @@ def test_a_ring_that_cannot_be_pinned_is_not_tried_again(
     monkeypatch.setattr(device, "pin", lambda memory: bool(asked.append(len(memory))))
     assert _train(tmp_path, device, monkeypatch, 3).durable == 3
     assert len(asked) == 1
+
+
+def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would become a part of the graph: no window begins, and the fence copies what is left."""
+    monkeypatch.setattr(background, "Lanes", lambda size: Lanes(size, device.link_of))
+    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
+    device.own(*model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=False)
+    wanted, asked, mark = [], [], device.mark
+    state = {"model": model, "optimizer": optimizer}
+    # Else all would be released before the first window, after fences that waited.
+    monkeypatch.setattr(Timing, "_lead", property(lambda _timing: 0, lambda _timing, _lead: None), raising=False)
+    config = asymcheck.StoreConfig(deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
+    with asymcheck.Store.open(tmp_path, config=config) as store, asymcheck.Checkpointer(store, state) as checkpointer:
+        for step in range(12):
+            with monkeypatch.context() as recording:
+                # Once while windows are measured, and then when partitions are released in them.
+                if step == 1 or step > 8:
+                    recording.setattr(device, "is_recorded", lambda: True)
+                    recording.setattr(device, "mark", lambda: asked.append("a mark") or mark())
+                model(torch.ones(1, 600)).sum().backward()
+            checkpointer.fence()
+            device.catch_up()
+            optimizer.step()
+            checkpointer.step(step)
+            wanted.append(model[0].weight.detach().clone())
+        checkpointer.wait()
+        assert asked == []
+        found = [store.load(step=step)["model"]["0.weight"] for step in range(12)]
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from benchmarks import async_peers, environment, peers
 from benchmarks.async_peers import ASYNC, OURS, SYNC, Factory, Saver, process_group
-from benchmarks.report import Report, Row, best, row
+from benchmarks.report import Report, Row, best, rotated, row
 
 _CONTEXT = 64
 _WARM_UP = 2
@@ -41,42 +41,37 @@ class Shape:
     """Layers of the model."""
     width: int
     """Its width."""
-    steps: Mapping[int, int]
-    """Number of steps to train, by the number of steps from one checkpoint to the next."""
+    plans: Mapping[int, tuple[int, int]]
+    """Steps to train, and how often each system does, by the number of steps from one checkpoint to the next."""
 
 
-FULL = Shape(12, 768, {1: 12, 10: 31, 50: 101})
-QUICK = Shape(2, 128, {1: 8})
+# What one checkpoint in ten steps costs is less than what two trainings in a row differ by: it takes several.
+FULL = Shape(12, 768, {1: (12, 1), 10: (31, 4), 50: (101, 1)})
+QUICK = Shape(2, 128, {1: (8, 1)})
 
 
 def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Report:
     """Measure in a temporary folder inside ``folder``; ``shape`` replaces model and steps."""
     shape = shape or (QUICK if quick else FULL)
-    plans = shape.steps
     loop = _Loop(shape.layers, shape.width)
     results: list[Row] = []
     medians: dict[tuple[str, int], float] = {}
     slow: dict[tuple[str, int], float] = {}
-    plain = 0.0
+    plain: list[float] = []
     with tempfile.TemporaryDirectory(dir=folder) as scratch, process_group():
-        for every, steps in plans.items():
-            plain = loop.time(Saver(loop.state, Path(scratch)), 0, steps)
-            for name, factory in (OURS | SYNC | ASYNC).items():
-                saver, mean = _measured(loop, factory, Path(scratch) / "store", every, steps)
-                again = loop.time(Saver(loop.state, Path(scratch)), 0, max(steps // 4, 4))
-                slow[name, every] = mean / statistics.mean((plain, again))
+        for every, (steps, rounds) in shape.plans.items():
+            found, plain = _rounds(loop, Path(scratch), every, steps, rounds)
+            for name, taken in found.items():
                 label = f"every {every}"
-                # The first one sets up memory, threads or processes, for all alike.
-                stalls = saver.stalls[1:]
-                results.append(row(name, f"visible stall, {label}", "ms", [one * 1e3 for one in stalls]))
-                results.append(row(name, f"time to durable, {label}", "s", saver.durable))
-                results.append(row(name, f"slowdown, {label}", "x", [slow[name, every]]))
-                medians[name, every] = float(np.percentile(stalls, 95))
-                print(f"{name}, {label}: p95 {medians[name, every] * 1e3:.1f} ms, slowdown {slow[name, every]:.3f}")
-            results.append(row("no checkpoints", f"iteration, every {every}", "ms", [plain * 1e3]))
+                results.append(row(name, f"visible stall, {label}", "ms", [one * 1e3 for one in taken.stalls]))
+                results.append(row(name, f"time to durable, {label}", "s", taken.durable))
+                results.append(row(name, f"slowdown, {label}", "x", taken.slowdowns))
+                medians[name, every] = float(np.percentile(taken.stalls, 95))
+                slow[name, every] = statistics.median(taken.slowdowns)
+            results.append(row("no checkpoints", f"iteration, every {every}", "ms", [one * 1e3 for one in plain]))
         described = environment.describe(Path(scratch))
     described["state"] = loop.described
-    bound = max(0.0, loop.nbytes / loop.copy_bandwidth() - plain)
+    bound = max(0.0, loop.nbytes / loop.copy_bandwidth() - statistics.median(plain))
     results.append(row("bound", "visible stall", "ms", [bound * 1e3]))
     at_1 = {name: value for (name, every), value in medians.items() if every == 1}
     peer = best(at_1, list(ASYNC))
@@ -85,8 +80,38 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
         "stall_p95/best_peer": at_1[OURS_NAME] / at_1[peer],
         "asymmetric/symmetric": at_1[OURS_NAME] / at_1["asymcheck symmetric"],
     }
-    ratios |= {f"slowdown_every_{every}": slow[OURS_NAME, every] for every in plans}
+    ratios |= {f"slowdown_every_{every}": slow[OURS_NAME, every] for every in shape.plans}
     return Report("stall", described, results, ratios)
+
+
+@dataclasses.dataclass
+class _Taken:
+    """What the checkpoints of one system took, in seconds, in all rounds."""
+
+    stalls: list[float] = dataclasses.field(default_factory=list)
+    durable: list[float] = dataclasses.field(default_factory=list)
+    slowdowns: list[float] = dataclasses.field(default_factory=list)
+    """Of each round, against the iterations without checkpoints before and after it."""
+
+
+def _rounds(loop: _Loop, scratch: Path, every: int, steps: int, rounds: int) -> tuple[dict[str, _Taken], list[float]]:
+    """Run the loop with each system in turn, so often; return what each took, and means of plain iterations."""
+    factories = OURS | SYNC | ASYNC
+    found = {name: _Taken() for name in factories}
+    short = max(steps // 4, 4)
+    plain = [loop.time(Saver(loop.state, scratch), 0, steps)]
+    for number in range(rounds):
+        for name in rotated(list(factories), number):
+            saver, mean = _measured(loop, factories[name], scratch / "store", every, steps)
+            plain.append(loop.time(Saver(loop.state, scratch), 0, short))
+            taken, slowdown = found[name], mean / statistics.mean(plain[-2:])
+            # The first one sets up memory, threads or processes, for all alike.
+            taken.stalls += saver.stalls[1:]
+            taken.durable += saver.durable
+            taken.slowdowns.append(slowdown)
+            worst = max(saver.stalls[1:]) * 1e3
+            print(f"{name}, every {every}: at most {worst:.1f} ms, slowdown {slowdown:.3f}", flush=True)
+    return found, plain
 
 
 def _measured(loop: _Loop, factory: Factory, where: Path, every: int, steps: int) -> tuple[Saver, float]:

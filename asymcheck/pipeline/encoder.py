@@ -24,6 +24,8 @@ from asymcheck.types import Digest
 
 _AGAIN = 64
 """Partitions of a kind after which it is sampled again."""
+_SELDOM = 1024
+"""Partitions of a kind, at most, from one look for a base to the next while such a base does not pay."""
 _SAMPLE_BYTES = CHUNK_BYTES
 _FAST_BYTES_PER_S = 1e9
 _LEAST_BYTES = 64 * 1024
@@ -79,6 +81,7 @@ class Encoder:
         self._lock = threading.Lock()
         self._sampled: dict[tuple[str, Segment, int], Sampled] = {}
         self._since: dict[tuple[str, Segment, int], int] = {}
+        self._pauses: dict[tuple[str, Segment, int], tuple[int, int]] = {}
         self._reasons: dict[str, dict[str, str]] = {}
 
     @property
@@ -86,6 +89,28 @@ class Encoder:
         """Whether it is worth looking for bases: to read and compare them takes as long as to write to a fast drive."""
         link = self._link()
         return self._mode == "smallest" or (self._mode == "auto" and link is not None and link < _FAST_BYTES_PER_S)
+
+    def looks_for(self, codec: int, contents: Contents) -> bool:
+        """Tell whether to look for a base that a partition could be decoded from by ``codec``.
+
+        While such bases do not pay, or there are none, the pauses between looks grow: each look costs some of the time
+        that it is to save.
+        """
+        if self._mode == "smallest" or not self.wants_bases:
+            return self._mode == "smallest"
+        key = (*contents.kind, codec)
+        with self._lock:
+            known = self._sampled.get(key)
+            if known is not None and choose(self._mode, {codec: known}, self._link()).codec == codec:
+                return True
+            left, pause = self._pauses.get(key, (0, 1))
+            if left:
+                self._pauses[key] = left - 1, pause
+                return False
+            self._pauses[key] = pause, min(2 * pause, _SELDOM)
+            # What is found is sampled anew.
+            self._since[key] = 0
+            return True
 
     def stays_plain(self, length: int, contents: Contents, codecs: Sequence[int]) -> bool:
         """Tell without a look at a partition that it would be stored as it is; at times a look is due, then it is not.

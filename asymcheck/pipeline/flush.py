@@ -11,11 +11,12 @@ from functools import partial
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.registry import CODEC_DERIVED
 from asymcheck.partition.leaves import Leaf, copy_partition
 from asymcheck.partition.originals import Originals
 from asymcheck.partition.plan import Partition
 from asymcheck.pipeline.bases import original_of
-from asymcheck.pipeline.encoder import Base, Encoder, contents_of
+from asymcheck.pipeline.encoder import Base, Contents, Encoder, contents_of
 from asymcheck.pipeline.mover import Mover
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier, PackWriter, Slot, work_off
@@ -49,7 +50,13 @@ class Flusher:
         left = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
-        looks = self._encoder.wants_bases
+        # What may be a copy comes last, when the digest of its original is known.
+        copies = [
+            number
+            for number, partition in enumerate(partitions)
+            if originals.candidates(number) and self._encoder.looks_for(CODEC_DERIVED, self._contents(partition))
+        ]
+        others = [number for number in range(len(partitions)) if number not in {*copies}]
 
         def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
             name = digests[number]
@@ -60,18 +67,16 @@ class Flusher:
             name, payload = self._copy(partition, number, slot)
             digests[number] = name
             dtype = self._dtypes[partition.pieces[0].row]
-            base = original_of(payload, dtype, number, originals, read) if looks else None
+            base = original_of(payload, dtype, number, originals, read) if number in copies else None
             self._put(partition, number, slot, name, [] if base is None else [base])
-            for piece in partitions[number].pieces:
+            for piece in partition.pieces:
                 with self._lock:
                     left[piece.row] -= 1
                 if not left[piece.row]:
                     self._leaves[piece.row].release()
 
-        # What may be a copy comes last, when the digest of its original is known.
-        copies = [number for number in range(len(partitions)) if looks and originals.candidates(number)]
         try:
-            for numbers in ([number for number in range(len(partitions)) if number not in {*copies}], copies):
+            for numbers in (others, copies):
                 work_off(
                     numbers,
                     store,
@@ -103,10 +108,12 @@ class Flusher:
                 return digest(payload), payload
 
     def _put(self, partition: Partition, number: int, slot: Slot, name: Digest, bases: Sequence[Base]) -> None:
-        contents = contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
-        is_new = True
+        is_new, contents = True, self._contents(partition)
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
             is_new = self._mover.put(name, slot.payload(partition.length), contents, partial(_write, slot), bases)
+
+    def _contents(self, partition: Partition) -> Contents:
+        return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
 
 
 def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:

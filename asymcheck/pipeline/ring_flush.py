@@ -13,6 +13,7 @@ from asymcheck.events import emit, tell, timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode, manifest_of
+from asymcheck.format.registry import CODEC_DERIVED
 from asymcheck.pipeline.bases import Bases
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
@@ -180,10 +181,15 @@ class RingFlusher:
             if self._joint is not None and not moving.streams and self._joint.holds(moving.capture, number):
                 moving.held.append(number)
                 return
-            if not moving.streams and self._encoder.wants_bases and self._bases.may_be_derived(moving.capture, number):
+            if not moving.streams and self._may_be_derived(moving.capture, number):
                 moving.postponed.append(number)
                 return
         self._write_soon(moving, number)
+
+    def _may_be_derived(self, capture: Capture, number: int) -> bool:
+        if not (self._encoder.wants_bases and self._bases.may_be_derived(capture, number)):
+            return False
+        return self._encoder.looks_for(CODEC_DERIVED, capture.contents(number))
 
     def _queue_postponed(self, moving: Moving) -> None:
         with self._lock:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
 import pytest
 
 from asymcheck.codecs.encode import Encoded
+from asymcheck.config import Compression
 from asymcheck.format.digest import digest
-from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_IDENTITY
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY
 from asymcheck.partition.plan import Piece
 from asymcheck.pipeline import encoder as module
 from asymcheck.pipeline.encoder import Contents, Encoder, contents_of
 from asymcheck.pipeline.meter import Meter
+from asymcheck.policies.compression import Sampled
 
 PLAIN = memoryview(np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype("<f4").tobytes())
 NAME = digest(PLAIN)
@@ -52,3 +55,31 @@ def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
     move = Encoder("off", "nvme").move(NAME, "dram", PLAIN, contents, [])
     assert (move.codec, move.digests, move.source, move.target) == (CODEC_IDENTITY, (NAME,), "dram", "nvme")
+
+
+def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes time; but what did not pay, or was not there, may some day."""
+    monkeypatch.setattr(Meter, "bytes_per_s", 5e8)
+    encoder = Encoder("auto", "nvme")
+    looks = [number for number in range(10_000) if encoder.looks_for(CODEC_DERIVED, contents)]
+    pauses = [after - before - 1 for before, after in itertools.pairwise(looks)]
+    assert pauses[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert set(pauses[11:]) == {1024}
+
+
+@pytest.mark.parametrize(("mode", "bytes_per_s", "looks"), [("auto", 5e7, 100), ("auto", 5e9, 0), ("off", 5e7, 0)])
+def test_bases_are_looked_for_where_they_pay(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch, mode: Compression, bytes_per_s: float, looks: int
+) -> None:
+    """They are on a slow drive, and not on a fast one."""
+    monkeypatch.setattr(Meter, "bytes_per_s", bytes_per_s)
+    encoder = Encoder(mode, "nvme")
+    encoder._sampled[(*contents.kind, CODEC_DERIVED)] = Sampled(1000, 1e9)
+    assert sum(encoder.looks_for(CODEC_DERIVED, contents) for _ in range(100)) == looks
+
+
+def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
+    """Whatever it takes, and whatever was found before."""
+    encoder = Encoder("smallest", "nvme")
+    encoder._sampled[(*contents.kind, CODEC_DERIVED)] = Sampled(1, 1e9)
+    assert all(encoder.looks_for(CODEC_DERIVED, contents) for _ in range(100))

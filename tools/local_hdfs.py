@@ -183,7 +183,8 @@ class LocalHdfs:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         jars = prepare()
         names = (*_SERVER_JARS, *_DEBIAN_JARS, *_LAST_JARS)
-        self._classpath = ":".join([str(base / "conf"), str(base / "cls"), *(str(jars / f"{n}.jar") for n in names)])
+        self.classpath = ":".join([str(base / "conf"), str(base / "cls"), *(str(jars / f"{n}.jar") for n in names)])
+        """Where Java finds its classes, and its configuration."""
 
     @property
     def url(self) -> str:
@@ -245,7 +246,7 @@ class LocalHdfs:
         )
 
     def _command(self, *words: str) -> list[str]:
-        return ["java", *_JVM, "-cp", self._classpath, *words]
+        return ["java", *_JVM, "-cp", self.classpath, *words]
 
     def start(self, name: str) -> None:
         """Start a daemon: ``nn``, or ``dn1``, ``dn2`` and so on."""

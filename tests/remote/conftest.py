@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from asymcheck import RemoteConfig, Store, StoreConfig
 from tests.crash.zygote import Zygote
 from tools.local_hdfs import LocalHdfs
 
+CLUSTER = "ASYMCHECK_TEST_HDFS"
+CLIENT = "ASYMCHECK_TEST_CLIENT"
+"""Names in the environment: of a location to test with, and of the client to test with."""
+
 REMOTE = RemoteConfig(
+    client=cast("Literal['hdfs-native', 'libhdfs'] | None", os.environ.get(CLIENT)),
     pack_bytes=64 << 10,
     uploads=8,
     piece_bytes=32 << 10,
@@ -28,8 +34,6 @@ CONFIG = StoreConfig(
     partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64, inline_total_bytes=128, remote=REMOTE
 )
 """Small partitions, small packs and small pieces, so that little data has many of each."""
-
-CLUSTER = "ASYMCHECK_TEST_HDFS"
 
 
 def config(**changes: object) -> StoreConfig:

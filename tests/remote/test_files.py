@@ -77,6 +77,8 @@ def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
 
 def test_of_racing_writers_one_gets_the_name(files: RemoteFiles) -> None:
     """Eight threads, one name."""
+    if files.kind == "libhdfs":
+        pytest.skip("through pyarrow it replaces files: two may win, as docs/hdfs.md says")
     won: list[bytes] = []
 
     def put(data: bytes) -> None:

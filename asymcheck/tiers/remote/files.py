@@ -183,14 +183,25 @@ class RemoteFiles:
 
     def delete(self, path: PurePath) -> None:
         """Remove a file; one that is gone already is no error."""
-        with contextlib.suppress(FileNotFoundError):
-            self._do("remove", path, lambda filesystem: filesystem.delete_file(str(path)))
+        self._unless_gone("remove", path, lambda filesystem: filesystem.delete_file(str(path)))
+
+    def _unless_gone(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], object]) -> bool:
+        """Do what needs something at ``path``; return False when nothing is there."""
+        try:
+            self._do(action, path, call)
+        except FileNotFoundError:
+            return False
+        except StorageError:
+            # Of this it says "input/output error", and no more.
+            if self._client.kind != "libhdfs" or self.stat(path) is not None:
+                raise
+            return False
+        return True
 
     def delete_empty(self, path: PurePath) -> None:
         """Remove a directory that is empty."""
         if not self.walk(path):
-            with contextlib.suppress(FileNotFoundError):
-                self._do("remove directory", path, lambda filesystem: filesystem.delete_dir(str(path)))
+            self._unless_gone("remove directory", path, lambda filesystem: filesystem.delete_dir(str(path)))
 
     def write(self, path: PurePath, pieces: Iterable[bytes | memoryview]) -> int:
         """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
@@ -218,7 +229,11 @@ class RemoteFiles:
         return count
 
     def publish(self, source: PurePath, target: PurePath) -> bool:
-        """Give a complete file its name; return False when that is taken."""
+        """Give a complete file its name; return False when that is taken.
+
+        libhdfs, and most others behind pyarrow, replace a file in silence: there it is looked for first, and of two
+        programs that do this at once the later one wins.
+        """
         try:
             if self._client.kind == "local":
                 self._do("rename", target, lambda _: _link(source, target))
@@ -232,11 +247,7 @@ class RemoteFiles:
 
     def rename(self, source: PurePath, target: PurePath) -> bool:
         """Give a file another name that is free; return False when it is gone."""
-        try:
-            self._do("rename", source, lambda filesystem: filesystem.move(str(source), str(target)))
-        except FileNotFoundError:
-            return False
-        return True
+        return self._unless_gone("rename", source, lambda filesystem: filesystem.move(str(source), str(target)))
 
     def put_small(self, path: PurePosixPath, data: bytes) -> bool:
         """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken.

@@ -60,8 +60,12 @@ class Needs:
     @classmethod
     def of_manifests(cls, manifests: Sequence[Manifest]) -> Needs:
         """Return what manifests name."""
-        digests = [manifest.extent_digests for manifest in manifests]
-        lengths = [manifest.extent_partition_lengths for manifest in manifests]
+        # Columns that ranks with replicas have in common lie in memory once, where they were read together.
+        columns = {
+            (digests.ctypes.data, lengths.ctypes.data, len(digests)): (digests, lengths)
+            for digests, lengths in ((one.extent_digests, one.extent_partition_lengths) for one in manifests)
+        }
+        digests, lengths = zip(*columns.values(), strict=True)
         return cls(np.concatenate(digests), np.concatenate(lengths))
 
     @classmethod

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import resource
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +15,9 @@ from asymcheck.errors import OutOfSpaceError
 from asymcheck.format.ring import DATA_OFFSET
 from asymcheck.tiers.dram_ring import Ring, RingReader
 from asymcheck.tiers.dram_ring import ring as ring_module
-from asymcheck.tiers.dram_ring.mapped import map_file, populate
 from tests.tiers.ring_cases import BLOCK, HEADER, found, make_ring, put
 
 PIECE = 8 * BLOCK
-_KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
 FIRST = PIECE - DATA_OFFSET
 """Bytes of data that are there at once."""
 
@@ -138,23 +133,3 @@ def test_a_ring_is_closed_while_it_grows(tmp_path: Path, memory: Memory) -> None
     ring.close()
     assert "asymcheck-ring" not in [thread.name for thread in threading.enumerate()]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
-def test_pages_are_mapped_before_they_are_touched() -> None:
-    """A fault for each page would make copies several times slower."""
-    size, half = 16 << 20, 8 << 20
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        with map_file(file.fileno(), size) as mapped:
-            populate(memoryview(mapped), 0, half)
-            faults = [_faults_of_touching(mapped, start, half) for start in (0, half)]
-    assert faults[0] < 100
-    assert faults[1] >= half // mmap.PAGESIZE
-
-
-def _faults_of_touching(mapped: mmap.mmap, start: int, length: int) -> int:
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    for offset in range(start, start + length, mmap.PAGESIZE):
-        mapped[offset] = 1
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before

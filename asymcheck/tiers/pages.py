@@ -1,0 +1,39 @@
+"""Pages of memory: what the kernel is asked to do about them before they are touched."""
+
+from __future__ import annotations
+
+import ctypes
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page; the kernel's number for other architectures only changes what is gained."""
+
+_LIBC = ctypes.CDLL(None)
+_HUGE = 14
+"""MADV_HUGEPAGE of <linux/mman.h>."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of the same, since Linux 5.14."""
+
+
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Have memory lie in huge pages, as far as whole ones lie in it, when it is touched for the first time.
+
+    A kernel that has none refuses; then it is small ones, as ever.
+    """
+    first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
+    if first < last:
+        _advise(first, last - first, _HUGE)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have the pages of a part of a mapped file mapped all at once; both ends are those of pages.
+
+    Else each page is a fault when it is touched first: measured, copies into a ring reach 1 to 2 GB/s so, 0.3 GB/s
+    beside a training, and 8 GB/s into one that is mapped, which takes 0.27 s for a GB. An older kernel refuses; then it
+    is the faults again.
+    """
+    _advise(address, nbytes, _POPULATE_WRITE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    # Not madvise() of a mapping itself, which holds the interpreter's lock meanwhile.
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, UnsupportedFormatError
+from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, StorageError, UnsupportedFormatError
 from asymcheck.format import layout
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.commit import remove
@@ -91,7 +91,8 @@ class Pruner:
             always_collect: also when nothing was deleted; without, not before something was.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the device refused; what could not be read was not deleted.
+            UnsupportedFormatError: a checkpoint needs a newer program; nothing was deleted.
             InconsistentCheckpointError: a manifest is damaged, so that nothing can be freed; what goes was deleted.
         """
         line, listings = self._line(), self._listings()
@@ -129,6 +130,9 @@ class Pruner:
     def _read(self, listing: CheckpointFiles) -> _Known:
         try:
             manifests = read_manifests(self._tier, listing)
+        except (UnsupportedFormatError, StorageError):
+            # Nothing is known to be wrong with it: it must not count as incomplete, and go for that.
+            raise
         except AsymcheckError:
             return _Known(describe_by(listing, None, None), frozenset(), listing.manifests)
         packs = frozenset(pack_id for manifest in manifests for pack_id in manifest.header.packs)

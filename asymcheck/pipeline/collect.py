@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from asymcheck.format import layout, registry
 from asymcheck.pipeline.needed import NamedCheckpoint, Needed, is_gone
 from asymcheck.pipeline.repack import plan_repack, repack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.owners import is_given_up
+from asymcheck.tiers.owners import is_let_go
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
+_PAUSE_S = 0.02
 # Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
 _BATCH = 64
 
@@ -69,7 +71,9 @@ def collect(
         # First of all: on a full disk, what follows needs the room.
         _trim_pool(tier)
     known = needed or Needed(tier, without)
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
+        # What was refused may be had in a moment.
+        time.sleep(attempt * _PAUSE_S if known.problem else 0)
         plan = _Plan(tier, catalog, known)
         result.kept_packs = plan.kept
         if dry_run:
@@ -79,8 +83,13 @@ def collect(
             _repack(tier, catalog, known, result)
             _remove_empty(tier, catalog)
             return result
+    if known.problem is not None:
+        raise StorageError(
+            f"nothing was freed, because it is unknown what partitions in a pack are encoded against: {known.problem}; "
+            "run gc again, or verify --repair if that does not help"
+        ) from known.problem
     raise StorageError(
-        f"store {tier.root}: checkpoints were committed {_ATTEMPTS} times during one collection; run gc again"
+        f"store {tier.root}: packs or checkpoints came {_ATTEMPTS} times during one collection; run gc again"
     )
 
 
@@ -102,7 +111,8 @@ class _Plan:
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
         with catalog.read() as transaction:
-            self.dead_pins = {key for key, (owner, _) in transaction.pins().items() if is_given_up(key, owner)}
+            pins = transaction.pins().items()
+        self.dead_pins = {key for key, (owner, _) in pins if catalog.has_ended(owner) or is_let_go(key, owner)}
         known.look()
         self.manifests = known.manifests
         live = known.live()
@@ -144,7 +154,7 @@ class _Plan:
         return room - path.stat().st_size
 
     def carry_out(self, result: Collected) -> bool:
-        """Free the candidates batch by batch; return False when a checkpoint was committed meanwhile."""
+        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile."""
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
             batch = candidates[start : start + _BATCH]
@@ -161,9 +171,9 @@ class _Plan:
         return True
 
     def _mark_freed(self, locked: Sequence[PackId]) -> list[PackId] | None:
-        """§8.3 step 4, one transaction; None when the catalog names a manifest that this attempt has not seen."""
+        """§8.3 step 4, one transaction; None when there is a manifest or a pack that this attempt has not seen."""
         with self.catalog.write() as transaction:
-            if transaction.manifests() - self.manifests - self.stale:
+            if transaction.manifests() - self.manifests - self.stale or not self.known.has_seen_all(transaction):
                 return None
             for key in self.stale:
                 transaction.delete_manifest(key)

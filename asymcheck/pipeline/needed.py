@@ -9,12 +9,20 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError, StorageError
+from asymcheck.errors import (
+    AsymcheckError,
+    FormatError,
+    InconsistentCheckpointError,
+    LockTimeoutError,
+    MissingPartitionError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.format.pack import Entries, frame_lengths
 from asymcheck.tiers.files import translated
-from asymcheck.tiers.nvme import NvmeTier, bases_in
+from asymcheck.tiers.nvme import NvmeTier, Transaction, bases_in
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 NamedCheckpoint = tuple[str, CheckpointRef]
@@ -45,8 +53,12 @@ class Needed:
         self._bases: dict[PackId, dict[Digest, Digest]] = {}
         self.packs: dict[PackId, HeldFrames] = {}
         """The packs that could be read and are sound."""
+        self.unmovable: set[PackId] = set()
+        """Those of them in which a frame was found to be damaged, so that not all that is needed can be copied."""
         self.unread = 0
         """How many could not: held by a writer that has just sealed them, or damaged, so that nobody can tell."""
+        self.problem: AsymcheckError | None = None
+        """Why it is not known of one of them what its frames are encoded against."""
 
     @property
     def manifests(self) -> set[bytes]:
@@ -101,25 +113,49 @@ class Needed:
         there = set(present)
         self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in there}
         self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in there}
-        self.unread = 0
+        self.unread, self.problem = 0, None
         for pack_id in present:
             if pack_id not in self.packs:
                 try:
                     self._read_pack(pack_id)
                 except MissingPartitionError:
                     continue
-                except (StorageError, FormatError):
+                except (UnsupportedFormatError, StorageError) as error:
                     self.unread += 1
+                    if pack_id not in self._bases:
+                        self.problem = error
+                except FormatError:
+                    self.unread += 1
+                    # Nothing in it can be found, by nobody.
+                    self._bases.setdefault(pack_id, {})
 
     def _read_pack(self, pack_id: PackId) -> None:
-        pack = self._tier.open_pack(pack_id, wait=False)
+        try:
+            pack = self._tier.open_pack(pack_id, wait=False)
+        except LockTimeoutError:
+            # Whoever sealed it, or frees another one for it, holds it. What it has does not change any more.
+            self._bases[pack_id] = bases_in(self._tier.peek(pack_id).entries)
+            raise
         pack.close()
-        # Also of a damaged one: what it holds may be all that there is of a live partition.
-        self._bases[pack_id] = bases_in(pack.entries)
         if pack.damage is not None:
+            if pack_id not in self._bases:
+                # All that is left of it: what it holds may be all that there is of a live partition.
+                whole = self._tier.open_pack_to_repair(pack_id)
+                whole.close()
+                self._bases[pack_id] = bases_in(whole.entries)
             raise pack.damage
+        self._bases[pack_id] = bases_in(pack.entries)
         lengths = frame_lengths(pack.entries["stored_length"]).astype(np.int64)
         self.packs[pack_id] = HeldFrames(pack.digests(), pack.entries, lengths)
+
+    def has_seen_all(self, transaction: Transaction, but: Collection[PackId] = ()) -> bool:
+        """Tell whether it is known of all packs that are in use what their frames are encoded against.
+
+        Of one that came since the last look, by a save or by another collection, it is not: what it needs may lie in a
+        pack that seems to be garbage. To be asked in the transaction that frees packs; ``but`` are the caller's own.
+        """
+        unseen = set(self._tier.pack_ids()) - self._bases.keys() - {*but}
+        return not unseen or all(transaction.pack_state(pack_id) == registry.PACK_FREED for pack_id in unseen)
 
     def live(self) -> set[Digest]:
         """Return the digests that manifests name, what these are encoded against, and so on."""

@@ -40,7 +40,8 @@ class KnownPartitions:
                     return []
                 found.append(location)
                 if location.kind == registry.KIND_FULL:
-                    return found
+                    # Of what was garbage for a while, the base may have been stored anew, and deeper, since then.
+                    return found if _deltas(found) <= registry.DELTA_DEPTH_MAX else []
                 name = Digest(location.base_digest)
         return []
 
@@ -73,6 +74,10 @@ class KnownPartitions:
             return {(Digest(name), length, kind, base) for name, length, kind, base in zip(*columns, strict=True)}
         finally:
             pack.close()
+
+
+def _deltas(chain: Sequence[Location]) -> int:
+    return sum(location.kind == registry.KIND_DELTA for location in chain)
 
 
 class Packing:
@@ -142,8 +147,7 @@ class Packing:
             # What this save writes it keeps; but how, and so how deep a delta on it would lie, may not be known yet.
             return not is_delta
         chain = self._known.chain(base)
-        deltas = sum(location.kind == registry.KIND_DELTA for location in chain) + is_delta
-        if not chain or chain[0].kind == registry.KIND_DERIVED or deltas > registry.DELTA_DEPTH_MAX:
+        if not chain or chain[0].kind == registry.KIND_DERIVED or _deltas(chain) + is_delta > registry.DELTA_DEPTH_MAX:
             return False
         with self._lock:
             self.relied[name] = chain

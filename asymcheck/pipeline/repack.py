@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from asymcheck.config import WRITER
 from asymcheck.errors import (
@@ -36,14 +38,47 @@ A full frame can stand for any other; one with a base only for its like: else a 
 """
 
 
+class Homes:
+    """Frames in packs that stay, each read before another one is given up for it."""
+
+    def __init__(self, tier: NvmeTier) -> None:
+        """Begin without any."""
+        self._tier = tier
+        self._places: dict[_Copy, Location] = {}
+        self._sound: dict[Location, bool] = {}
+
+    def add(self, places: Iterable[tuple[_Copy, Location]]) -> None:
+        """Know of more."""
+        self._places.update(places)
+
+    def of(self, copy: _Copy) -> Location | None:
+        """Return where a frame lies that can stand for this one, and is sound."""
+        for place in map(self._places.get, _standing(copy)):
+            if place is not None and self._is_sound(place):
+                return place
+        return None
+
+    def _is_sound(self, place: Location) -> bool:
+        if place not in self._sound:
+            self._sound[place] = False
+            with contextlib.suppress(FormatError, StorageError, MissingPartitionError), contextlib.ExitStack() as stack:
+                pack = stack.enter_context(contextlib.closing(self._tier.open_pack(place.pack_id)))
+                slot = stack.enter_context(self._tier.slots.slot(place.stored_length))
+                number = int(np.flatnonzero(pack.entries["offset"] == place.offset)[0])
+                where = f"frame {number} of pack {layout.pack_name(place.pack_id)}"
+                _checked(pack.read_frame(number, slot), place.pack_id, number, where)
+                self._sound[place] = True
+        return self._sound[place]
+
+
 @dataclasses.dataclass
 class RepackPlan:
     """Which packs are to go, and what is copied before."""
 
+    homes: Homes
+    """Where partitions lie that need no copy, in packs that stay."""
     victims: dict[PackId, list[int]] = dataclasses.field(default_factory=dict)
     """For each of them the frames to copy, by number."""
-    homes: dict[_Copy, Location] = dataclasses.field(default_factory=dict)
-    """Where partitions lie that need no copy, in packs that stay."""
     copied_bytes: int = 0
     """Bytes of the frames to copy."""
     new_packs: int = 0
@@ -82,24 +117,25 @@ def plan_repack(
         pack_id: held
         for pack_id, held in needed.packs.items()
         if pack_id not in pinned
+        and pack_id not in needed.unmovable
         and not live.isdisjoint(held.names)
         and (states.get(pack_id) != registry.PACK_LIVE or not live.issuperset(held.names))
     }
     wanted = live.intersection(name for held in in_part.values() for name in held.names)
-    plan = RepackPlan()
+    plan = RepackPlan(Homes(tier))
     for pack_id, held in needed.packs.items():
         if pack_id not in in_part and states.get(pack_id) == registry.PACK_LIVE:
-            plan.homes.update(_places(pack_id, held, wanted))
+            plan.homes.add(_places(pack_id, held, wanted))
     claimed: set[_Copy] = set()
     batch_bytes = 0
     # Packs that the catalog does not know come last: most are copies that a killed collection left of the others.
     for pack_id, held in sorted(in_part.items(), key=lambda item: states.get(item[0]) != registry.PACK_LIVE):
         own = [number for number, name in enumerate(held.names) if name in live]
-        own = [number for number in own if not _stands(_copy_of(held, number), plan.homes, claimed)]
+        own = [number for number in own if not _stands(_copy_of(held, number), claimed, plan.homes)]
         own_bytes, total = int(held.lengths[own].sum()), int(held.lengths.sum())
         if own and total - own_bytes <= tier.config.repack_waste * total:
             if states.get(pack_id) == registry.PACK_LIVE:
-                plan.homes.update(_places(pack_id, held, wanted))
+                plan.homes.add(_places(pack_id, held, wanted))
             continue
         with tier.locked(tier.packs / layout.pack_name(pack_id)) as free:
             if not free:
@@ -121,8 +157,13 @@ def _copy_of(held: HeldFrames, number: int) -> _Copy:
     return held.names[number], held.entries["base_digest"][number].tobytes()
 
 
-def _stands(copy: _Copy, *among: Mapping[_Copy, object] | set[_Copy]) -> bool:
-    return any(copy in some or (copy[0], ZERO_DIGEST) in some for some in among)
+def _stands(copy: _Copy, claimed: set[_Copy], homes: Homes) -> bool:
+    return not claimed.isdisjoint(_standing(copy)) or homes.of(copy) is not None
+
+
+def _standing(copy: _Copy) -> tuple[_Copy, _Copy]:
+    """Return the copies that can stand for one."""
+    return copy, (copy[0], ZERO_DIGEST)
 
 
 def _places(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[tuple[_Copy, Location]]:
@@ -176,6 +217,8 @@ class _Batch:
     def carry_out(self, retire: Callable[[Sequence[PackId]], object], done: Repacked) -> None:
         """Copy, enter, retire."""
         with self._new_pack() as header, contextlib.ExitStack() as locks:
+            # What came while frames were copied: before the locks, for which readers wait.
+            self._needed.look()
             free = [
                 pack_id
                 for pack_id in self._held
@@ -189,7 +232,7 @@ class _Batch:
             if freed:
                 retire(freed)
                 done.packs += len(freed)
-        self._plan.homes.update(self._places if self._entered else {})
+        self._plan.homes.add(self._places.items() if self._entered else ())
 
     @contextlib.contextmanager
     def _new_pack(self) -> Iterator[PackHeader | None]:
@@ -228,20 +271,29 @@ class _Batch:
         return writer.seal(time.time_ns(), WRITER)
 
     def _read(self, pack_id: PackId, numbers: Sequence[int]) -> Iterator[tuple[Slot, FrameDescriptor]]:
-        """Yield frames as they lie, each checked; no more of a pack after the first that is damaged."""
+        """Yield frames as they lie, each checked; no more of a pack after the first that is damaged.
+
+        What cannot be read is not copied, and so its pack stays, for repair to see to.
+        """
         if not numbers:
             return
         held, where = self._held[pack_id], f"pack {layout.pack_name(pack_id)}"
         longest = int(held.entries["stored_length"][numbers].max())
-        with contextlib.suppress(FormatError, StorageError, MissingPartitionError), contextlib.ExitStack() as stack:
-            # What cannot be read is not copied, and so its pack stays, for repair to see to.
-            pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
-            slot = stack.enter_context(self._tier.slots.slot(longest))
-            for number in numbers:
-                yield slot, _checked(pack.read_frame(number, slot), pack_id, number, f"frame {number} of {where}")
+        with contextlib.ExitStack() as stack:
+            try:
+                pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
+                slot = stack.enter_context(self._tier.slots.slot(longest))
+                for number in numbers:
+                    yield slot, _checked(pack.read_frame(number, slot), pack_id, number, f"frame {number} of {where}")
+            except FormatError:
+                # It will be as damaged at the next collection.
+                self._needed.unmovable.add(pack_id)
+            except (StorageError, MissingPartitionError):
+                return
 
     def _enter(self, header: PackHeader | None, free: Sequence[PackId]) -> list[PackId]:
         """Mark packs freed in the transaction that enters the new one; return which."""
+        own = [] if header is None else [header.pack_id]
         for _ in range(_ATTEMPTS):
             with self._catalog.read() as transaction:
                 unseen = transaction.manifests() - self._needed.manifests
@@ -254,7 +306,11 @@ class _Batch:
             with self._catalog.write() as transaction:
                 if transaction.manifests() - self._needed.manifests - gone:
                     continue
-                freed = self._mark_freed(transaction, header, moved)
+                has_seen_all = self._needed.has_seen_all(transaction, own)
+                freed = self._mark_freed(transaction, header, moved) if has_seen_all else []
+            if not has_seen_all:
+                self._needed.look()
+                continue
             self._entered = bool(freed)
             emit("gc.repacked", f"{len(freed)} packs")
             return freed
@@ -265,11 +321,12 @@ class _Batch:
         held, found = self._held[pack_id], {}
         for number, name in enumerate(held.names):
             if name in live:
-                copies = (_copy_of(held, number), (name, ZERO_DIGEST))
-                places = [some[copy] for some in (self._places, self._plan.homes) for copy in copies if copy in some]
-                if not places:
+                copy = _copy_of(held, number)
+                own = (self._places[one] for one in _standing(copy) if one in self._places)
+                place = next(own, None) or self._plan.homes.of(copy)
+                if place is None:
                     return None
-                found[name] = places[0]
+                found[name] = place
         return found
 
     def _mark_freed(

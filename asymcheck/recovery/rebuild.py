@@ -16,7 +16,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.recovery.survey import PackContent, Survey, read_indexes
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.owners import is_given_up
+from asymcheck.tiers.owners import is_let_go
 from asymcheck.types import Digest, Location, PackId
 
 
@@ -111,7 +111,8 @@ def dead_pins(catalog: Catalog) -> frozenset[bytes]:
     Whoever calls this before it lists the manifests sees all that these owners committed.
     """
     with catalog.read() as transaction:
-        return frozenset(key for key, (owner, _) in transaction.pins().items() if is_given_up(key, owner))
+        pins = transaction.pins().items()
+    return frozenset(key for key, (owner, _) in pins if catalog.has_ended(owner) or is_let_go(key, owner))
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:

@@ -21,9 +21,12 @@ def is_dead(owner: Owner) -> bool:
     """Tell whether an owner is certainly dead; one in another PID namespace of this boot counts as alive."""
     if owner.boot_id != _boot_id():
         return True
-    if owner.pid_namespace != _pid_namespace():
-        return False
-    return _start_ticks(owner.pid) != owner.start_ticks
+    return is_near(owner) and _start_ticks(owner.pid) != owner.start_ticks
+
+
+def is_near(owner: Owner) -> bool:
+    """Tell whether an owner of this boot can be seen from here, dead or alive: it is of this PID namespace."""
+    return owner.pid_namespace == _pid_namespace()
 
 
 def hold(pin: bytes) -> None:
@@ -36,12 +39,9 @@ def let_go(pin: bytes) -> None:
     _held.discard(pin)
 
 
-def is_given_up(pin: bytes, owner: Owner) -> bool:
-    """Tell whether a pin protects nothing more: its owner is dead, or is this process and its save has ended.
-
-    A save that fails for want of space may not be able to remove its pin.
-    """
-    return is_dead(owner) or (owner == this_process() and pin not in _held)
+def is_let_go(pin: bytes, owner: Owner) -> bool:
+    """Tell whether a pin is of this process, and its save has ended: one that fails for want of space may leave it."""
+    return owner == this_process() and pin not in _held
 
 
 def describe(owner: Owner) -> str:

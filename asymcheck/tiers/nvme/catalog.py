@@ -26,6 +26,7 @@ from asymcheck.format import layout, registry
 from asymcheck.tiers import owners
 from asymcheck.tiers.files import DESCRIPTORS, reserve, unlock, wait_lock
 from asymcheck.tiers.nvme.catalog_walk import is_intact
+from asymcheck.tiers.nvme.marks import Marks
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that say nothing about the bytes in the file.
@@ -166,14 +167,14 @@ class Catalog:
         self._config = config
         self._thread_lock = threading.Lock()
         self._owner = owners.this_process()
-        (path / "open").mkdir(parents=True, exist_ok=True)
+        self._marks = Marks(path / "open")
         self._lock_descriptor = DESCRIPTORS.add(
             os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         )
         try:
             with self._writer_lock():
                 self._set_aside_if_damaged(anew=anew)
-                self._marker.touch()
+                self._marks.put()
                 try:
                     self._open(store_id, populate)
                 except CatalogError:
@@ -182,18 +183,9 @@ class Catalog:
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
         except BaseException:
-            self._marker.unlink(missing_ok=True)
+            self._marks.take_back()
             DESCRIPTORS.close(self._lock_descriptor)
             raise
-
-    @property
-    def _marker(self) -> Path:
-        owner = self._owner
-        return (
-            self.path
-            / "open"
-            / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{owner.pid_namespace.replace('/', '_')}"
-        )
 
     @property
     def _damage_note(self) -> Path:
@@ -223,8 +215,7 @@ class Catalog:
             stack.pop_all()
 
     def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
-        dead, alive = self._markers()
-        alive.pop(self._marker, None)
+        dead, alive = self._marks.of_others()
         noted = self._damage_note.exists()
         if (dead or anew) and not alive and not noted:
             # What killed its last user may lie in the file where no walk finds it: LMDB asserts more when it writes.
@@ -250,20 +241,9 @@ class Catalog:
         for marker in () if alive else dead:
             marker.unlink(missing_ok=True)
 
-    def _markers(self) -> tuple[list[Path], dict[Path, Owner]]:
-        dead: list[Path] = []
-        alive: dict[Path, Owner] = {}
-        for marker in (self.path / "open").iterdir():
-            pid, ticks, rest = [*marker.name.split("-", 2), "", ""][:3]
-            boot_id, _, namespace = rest.rpartition("-")
-            if not (pid.isdecimal() and ticks.isdecimal()):
-                continue
-            owner = Owner(int(pid), int(ticks), boot_id, namespace)
-            if owners.is_dead(owner):
-                dead.append(marker)
-            else:
-                alive[marker] = owner
-        return dead, alive
+    def has_ended(self, owner: Owner) -> bool:
+        """Tell whether a process that has pinned something is certainly dead, or uses this catalog no more."""
+        return self._marks.is_dead(owner)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -342,7 +322,7 @@ class Catalog:
     def close(self) -> None:
         """Close the environment and take back the mark that this process uses it."""
         self._env.close()
-        self._marker.unlink(missing_ok=True)
+        self._marks.take_back()
         DESCRIPTORS.close(self._lock_descriptor)
 
 

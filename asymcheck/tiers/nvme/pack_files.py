@@ -119,3 +119,23 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
             raise
         DESCRIPTORS.close(descriptor)
         time.sleep(_POLL_S)
+
+
+def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
+    """Read header and index of a complete pack without its lock.
+
+    Nobody changes them while the file has this name; of one that is recycled meanwhile they are damaged, or of another.
+
+    Raises:
+        MissingPartitionError: there is no such pack.
+        FormatError: header or index are damaged, or they need a newer program.
+    """
+    path = directory / layout.pack_name(pack_id)
+    try:
+        descriptor = DESCRIPTORS.add(files.open_read(path))
+    except FileNotFoundError as error:
+        raise MissingPartitionError(f"pack {path.name} does not exist") from error
+    try:
+        return find_frames(_OnDisk(files, descriptor, path), path.name, pack_id)
+    finally:
+        DESCRIPTORS.close(descriptor)

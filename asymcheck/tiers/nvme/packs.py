@@ -240,12 +240,27 @@ class Pool:
 
     def writer(self, packs: Path, pack_id: PackId, needed_bytes: int) -> PackWriter:
         """Start a pack in a freed file, or in a new one when the pool has none."""
-        target = packs / layout.pack_temporary_name(pack_id)
-        for path in self.candidates(needed_bytes + _INDEX_SPACE):
+        target, length = packs / layout.pack_temporary_name(pack_id), needed_bytes + _INDEX_SPACE
+        for path in self.candidates(length):
             descriptor = self._claim(path)
             if descriptor is not None:
-                return self._start(packs, pack_id, descriptor, pooled=path)
+                writer = self._start(packs, pack_id, descriptor, pooled=path)
+                with contextlib.suppress(StorageError):
+                    self._make_room(length - os.fstat(descriptor).st_size)
+                return writer
         return self._start(packs, pack_id, create_locked(self._files, target), pooled=None)
+
+    def _make_room(self, length: int) -> None:
+        """Unlink freed packs, the smallest first, while there is no room for what the chosen one has to grow by."""
+        free, sizes = self._files.free_bytes(self._directory), self.sizes()
+        for path in sorted(sizes, key=lambda one: sizes[one]):
+            if free >= length:
+                return
+            descriptor = self._claim(path)
+            if descriptor is not None:
+                self._files.unlink(path)
+                DESCRIPTORS.close(descriptor)
+                free += sizes[path]
 
     def _start(self, packs: Path, pack_id: PackId, descriptor: int, pooled: Path | None) -> PackWriter:
         target = packs / layout.pack_temporary_name(pack_id)

@@ -25,8 +25,9 @@ from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, releas
 from asymcheck.tiers.nvme.limits import check_config
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
-from asymcheck.tiers.nvme.pack_files import PackFile, open_pack
+from asymcheck.tiers.nvme.pack_files import PackFile, open_pack, peek
 from asymcheck.tiers.nvme.packs import PackWriter, Pool
+from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
 
@@ -223,6 +224,10 @@ class NvmeTier:
     def open_pack(self, pack_id: PackId, *, wait: bool = True) -> PackFile:
         """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.pack_files.open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
+
+    def peek(self, pack_id: PackId) -> PackIndex:
+        """Read header and index of a pack that is locked; see :func:`asymcheck.tiers.nvme.pack_files.peek`."""
+        return peek(self.files, self.packs, pack_id)
 
     def stale_temporaries(self) -> list[Path]:
         """Return files of unfinished packs and records whose writer is gone."""

@@ -1,0 +1,84 @@
+"""Marks: a file for each process that has a catalog open, locked for as long as it lives (SPEC.md §7.5).
+
+A process that was killed leaves its mark, and the lock on it is gone: so it is found to be dead also from another PID
+namespace, as when a container is started again on the same node.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asymcheck.errors import LockTimeoutError
+from asymcheck.tiers import owners
+from asymcheck.tiers.files import DESCRIPTORS, try_lock
+from asymcheck.types import Owner
+
+
+class Marks:
+    """The folder ``open`` of a catalog."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make it, if it is not there."""
+        self._folder = folder
+        self._own: tuple[Path, int] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self) -> None:
+        """Mark that this process uses the catalog; with the catalog's lock held, as others look with it held.
+
+        Raises:
+            LockTimeoutError: somebody else holds the lock on a mark of this process's name.
+        """
+        path = self._path(owners.this_process())
+        descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        if not try_lock(descriptor, exclusive=True):
+            DESCRIPTORS.close(descriptor)
+            raise LockTimeoutError(f"{path} is locked by another process: is this one's number used there, too?")
+        self._own = path, descriptor
+
+    def take_back(self) -> None:
+        """Unmark."""
+        if self._own is not None:
+            path, descriptor = self._own
+            path.unlink(missing_ok=True)
+            DESCRIPTORS.close(descriptor)
+            self._own = None
+
+    def of_others(self) -> tuple[list[Path], dict[Path, Owner]]:
+        """Return the marks of the dead, and those of living processes, but not this one's."""
+        dead: list[Path] = []
+        alive: dict[Path, Owner] = {}
+        own = self._path(owners.this_process())
+        for mark in self._folder.iterdir():
+            pid, ticks, rest = [*mark.name.split("-", 2), "", ""][:3]
+            boot_id, _, namespace = rest.rpartition("-")
+            if not (pid.isdecimal() and ticks.isdecimal()):
+                continue
+            owner = Owner(int(pid), int(ticks), boot_id, namespace)
+            if self.is_dead(owner):
+                dead.append(mark)
+            elif mark != own:
+                alive[mark] = owner
+        return dead, alive
+
+    def is_dead(self, owner: Owner) -> bool:
+        """Tell whether a process is certainly dead, or uses the catalog no more."""
+        if owners.is_dead(owner):
+            return True
+        if owners.is_near(owner):
+            return False
+        try:
+            descriptor = DESCRIPTORS.add(os.open(self._path(owner), os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        try:
+            return try_lock(descriptor, exclusive=False)
+        finally:
+            DESCRIPTORS.close(descriptor)
+
+    def _path(self, owner: Owner) -> Path:
+        namespace = owner.pid_namespace.replace("/", "_")
+        return self._folder / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{namespace}"

@@ -1,0 +1,274 @@
+"""Collection frees only what nobody needs, as far as it knows: bases, copies, and what it could not read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Retention, Store, StoreConfig
+from asymcheck.errors import StorageError
+from asymcheck.events import Event, observe
+from asymcheck.pipeline.needed import Needed
+from asymcheck.tiers.files import Files, translated
+from asymcheck.tiers.nvme import NvmeTier
+
+CONFIG = StoreConfig(compression="smallest", partition_bytes=1 << 18, bundle_below_bytes=1 << 16)
+PLAIN = StoreConfig(compression="off", partition_bytes=1 << 18, bundle_below_bytes=1 << 16)
+_CHILD = """
+import sys
+from asymcheck import Store
+from asymcheck.events import observe
+
+def hold(event):
+    if event.name == "gc.repacked":
+        print("held", flush=True)
+        sys.stdin.readline()
+
+with Store.open(sys.argv[1]) as store, observe(hold):
+    store.gc()
+"""
+
+
+def _noise(seed: int, count: int = 37_000) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, generator=generator)
+
+
+@pytest.fixture
+def weights(store_path: Path) -> torch.Tensor:
+    """Those of step 2, the only one left: a delta in a pack that is to be repacked, on a base that none names."""
+    torch.manual_seed(0)
+    state = {"weights": torch.randn(60_000) * 0.02, "noise": _noise(0)}
+    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
+        for step in range(3):
+            if step == 1:
+                state["weights"].add_(torch.randn(60_000), alpha=1e-6)
+            state["noise"].copy_(_noise(step))
+            checkpointer.step(step)
+            checkpointer.wait()
+        store.delete(step=0)
+        store.delete(step=1)
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    assert sum(int(_entries(tier, pack)["kind"].any()) for pack in tier.pack_ids()) == 1
+    return state["weights"].clone()
+
+
+def _entries(tier: NvmeTier, pack_id: bytes) -> np.ndarray:  # type: ignore[type-arg]  # of the index's rows
+    pack = tier.open_pack(pack_id)  # type: ignore[arg-type]  # an id
+    pack.close()
+    return pack.entries
+
+
+def _is_whole(store: Store, weights: torch.Tensor) -> bool:
+    return torch.equal(store.load(step=2)["weights"], weights) and store.verify() == []
+
+
+def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path, weights: torch.Tensor) -> None:
+    """The old pack of the delta is marked freed, the new one is locked: neither can be opened."""
+    command = [sys.executable, "-c", _CHILD, str(store_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with Store.open(store_path, config=CONFIG) as store:
+            store.gc()
+        child.communicate("\n", timeout=60)
+    with Store.open(store_path, config=CONFIG) as store:
+        assert _is_whole(store, weights)
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
+    """Have so many reads of a file's first bytes fail."""
+    whole: Callable[[Files, Path], int] = Files.open_read
+    left = [times]
+
+    def open_read(self: Files, path: Path) -> int:
+        if path.name == name and left[0] > 0:
+            left[0] -= 1
+            with translated("open", path):
+                raise OSError(errno.EIO, "input/output error")
+        return whole(self, path)
+
+    monkeypatch.setattr(Files, "open_read", open_read)
+
+
+def _pack_of_the_delta(path: Path) -> str:
+    tier = NvmeTier(path, CONFIG, read_only=True)
+    (found,) = (pack for pack in tier.pack_ids() if _entries(tier, pack)["kind"].any())
+    return f"{found.hex()}.pack"
+
+
+@pytest.mark.parametrize("times", [1, np.inf])
+def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
+    store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """For a moment, or for good: then it is said, and nothing is freed."""
+    with Store.open(store_path, config=CONFIG) as store:
+        with monkeypatch.context() as patched:
+            _refuse(patched, _pack_of_the_delta(store_path), times)
+            if times == 1:
+                store.gc()
+            else:
+                with pytest.raises(StorageError, match=r"nothing was freed.*input/output error; run gc again"):
+                    store.gc()
+        assert _is_whole(store, weights)
+
+
+def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not incomplete: nobody knows what it is."""
+    with Store.open(store_path, config=PLAIN) as store:
+        for step in range(1, 5):
+            store.save({"noise": _noise(step)}, step=step)
+        whole: Callable[[Files, Path], int] = Files.open_read
+
+        def open_read(self: Files, path: Path) -> int:
+            if path.suffix == ".manifest":
+                with translated("open", path):
+                    raise OSError(errno.EIO, "input/output error")
+            return whole(self, path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "open_read", open_read)
+            with pytest.raises(StorageError, match="input/output error"):
+                store.prune(Retention(keep_last=3))
+        assert [one.step for one in store.checkpoints()] == [1, 2, 3, 4]
+        store.prune(Retention(keep_last=3))
+        assert [one.step for one in store.checkpoints()] == [2, 3, 4]
+
+
+def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
+    """Two runs stored one tensor at the same time; a bit flips in a copy, and the pack with the sound one is to go."""
+    shared, small, large = _noise(1, 60_000), _noise(2, 1000), _noise(3, 200_000)
+    with Store.open(store_path, config=PLAIN) as store, Store.open(store_path, config=PLAIN) as other:
+        done: list[Event] = []
+
+        def save_too(event: Event) -> None:
+            if event.name == "pack.sealed" and not done:
+                done.append(event)
+                other.save({"shared": shared, "large": large}, step=1, run="b")
+                other.save({"shared": shared}, step=2, run="b")
+
+        with observe(save_too):
+            store.save({"shared": shared, "small": small}, step=1, run="a")
+        tier = NvmeTier(store_path, PLAIN, read_only=True)
+        for pack in tier.pack_ids():
+            entries = _entries(tier, pack)
+            if shared.nbytes in entries["plain_length"] and entries["plain_length"].sum() < large.nbytes:
+                offset = int(entries["offset"][entries["plain_length"] == shared.nbytes][0])
+                path = store_path / "packs" / f"{pack.hex()}.pack"
+                data = bytearray(path.read_bytes())
+                data[offset + 100_000] ^= 1
+                path.write_bytes(data)
+        store.delete(step=1, run="b")
+        store.gc()
+        for run in ("a", "b"):
+            assert torch.equal(store.load(run=run)["shared"], shared)
+
+
+def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: Path) -> None:
+    """Its other frames would be, after every commit, and thrown away each time."""
+    state = {f"t{number}": _noise(number, 60_000) for number in range(8)}
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({**state, "zeta": _noise(9, 700_000)}, step=1)
+        (path,) = (store_path / "packs").iterdir()
+        store.save(state, step=2)
+        store.delete(step=1)
+        tier = NvmeTier(store_path, PLAIN, read_only=True)
+        entries = _entries(tier, bytes.fromhex(path.stem))
+        data = bytearray(path.read_bytes())
+        data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
+        path.write_bytes(data)
+        pruner = store.pruner("default", Retention(keep_last=5))
+        written = []
+        for _ in range(2):
+            copied: list[int] = []
+            with observe(
+                lambda event, into=copied: into.append(event.bytes) if event.name == "frame.written" else None
+            ):
+                pruner.prune(0, always_collect=True)
+            written.append(len(copied))
+        assert written[0] > 0
+        assert written[1] == 0
+
+
+def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -> None:
+    """A delta is garbage, but its pack stays; its base is stored anew, eight deltas deep; then its state is back."""
+    torch.manual_seed(0)
+    base = torch.randn(60_000) * 0.02
+    on_base, kept = base + torch.randn_like(base) * 1e-6, _noise(1, 100_000)
+    state = {"weights": base.clone(), "kept": _noise(0, 100_000)}
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.step(0)
+            checkpointer.wait()
+            state["weights"].copy_(on_base)
+            state["kept"].copy_(kept)
+            checkpointer.step(1)
+            checkpointer.wait()
+        store.save({"weights": torch.randn(60_000), "kept": kept}, step=2)
+        store.delete(step=0)
+        store.delete(step=1)
+        store.gc()
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.restore()
+            wanted = [base + torch.randn_like(base) * 1e-6 for _ in range(8)] + [base, on_base]
+            for step, weights in enumerate(wanted, 10):
+                state["weights"].copy_(weights)
+                checkpointer.step(step)
+                checkpointer.wait()
+        for step, weights in enumerate(wanted, 10):
+            assert torch.equal(store.load(step=step)["weights"], weights)
+
+
+_IN_A_CONTAINER = """
+import os, signal, sys
+import torch
+from asymcheck import Store
+from asymcheck.events import observe
+
+def die(event):
+    if event.name == "catalog.pinned":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with Store.open(sys.argv[1]) as store, observe(die):
+    store.save({"w": torch.randn(100_000)}, step=1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
+def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
+    """A container is started again and again on one node: each time its processes are of another PID namespace."""
+    with Store.open(store_path) as store:
+        store.save({"w": torch.randn(10)}, step=0)
+    inner = f'{sys.executable} -c "$0" {store_path}; true'
+    for _ in range(2):
+        command = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", inner, _IN_A_CONTAINER]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no PID namespace can be made here: {done.stderr.strip()}")
+    (store_path / "catalog" / "open" / "damaged").touch()
+    with Store.open(store_path) as store:
+        assert store.gc().freed_packs == 2
+        assert len(list((store_path / "catalog" / "open").iterdir())) == 1
+        store.save({"w": torch.randn(10)}, step=2)
+
+
+@pytest.mark.usefixtures("weights")
+def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> None:
+    """Collections meet packs that others have just sealed: the bases of their frames are known, and they are kept."""
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    needed = Needed(tier)
+    needed.look()
+    wanted = needed.live()
+    with tier.locked(store_path / "packs" / _pack_of_the_delta(store_path)) as held:
+        assert held
+        needed = Needed(tier)
+        needed.look()
+        assert (needed.live(), needed.unread, needed.problem) == (wanted, 1, None)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from asymcheck.config import StoreConfig
 from asymcheck.errors import OutOfSpaceError
 from asymcheck.store import Store
 from tests.crash.actions import open_store
@@ -201,3 +203,22 @@ def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
         open_store(small_disk / "store")
     ballast.unlink()
     check_goes_on(small_disk / "store", Promises())
+
+
+def test_freed_packs_make_room_for_one_that_is_larger_than_each(small_disk: Path) -> None:
+    """The disk is full, but a third of it are freed packs, of which the save takes one and grows it."""
+    path = small_disk / "store"
+    sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16)
+    with Store.open(path, config=sizes) as store:
+        for step in range(6):
+            store.save({"own": torch.randn(100_000)}, step=step)
+        store.save({"own": torch.zeros(1)}, step=6)
+        for step in range(6):
+            store.delete(step)
+        _fill(small_disk, 3 << 20)
+        store.gc()
+        _fill(small_disk, 256 << 10)
+        assert len(list((path / "pool").iterdir())) >= 4
+        state = torch.randn(300_000)
+        store.save({"own": state}, step=7)
+        assert torch.equal(store.load()["own"], state)

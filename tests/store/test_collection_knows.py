@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -225,39 +224,6 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
                 checkpointer.wait()
         for step, weights in enumerate(wanted, 10):
             assert torch.equal(store.load(step=step)["weights"], weights)
-
-
-_IN_A_CONTAINER = """
-import os, signal, sys
-import torch
-from asymcheck import Store
-from asymcheck.events import observe
-
-def die(event):
-    if event.name == "catalog.pinned":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with Store.open(sys.argv[1]) as store, observe(die):
-    store.save({"w": torch.randn(100_000)}, step=1)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
-def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
-    """A container is started again and again on one node: each time its processes are of another PID namespace."""
-    with Store.open(store_path) as store:
-        store.save({"w": torch.randn(10)}, step=0)
-    inner = f'{sys.executable} -c "$0" {store_path}; true'
-    for _ in range(2):
-        command = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", inner, _IN_A_CONTAINER]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"no PID namespace can be made here: {done.stderr.strip()}")
-    (store_path / "catalog" / "open" / "damaged").touch()
-    with Store.open(store_path) as store:
-        assert store.gc().freed_packs == 2
-        assert len(list((store_path / "catalog" / "open").iterdir())) == 1
-        store.save({"w": torch.randn(10)}, step=2)
 
 
 @pytest.mark.usefixtures("weights")

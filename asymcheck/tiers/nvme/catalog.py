@@ -173,6 +173,7 @@ class Catalog:
         )
         try:
             with self._writer_lock():
+                self._refuse_namesake()
                 self._set_aside_if_damaged(anew=anew)
                 self._marks.put()
                 try:
@@ -213,6 +214,15 @@ class Catalog:
                     transaction.put_store_id(store_id)
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
+
+    def _refuse_namesake(self) -> None:
+        """Refuse to work beside a process of this one's number: LMDB knows its readers by their numbers alone."""
+        _, alive = self._marks.of_others()
+        if any(owner.pid == self._owner.pid for owner in alive.values()):
+            raise CatalogError(
+                f"the catalog {self.path} is in use by a process of another PID namespace that has this one's number, "
+                f"{self._owner.pid}: give their containers one PID namespace, or each a store of its own"
+            )
 
     def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
         dead, alive = self._marks.of_others()

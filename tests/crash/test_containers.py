@@ -1,0 +1,97 @@
+"""Containers on one node: processes of other PID namespaces, which have their own numbers, at one store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+
+_KILLED = """
+import os, signal, sys
+import torch
+from asymcheck import Store
+from asymcheck.events import observe
+
+def die(event):
+    if event.name == "catalog.pinned":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with Store.open(sys.argv[1]) as store, observe(die):
+    store.save({"w": torch.randn(100_000)}, step=1)
+"""
+_LIVING = """
+import sys
+import torch
+from asymcheck import Store
+
+run = sys.argv[2]
+with Store.open(sys.argv[1]) as store:
+    for step in range(5):
+        store.save({"w": torch.full((100_000,), float(step))}, step=step, run=run)
+        store.gc()
+    print("saved", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _namespaces() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a PID namespace")
+    done = subprocess.run([*_container(), "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no PID namespace can be made here: {done.stderr.strip()}")
+
+
+def _container(*, second: bool = False) -> list[str]:
+    """What runs a command in a PID namespace, as its process 1, or as a later one."""
+    shell = ["sh", "-c", 'true; "$@"; exit $?', "sh"] if second else []
+    return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell]
+
+
+def _start(path: Path, run: str, *, second: bool) -> subprocess.Popen[str]:
+    command = [*_container(second=second), sys.executable, "-c", _LIVING, str(path), run]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
+    """One is started again and again on one node, each time in another namespace: its pins and marks are the dead's."""
+    with Store.open(store_path) as store:
+        store.save({"w": torch.randn(10)}, step=0)
+    for _ in range(2):
+        command = [*_container(second=True), sys.executable, "-c", _KILLED, str(store_path)]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 128 + 9
+    (store_path / "catalog" / "open" / "damaged").touch()
+    with Store.open(store_path) as store:
+        assert store.gc().freed_packs == 2
+        assert len(list((store_path / "catalog" / "open").iterdir())) == 1
+        store.save({"w": torch.randn(10)}, step=2)
+
+
+def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path) -> None:
+    """Processes of the same number are told apart by nobody, and the later one is refused."""
+    with _start(store_path, "a", second=False) as first, _start(store_path, "b", second=True) as second:
+        for child in (first, second):
+            assert child.stdout is not None
+            assert child.stdout.readline() == "saved\n"
+        with _start(store_path, "c", second=False) as third:
+            _, error = third.communicate("\n", timeout=60)
+            assert "a process of another PID namespace that has this one's number, 1: give" in error
+        with Store.open(store_path) as store:
+            store.gc()
+            assert store.verify() == []
+        for child in (first, second):
+            child.communicate("\n", timeout=60)
+            assert child.returncode == 0
+    with Store.open(store_path) as store:
+        for run in ("a", "b"):
+            assert [one.step for one in store.checkpoints(run)] == [0, 1, 2, 3, 4]
+            assert torch.equal(store.load(run=run)["w"], torch.full((100_000,), 4.0))
+    assert list((store_path / "catalog" / "open").iterdir()) == []

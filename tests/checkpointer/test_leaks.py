@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 from collections.abc import Sequence
@@ -69,8 +70,15 @@ def _let_go(store: Store) -> None:
 
 
 def _growth(values: Sequence[int]) -> float:
-    """By how much values rise from the first to the last, by the straight line that fits best."""
-    return statistics.linear_regression(range(len(values)), values).slope * (len(values) - 1)
+    """By how much values rise from the first to the last, by the median of the slopes between any two (Theil, Sen).
+
+    One step up, as when a busy drive has one more slot lent, is no growth.
+    """
+    slopes = [
+        (values[later] - values[earlier]) / (later - earlier)
+        for earlier, later in itertools.combinations(range(len(values)), 2)
+    ]
+    return statistics.median(slopes) * (len(values) - 1)
 
 
 def _check(store_path: Path, steps: int) -> None:

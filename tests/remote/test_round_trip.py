@@ -18,7 +18,10 @@ from asymcheck.errors import (
     StorageError,
     StoreNotFoundError,
 )
+from asymcheck.format.manifest import Manifest
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
 from asymcheck.tiers.nvme import PackFile, Slot
+from asymcheck.tiers.nvme.manifests import ManifestFiles
 from tests.recovery.test_bases import delta_of, plain_of, swap, weights
 from tests.recovery.test_bases import save_steps as save_weights
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
@@ -151,6 +154,20 @@ def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path)
         assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
+def test_a_delta_whose_base_is_lost_there_is_not_there(chain: Path, folder: str) -> None:
+    """It is of no use alone; with the base it is."""
+    with Store.open(chain, config=CONFIG) as opened:
+        opened.push(folder, 2)
+        assert opened.push(folder, 2).present == 1
+        packs = (Path(folder.removeprefix("file://")) / "packs").iterdir()
+        min(packs, key=lambda pack: pack.stat().st_mtime_ns).unlink()
+        again = opened.push(folder, 2)
+        assert (len(again.committed), again.moved_partitions) == (1, 3)
+        assert opened.push(folder, 2).present == 1
+    with Store.open(folder, config=CONFIG) as there:
+        assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
 def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str, tmp_path: Path) -> None:
     """Chains of two stores may add up there to more than a reader follows."""
     save_weights(tmp_path / "a", *range(9))
@@ -245,6 +262,26 @@ def test_a_run_that_another_training_has_there_keeps_no_other_from_going(tmp_pat
                     opened.push(folder, everything=True)
     with Store.open(folder, config=CONFIG) as there:
         assert [(one.run, one.step) for one in there.checkpoints()] == [("default", 1), ("other", 2)]
+
+
+def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes that for a refusal of the location."""
+    whole = ManifestReader.read_all
+
+    def read_all(manifests: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
+        if listing.ref.step == 1 and isinstance(manifests, ManifestFiles):
+            raise StorageError("read manifest: Input/output error")
+        return whole(manifests, listing)
+
+    monkeypatch.setattr(ManifestReader, "read_all", read_all)
+    with (
+        Store.open(store, config=CONFIG) as opened,
+        pytest.raises(InconsistentCheckpointError, match=r"step 1 .*its manifests cannot be read: .*Input/output"),
+    ):
+        opened.push(folder, everything=True)
+    check_location(folder, 2)
 
 
 def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(

@@ -38,6 +38,11 @@ class DigestSet:
         self._keys = keys
         self._digests = digests[self.first]
 
+    @property
+    def column(self) -> npt.NDArray[np.void]:
+        """All of them, by number."""
+        return self._digests
+
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._digests)

@@ -17,7 +17,7 @@ class Beside:
         self._make = make
         self._pushing = None if make is None else make()
         self._is_open = make is not None
-        self._is_told = False
+        self._told: set[str] = set()
 
     def start(self) -> None:
         """Go on after :meth:`close`."""
@@ -69,19 +69,22 @@ class Beside:
             self.tell()
 
     def tell(self) -> None:
-        """Warn of a location that does not take what is sent: once, until it has taken something again."""
+        """Warn of what is wrong with pushing: once for each kind of it, until all is well again."""
         if self._pushing is None:
             return
         now = self._pushing.statistics()
-        if now.problem and not self._is_told:
-            self._is_told = True
-            waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'}"
+        if not now.problem:
+            self._told.clear()
+            return
+        # What is damaged here may be so for long, and must not keep quiet what comes on top of it.
+        kind = now.problem.split(":", 1)[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'} to be pushed, "
             warn_user(
-                f"{self._pushing.rules.location}: {waits} to be pushed, training goes on: {now.problem}",
+                f"{self._pushing.rules.location}: {waits if now.backlog else ''}training goes on: {now.problem}",
                 UnreachableRemoteWarning,
             )
-        elif not now.problem:
-            self._is_told = False
 
     def close(self) -> None:
         """End it, in bounded time.

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asymcheck.errors import DamagedPartitionError, DigestMismatchError, FormatError, MissingPartitionError
+from asymcheck.errors import (
+    UNKNOWING,
+    DamagedPartitionError,
+    DigestMismatchError,
+    FormatError,
+    MissingPartitionError,
+    StorageError,
+)
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.digest import digest as digest_of
@@ -94,6 +101,9 @@ class Chooser:
 
     def _depth_of(self, copy: Copy, above: frozenset[Digest], *, as_base: bool) -> int | None:
         kind = copy.kind()
+        if copy.pack.damage is not None:
+            # What a scan finds in a damaged pack can be read, and is not relied upon: it is sent once more.
+            return None
         if kind == registry.KIND_DERIVED and as_base:
             return None
         depth = 0
@@ -159,6 +169,11 @@ def _as_it_lies(name: Digest, copy: Copy) -> Frame:
                 raise DigestMismatchError(f"digest mismatch in {where}")
         except FormatError as error:
             raise DamagedPartitionError(str(error), name) from error
+        except UNKNOWING:
+            raise
+        except StorageError as error:
+            # What the drive here does not give is no matter of the place where it goes.
+            raise DamagedPartitionError(f"{copy}: {error}", name) from error
         if payload.obj is not slot.memory.obj:
             slot.fill(payload)
         return descriptor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from asymcheck.errors import AsymcheckError
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.migration.known import Known
 from asymcheck.policies.retention import Retention, judge
@@ -27,13 +28,14 @@ class RemotePruner:
         self._collect_s = min(_COLLECT_S, there.config.remote.grace_s)
         self._collected_at: float | None = None
         self._has_garbage = True
+        self.failure: AsymcheckError | None = None
+        """Why nothing could be freed the last time; None when it could."""
 
     def prune(self, now_ns: int) -> list[Checkpoint]:
         """Delete what no rule keeps, and return it; now and then free what nothing needs.
 
         Raises:
             RemoteUnreachableError, StorageError: the location did not answer, or refused.
-            InconsistentCheckpointError: a manifest is damaged, so that nothing can be freed; what goes was deleted.
         """
         found = self._known.look()
         verdicts = judge(self._retention, found, now_ns)
@@ -45,8 +47,17 @@ class RemotePruner:
         self._has_garbage |= bool(going)
         now = time.monotonic()
         if self._has_garbage and (self._collected_at is None or now - self._collected_at >= self._collect_s):
-            collected = collect_remote(self._there)
+            # One that fails does so after it has read as much, and is no sooner begun again.
             self._collected_at = now
-            # What is too young goes with a later one.
-            self._has_garbage = bool(going) or collected.freed_packs > 0
+            self._collect(found_more=bool(going))
         return going
+
+    def _collect(self, *, found_more: bool) -> None:
+        try:
+            collected = collect_remote(self._there)
+        except AsymcheckError as error:
+            self.failure = error
+        else:
+            self.failure = None
+            # What is too young goes with a later one.
+            self._has_garbage = found_more or collected.freed_packs > 0

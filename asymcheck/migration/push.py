@@ -7,11 +7,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 
-from asymcheck.errors import DamagedPartitionError, StorageError
+from asymcheck.errors import (
+    UNKNOWING,
+    AsymcheckError,
+    ClosedStoreError,
+    DamagedPartitionError,
+    ForkedStoreError,
+    FormatError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    MissingPartitionError,
+    RecoveryError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.choice import Choice, Chooser, all_needs, search
 from asymcheck.migration.meaning import Meaning
+from asymcheck.migration.present import Present
 from asymcheck.migration.reencode import Older, Reencoder, older_of
 from asymcheck.migration.sending import Sending
 from asymcheck.migration.tally import Moved, Tally
@@ -36,11 +51,14 @@ def encoder_for(there: RemoteTier) -> Encoder:
 def push(
     here: ReadTier,
     there: RemoteTier,
-    listings: Iterable[CheckpointFiles],
+    listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
     encoder: Encoder | None = None,
 ) -> Moved:
-    """Copy checkpoints to a remote location, in the order given. Those that are there already are passed over.
+    """Copy checkpoints to a remote location, in the order given. Those that are whole there are passed over.
+
+    The head records of their runs go there, too, also when no checkpoint does. One that cannot be copied keeps no
+    other from it.
 
     Args:
         here: where they lie.
@@ -50,26 +68,91 @@ def push(
         encoder: of an earlier push to the same location.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied.
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied,
+            because it is damaged here; of several the error names all, and the others are there.
+        HeadRecordError: a head record of a run is damaged, here or there.
+        InvalidInputError: the location has another training of that run name.
         RemoteUnreachableError, StorageError: the location refused; what was committed stays, and the next push
             goes on from there.
     """
     tally = Tally()
     encoder = encoder or encoder_for(there)
-    heads: set[str] = set()
-    committed: dict[str, set[CheckpointRef]] = {}
+    present, heads = Present(there), _Heads(here, there)
+    failures: dict[str, AsymcheckError] = {}
+    committed: dict[str, dict[CheckpointRef, CheckpointFiles]] = {}
     for listing in listings:
-        if listing.run not in committed:
-            there_now = there.manifests.checkpoints(listing.run)
-            committed[listing.run] = {found.ref for found in there_now if found.is_complete}
-        if listing.ref in committed[listing.run]:
-            tally.present += 1
+        run = listing.run
+        if run in failures:
             continue
-        older = _older(here, listing, committed[listing.run])
-        _Push(here, there, listing, tally, progress, encoder, older).carry_out(with_heads=listing.run not in heads)
-        committed[listing.run].add(listing.ref)
-        heads.add(listing.run)
+        if run not in committed:
+            committed[run] = {found.ref: found for found in there.manifests.checkpoints(run) if found.is_complete}
+        try:
+            found = committed[run].get(listing.ref)
+            if found is not None and present.has(found):
+                tally.present += 1
+                continue
+            older = _older(here, listing, committed[run])
+            _Push(here, there, listing, tally, progress, encoder, older).carry_out(heads)
+            committed[run][listing.ref] = listing
+        except (HeadRecordError, InvalidInputError) as error:
+            # So it is with every checkpoint of the run.
+            failures[run] = error
+        except (FormatError, RecoveryError) as error:
+            failures[f"{run} {listing.ref}"] = error
+    for run in [run for run in committed if run not in failures]:
+        try:
+            heads.publish(run)
+        except (HeadRecordError, InvalidInputError) as error:
+            failures[run] = error
+    _raise_any(failures, len(listings), there)
     return tally.result(str(there.location))
+
+
+def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, there: RemoteTier) -> None:
+    """Raise what kept checkpoints or runs from being copied, if anything did."""
+    if not failures:
+        return
+    first = next(iter(failures.values()))
+    if asked == 1 or (len(failures) == 1 and isinstance(first, (HeadRecordError, InvalidInputError))):
+        raise first
+    raise InconsistentCheckpointError(
+        f"{there.location}: these could not be copied, all else is there; run asymcheck verify:",
+        [f"{name}: {error}" for name, error in failures.items()],
+    ) from first
+
+
+def publish_heads(here: ReadTier, there: RemoteTier, run: str) -> None:
+    """Publish the head records of a run that are not there.
+
+    Raises:
+        HeadRecordError: one is damaged, here or there.
+        InvalidInputError: the location has another training of that run name.
+        RemoteUnreachableError, StorageError: the location refused.
+    """
+    try:
+        found = [here.manifests.read_head(run, generation) for generation in here.manifests.heads(run)]
+    except FormatError as error:
+        raise HeadRecordError(f"{here.root}: {error}; run asymcheck verify {here.root}") from error
+    try:
+        there.manifests.publish_heads([one[0] for one in found if one is not None])
+    except UnsupportedFormatError as error:
+        raise HeadRecordError(f"{there.location}: {error}") from error
+    except FormatError as error:
+        raise HeadRecordError(f"{there.location}: {error}; remove that file there, and push again") from error
+
+
+class _Heads:
+    """The head records of runs on their way, once each."""
+
+    def __init__(self, here: ReadTier, there: RemoteTier) -> None:
+        self._here = here
+        self._there = there
+        self._done: set[str] = set()
+
+    def publish(self, run: str) -> None:
+        if run not in self._done:
+            publish_heads(self._here, self._there, run)
+            self._done.add(run)
 
 
 def _older(here: ReadTier, listing: CheckpointFiles, there: Iterable[CheckpointRef]) -> CheckpointFiles | None:
@@ -103,11 +186,16 @@ class _Push:
         self._older = older
         self._damaged: set[Digest] = set()
 
-    def carry_out(self, *, with_heads: bool) -> None:
+    def carry_out(self, heads: _Heads) -> None:
         """Send what is missing, then heads, then manifests; again while collection takes away what is relied upon."""
-        manifests = read_manifests(self._here, self._listing)
         run, ref = self._listing.run, self._listing.ref
-        data = {name: self._here.manifests.read_bytes(run, ref, name) for name in self._listing.manifests}
+        try:
+            manifests = read_manifests(self._here, self._listing)
+            data = {name: self._here.manifests.read_bytes(run, ref, name) for name in self._listing.manifests}
+        except (ClosedStoreError, ForkedStoreError, *UNKNOWING):
+            raise
+        except StorageError as error:
+            raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Their bytes travel beside the packs: to close a file takes half a second there. The rename comes last.
         staging = {
             name: beside(partial(self._there.manifests.stage, run, ref, name, data[name]), "push-manifest")
@@ -115,7 +203,7 @@ class _Push:
         }
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
-            self._send_and_commit(manifests, data, staging, staged, with_heads=with_heads)
+            self._send_and_commit(manifests, data, staging, staged, heads)
         except BaseException:
             self._unstage(staging, staged)
             raise
@@ -126,8 +214,7 @@ class _Push:
         data: Mapping[ManifestName, bytes],
         staging: dict[ManifestName, Callable[[], PurePosixPath]],
         staged: dict[ManifestName, PurePosixPath],
-        *,
-        with_heads: bool,
+        heads: _Heads,
     ) -> None:
         run, ref = self._listing.run, self._listing.ref
         committed = False
@@ -138,8 +225,8 @@ class _Push:
             if not self._lasts(relied):
                 continue
             if not committed:
-                if with_heads:
-                    self._heads(run)
+                heads.publish(run)
+                self._make_room(data)
                 for name in data:
                     self._there.manifests.publish(run, ref, name, data[name], staged.pop(name))
                 committed = True
@@ -151,6 +238,17 @@ class _Push:
         raise StorageError(
             f"{self._there.location}: collection took packs away {_ATTEMPTS} times during the push of {ref}; push again"
         )
+
+    def _make_room(self, data: Mapping[ManifestName, bytes]) -> None:
+        """Remove manifests whose bytes are not what their name says: they would keep the sound ones out."""
+        run, ref = self._listing.run, self._listing.ref
+        for name in data.keys() & set(self._there.manifests.listing(run, ref).manifests):
+            try:
+                self._there.manifests.read_bytes(run, ref, name)
+            except MissingPartitionError:
+                continue
+            except FormatError:
+                self._there.files.delete(self._there.manifests.directory(run, ref) / str(name))
 
     def _unstage(
         self, staging: Mapping[ManifestName, Callable[[], PurePosixPath]], staged: Mapping[ManifestName, PurePosixPath]
@@ -165,10 +263,6 @@ class _Push:
         gone = relied.difference(self._there.lasting_packs())
         lost = [pack_id for pack_id in gone if not self._there.reprieve(pack_id)]
         return not lost
-
-    def _heads(self, run: str) -> None:
-        found = [self._here.manifests.read_head(run, generation) for generation in self._here.manifests.heads(run)]
-        self._there.manifests.publish_heads([one[0] for one in found if one is not None])
 
     def _send(self, manifests: Sequence[Manifest]) -> set[PackId]:
         """Send what is missing; return the packs there that are relied upon, new ones too."""

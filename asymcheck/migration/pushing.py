@@ -10,21 +10,29 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from asymcheck.errors import (
+    UNKNOWING,
     AsymcheckError,
     ClosedStoreError,
+    ForkedStoreError,
+    FormatError,
     GivenUpError,
+    HeadRecordError,
+    InconsistentCheckpointError,
     InvalidInputError,
-    RemoteUnreachableError,
-    StorageError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RecoveryError,
     UnreachableRemoteWarning,
     warn_user,
 )
 from asymcheck.migration.known import Known
+from asymcheck.migration.present import Present
 from asymcheck.migration.prune_remote import RemotePruner
-from asymcheck.migration.push import encoder_for, push
+from asymcheck.migration.push import encoder_for, publish_heads, push
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.manners import stand_back
 from asymcheck.policies.pushing import Push, due, held
+from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef
@@ -32,6 +40,13 @@ from asymcheck.types import Checkpoint, CheckpointRef
 _POLL_S = 0.5
 _RETRY_S = 15.0
 _GIVE_UP_S = 2.0
+_LOOKED_AT = 64
+"""About so many manifests of those that are there by name are read, the newest: a push that was killed left one."""
+_SO_IS_ALL = (
+    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(GivenUpError, HeadRecordError, InvalidInputError),
+)
+"""Errors that every checkpoint would have. The last: another training has this name there, until somebody mends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +57,14 @@ class PushStatistics:
     """Checkpoints that it has committed there."""
     backlog: int = 0
     """Checkpoints that are durable here, are to be pushed, and are not known to be there."""
+    damaged: int = 0
+    """Those besides that are damaged here, so that they cannot be pushed."""
     sent_bytes: int = 0
     """Payload bytes of the frames that were sent."""
     failures: int = 0
-    """How often it failed; it tries again."""
+    """How often a checkpoint could not be pushed; it is tried again, unless it is damaged here."""
     problem: str = ""
-    """Why the last attempt failed; empty when it did not."""
+    """Why the last attempt, or removal of old ones there, failed, or what is damaged; empty when all is well."""
     newest_step: int | None = None
     """The newest checkpoint on the line that is known to be there: what is left if this machine is lost now."""
 
@@ -73,16 +90,22 @@ class Pushing:
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
         self._sent: dict[str, Checkpoint] = {}
-        self._hopeless: set[str] = set()
+        # Found there by name: whether they are whole is still to be seen.
+        self._claimed: dict[str, CheckpointFiles] = {}
+        self._heads: list[int] | None = None
+        # Why they cannot be pushed; and those of them that are still to be.
+        self._hopeless: dict[str, str] = {}
+        self._damaged: list[str] = []
         self._sending: str | None = None
         self._newest: CheckpointRef | None = None
         self._now = PushStatistics()
         # One for what is known, which is asked on the thread that commits, too; never held while something is sent.
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()
         self._turn = threading.Condition()
         self._begun = 0
         self._failure: Exception | None = None
         self._failed_in = 0
+        self._untidy: Exception | None = None
         self._is_called = False
         self._is_awaited = False
         self._closing = threading.Event()
@@ -113,10 +136,11 @@ class Pushing:
 
         Raises:
             RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call has failed.
+            InconsistentCheckpointError: some are damaged here; the others lie there.
         """
-        wanted = {one.save_id for one in self._due()}
+        wanted = self._unsure()
         began = self._begun
-        while wanted & {one.save_id for one in self._due()}:
+        while wanted & self._unsure():
             if not self._thread.is_alive():
                 raise ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.location} has ended")
             with self._turn:
@@ -126,6 +150,17 @@ class Pushing:
                 # One that was under way when it was called does not count.
                 if self._failure is not None and self._failed_in > began:
                     raise self._failure
+        if self._damaged:
+            raise InconsistentCheckpointError(
+                f"run {self._run!r}: not pushed to {self.rules.location}, because they are damaged here; run asymcheck "
+                "verify --repair, or delete them:",
+                self._damaged,
+            )
+
+    def _unsure(self) -> set[str]:
+        """Return what is to be pushed and is not known to be there."""
+        with self._looking:
+            return {one.save_id for one in self._due()} | self._claimed.keys()
 
     def _call(self) -> None:
         with self._turn:
@@ -135,15 +170,17 @@ class Pushing:
     def _work(self) -> None:
         # What it starts inherits that: the threads that read, send and wait.
         stand_back()
-        while not self._closing.is_set():
-            failed = not self._round()
-            if isinstance(self._failure, ClosedStoreError):
-                return
-            self._pause(failed=failed)
-        # What became durable last.
-        self._round()
-        if self._there is not None:
-            self._there.close()
+        try:
+            while not self._closing.is_set():
+                failed = not self._round()
+                if isinstance(self._failure, ClosedStoreError):
+                    return
+                self._pause(failed=failed)
+            # What became durable last.
+            self._round()
+        finally:
+            if self._there is not None:
+                self._there.close()
 
     def _pause(self, *, failed: bool) -> None:
         with self._turn:
@@ -155,25 +192,53 @@ class Pushing:
             self._is_called = self._is_awaited = False
 
     def _round(self) -> bool:
-        """Push what is due, the newest first; return False when that failed."""
+        """Push what is due, the newest first, each once; return False when one of them failed."""
         with self._turn:
             self._begun += 1
-        failure: Exception | None = None
+        tried: set[str] = set()
+        failed = False
         try:
-            while waiting := self._due():
-                self._note(backlog=len(waiting))
+            while (one := self._next(tried)) is not None or self._claimed:
                 if self._there is None:
                     self._there = self._connected()
-                    continue
-                self._push(self._there, waiting[-1])
-            self._note(backlog=0)
+                elif one is None:
+                    self._look_again(self._there)
+                else:
+                    tried.add(one.save_id)
+                    failed |= not self._try(self._there, one)
+            if self._there is not None:
+                self._push_heads(self._there)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
-            failure = error
+            self._fail(error)
+            failed = True
         with self._turn:
-            self._failure, self._failed_in = failure, self._begun
-            self._note_failure(failure)
+            if not failed:
+                self._failure = None
+            self._note()
             self._turn.notify_all()
-        return failure is None
+        return not failed
+
+    def _next(self, tried: set[str]) -> Checkpoint | None:
+        waiting = self._due()
+        self._note(backlog=len(waiting))
+        return next((one for one in reversed(waiting) if one.save_id not in tried), None)
+
+    def _try(self, there: RemoteTier, one: Checkpoint) -> bool:
+        """Push one; return False when it failed for a reason that another one may not have."""
+        try:
+            self._push(there, one)
+        except _SO_IS_ALL:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others have their turn
+            self._fail(error)
+            return False
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        with self._turn:
+            self._failure, self._failed_in = error, self._begun
+            self._note(failures=1)
+            self._turn.notify_all()
 
     def _due(self) -> list[Checkpoint]:
         with self._looking:
@@ -181,6 +246,7 @@ class Pushing:
             there = self._there_by(here)
             self._newest = max((one.ref for one in there if one.on_line is not False), default=None)
             found = due(self.rules, here, there, time.time_ns())
+            self._damaged = [self._hopeless[one.save_id] for one in found if one.save_id in self._hopeless]
             return [one for one in found if one.save_id not in self._hopeless]
 
     def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
@@ -191,16 +257,43 @@ class Pushing:
     def _connected(self) -> RemoteTier:
         there = self._connect()
         try:
-            known = Known(there, self._run, metrics=self.rules.asks_for_metrics).look()
+            known = Known(there, self._run, metrics=self.rules.asks_for_metrics)
+            found = known.look()
+            with self._looking:
+                here = {one.save_id for one in self._known.look()}
+                self._sent.update((one.save_id, one) for one in found)
+                count = 0
+                for one in reversed([one for one in found if one.save_id in here]):
+                    listing = known.listing(one)
+                    if listing is not None and count < _LOOKED_AT:
+                        count += len(listing.manifests)
+                        self._claimed[one.save_id] = listing
         except BaseException:
             there.close()
             raise
-        with self._looking:
-            self._sent.update((one.save_id, one) for one in known)
         self._encoder = encoder_for(there)
         if self.rules.keep is not None:
             self._pruner = RemotePruner(there, self._run, self.rules.keep)
         return there
+
+    def _look_again(self, there: RemoteTier) -> None:
+        """See whether those that were there by name are whole; one that is not is to be sent."""
+        present = Present(there)
+        while self._claimed:
+            save_id = next(iter(self._claimed))
+            self._going_on(0, 0)
+            is_whole = present.has(self._claimed[save_id])
+            with self._looking:
+                if not is_whole:
+                    self._sent.pop(save_id, None)
+                del self._claimed[save_id]
+
+    def _push_heads(self, there: RemoteTier) -> None:
+        """Let the location know the line also when no checkpoint goes there: training may have gone back."""
+        heads = self._here.manifests.heads(self._run)
+        if heads != self._heads:
+            publish_heads(self._here, there, self._run)
+            self._heads = heads
 
     def _push(self, there: RemoteTier, one: Checkpoint) -> None:
         with self._looking:
@@ -210,42 +303,55 @@ class Pushing:
             self._sending = one.save_id
         try:
             moved = push(self._here, there, [listing], self._going_on, self._encoder)
-        except (RemoteUnreachableError, StorageError, GivenUpError, InvalidInputError):
-            # The last: another training has this name there. That is so of every checkpoint, until somebody mends it.
+        except HeadRecordError:
             raise
-        except AsymcheckError:
-            # Damaged here, or deleted meanwhile: another attempt would change nothing, and others have their turn.
-            self._hopeless.add(one.save_id)
+        except (FormatError, RecoveryError) as error:
+            # Another attempt would change nothing. One that was deleted meanwhile is due no more.
             if self._here.manifests.listing(self._run, one.ref).manifests:
+                self._hopeless[one.save_id] = f"{one.ref}: {error}"
                 raise
         else:
             with self._looking:
                 self._sent[one.save_id] = one
                 self._newest = one.ref if self._newest is None else max(self._newest, one.ref)
             self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
-            if self._pruner is not None:
-                self._pruner.prune(time.time_ns())
+            self._tidy()
         finally:
             self._sending = None
+
+    def _tidy(self) -> None:
+        """Remove there what is not kept. What is in the way of that is not in the way of what is to be sent."""
+        if self._pruner is None:
+            return
+        try:
+            self._pruner.prune(time.time_ns())
+        except AsymcheckError as error:
+            self._untidy = error
+        else:
+            self._untidy = self._pruner.failure
 
     def _going_on(self, _done: int, _total: int) -> None:
         if self._stop.is_set():
             raise GivenUpError("the time for it at the end of the training was over")
 
-    def _note(self, *, pushed: int = 0, backlog: int | None = None, sent: int = 0) -> None:
-        now = self._now
-        self._now = dataclasses.replace(
-            now,
-            pushed=now.pushed + pushed,
-            backlog=now.backlog if backlog is None else backlog,
-            sent_bytes=now.sent_bytes + sent,
-            newest_step=None if self._newest is None else self._newest.step,
-        )
+    def _note(self, *, pushed: int = 0, backlog: int | None = None, sent: int = 0, failures: int = 0) -> None:
+        with self._turn:
+            now = self._now
+            self._now = PushStatistics(
+                pushed=now.pushed + pushed,
+                backlog=now.backlog if backlog is None else backlog,
+                damaged=len(self._damaged),
+                sent_bytes=now.sent_bytes + sent,
+                failures=now.failures + failures,
+                problem=self._problem(),
+                newest_step=None if self._newest is None else self._newest.step,
+            )
 
-    def _note_failure(self, failure: Exception | None) -> None:
-        problem = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        failures = self._now.failures + (failure is not None)
-        self._now = dataclasses.replace(self._now, failures=failures, problem=problem)
+    def _problem(self) -> str:
+        if self._failure is None and self._damaged:
+            return f"damaged here: {self._damaged[-1]}"
+        problem = self._failure or self._untidy
+        return "" if problem is None else f"{type(problem).__name__}: {problem}"
 
     def close(self, timeout_s: float | None = None) -> PushStatistics:
         """Push what is left, once, and end; return what was done in all. Closing twice is no error.
@@ -255,7 +361,7 @@ class Pushing:
                 the next one that pushes this store there; what was sent of it is not sent again.
 
         Warns:
-            UnreachableRemoteWarning: checkpoints are left that are not there.
+            UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
         """
         first = not self._closing.is_set()
         self._closing.set()
@@ -266,13 +372,15 @@ class Pushing:
             # One that waits for an answer ends with its deadline, or with the process.
             self._thread.join(_GIVE_UP_S)
         now = self._now
-        if first and (now.backlog or now.problem):
+        if first and now.backlog:
             warn_user(
                 f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
                 f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or asymcheck "
                 "push --all does",
                 UnreachableRemoteWarning,
             )
+        elif first and now.problem:
+            warn_user(f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning)
         return now
 
     def __enter__(self) -> Pushing:

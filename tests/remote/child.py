@@ -24,6 +24,19 @@ def push_and_die(store: str, location: str, step: int, event: str, count: int) -
         opened.push(location, step)
 
 
+def push_and_lose(store: str, location: str, step: int) -> None:
+    """Push a step, and die when it is committed; a collection that had not seen it has taken its packs by then."""
+
+    def observe(found: events.Event) -> None:
+        if found.name == "remote.manifest_renamed":
+            for pack in (Path(location.removeprefix("file://")) / "packs").iterdir():
+                pack.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Store.open(Path(store), read_only=True, config=CONFIG) as opened, events.observe(observe):
+        opened.push(location, step)
+
+
 def push(store: str, location: str, step: int) -> None:
     """Push a step."""
     push_and_die(store, location, step, "", 0)

@@ -32,6 +32,16 @@ def without_index(data: bytes) -> bytes:
     return data[:-4096] + bytes([data[-4096] ^ 1]) + data[-4095:]
 
 
+def cut(data: bytes) -> bytes:
+    """The first half."""
+    return data[: len(data) // 2]
+
+
+def gone(_: bytes) -> bytes:
+    """Nothing."""
+    return b""
+
+
 @pytest.fixture
 def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str]:
     """Push steps 1 and 2, and do something to a pack that only step 2 needs."""
@@ -59,8 +69,8 @@ Damaged = Callable[[Callable[[bytes], bytes]], str]
     ("change", "kind"),
     [
         pytest.param(flipped, "damaged-frame", id="flipped"),
-        pytest.param(lambda data: data[: len(data) // 2], "damaged-pack", id="cut"),
-        pytest.param(lambda _: b"", "missing-partition", id="gone"),
+        pytest.param(cut, "damaged-pack", id="cut"),
+        pytest.param(gone, "missing-partition", id="gone"),
     ],
 )
 def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
@@ -88,14 +98,31 @@ def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
         assert [one.kind for one in there.verify()] == ["damaged-pack"]
 
 
-@pytest.mark.parametrize("change", [flipped, lambda _: b""], ids=["flipped", "gone"])
+@pytest.mark.parametrize("change", [without_index, cut, gone])
 def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
-    """When the checkpoint is deleted there first; a damaged pack is not relied upon only when it is known as such."""
+    """A checkpoint that has its manifests and not its packs is not there; sent again, it is."""
     location = damaged(change)
-    with Store.open(location, config=CONFIG) as there:
-        there.delete(2)
-        if change is flipped:
-            return
     with Store.open(store, config=CONFIG) as opened:
-        assert opened.push(location, 2).moved_partitions > 0
+        done = opened.push(location, everything=True)
+        assert (len(done.committed), done.present) == (1, 1)
+        assert done.moved_partitions > 0
+        again = opened.push(location, everything=True)
+        assert (again.present, again.packs) == (2, 0)
     check_location(location, 1, 2)
+
+
+@pytest.mark.parametrize("change", [cut, gone])
+def test_another_push_brings_back_a_manifest(place: str, store: Path, change: Callable[[bytes], bytes]) -> None:
+    """One whose bytes are not what its name says keeps the name taken, and the checkpoint from being read."""
+    files = RemoteFiles(parse_location(place), REMOTE)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(place, everything=True)
+    folder = max(entry.path for entry in files.walk(PurePosixPath(files.location.path) / "manifests/default"))
+    (name,) = files.list(folder)
+    data = files.read_small(folder / name, 1 << 30)
+    assert data
+    replace(files, folder / name, change(data))
+    with Store.open(store, config=CONFIG) as opened:
+        done = opened.push(place, everything=True)
+    assert (len(done.committed), done.present, done.packs) == (1, 1, 0)
+    check_location(place, 1, 2)

@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from asymcheck import Store, events
-from asymcheck.errors import StoreNotFoundError
+from asymcheck.errors import InconsistentCheckpointError, StoreNotFoundError
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import parse_location
 from tests.crash.zygote import Zygote
-from tests.remote.child import push, push_and_die
+from tests.remote.child import push, push_and_die, push_and_lose
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config
 
 STEPS = [(event, count) for event in events.REMOTE_ORDER for count in ((1, 2) if "manifest" not in event else (1,))]
@@ -78,6 +78,17 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
     if event in ("remote.pack_renamed", "remote.head_renamed", "remote.manifest_renamed"):
         assert done.moved_partitions < whole
     check_location(place, *sorted({*steps, 2}))
+
+
+def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, folder: str) -> None:
+    """What it has committed is there by its name alone; the next push does not take that for a checkpoint."""
+    zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
+    with Store.open(folder, config=CONFIG) as there, pytest.raises(InconsistentCheckpointError):
+        there.load(2)
+    with Store.open(store, config=CONFIG, read_only=True) as opened:
+        assert len(opened.push(folder).committed) == 1
+        assert opened.push(folder).present == 1
+    check_location(folder, 2)
 
 
 def test_collection_removes_what_a_killed_push_left(zygote: Zygote, store: Path, place: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.migration.known import Known
-from asymcheck.tiers.remote import RemoteTier, parse_location
+from asymcheck.tiers.pack_index import PackIndex
+from asymcheck.tiers.remote import RemoteTier, packs, parse_location, tier
 from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.types import CheckpointRef, SaveId
+from asymcheck.types import CheckpointRef, PackId, SaveId
 from tests.remote.conftest import CONFIG, check_state, save_steps
 
 COUNT = 10_000
@@ -70,6 +72,31 @@ def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations:
             check_state(there.load(), COUNT)
         counts.append(len(operations))
     assert counts[0] == counts[1] < 40
+
+
+def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
+    """That the newest checkpoint is whole there is seen in the newest packs."""
+    with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG) as store:
+        for place in places:
+            operations.clear()
+            assert store.push(place).present == 1
+            assert len(operations) < 60
+
+
+def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many checkpoints it looks at."""
+    save_steps(tmp_path / "store", *range(20))
+    read: list[PackId] = []
+
+    def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
+        read.append(pack_id)
+        return packs.read_pack_index(files, path, pack_id)
+
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        store.push(folder, everything=True)
+        monkeypatch.setattr(tier, "read_pack_index", read_pack_index)
+        assert store.push(folder, everything=True).present == 20
+    assert len(read) == len(set(read)) > 20
 
 
 def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations: list[str]) -> None:

@@ -8,14 +8,28 @@ from pathlib import Path
 import pytest
 
 import asymcheck.migration.pushing as module
-from asymcheck import Checkpointer, Moved, Store, UnreachableRemoteWarning
-from asymcheck.errors import InvalidInputError, RemoteUnreachableError
+from asymcheck import Checkpointer, Moved, Push, Retention, Store, UnreachableRemoteWarning
+from asymcheck.errors import (
+    ClosedStoreError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    RemoteUnreachableError,
+    StorageError,
+)
+from asymcheck.format.layout import ManifestName
+from asymcheck.migration import prune_remote
+from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.nvme import PackFile, Slot
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.tier import RemoteManifests
+from asymcheck.types import CheckpointRef
 from tests.crash.zygote import wait_until
-from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
+from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
@@ -91,16 +105,160 @@ def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypa
 def test_one_that_is_damaged_here_does_not_hold_up_the_others(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said, and not tried for ever."""
+    """It is not tried for ever, and never silently left out."""
     monkeypatch.setattr(module, "_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with Store.open(store, config=CONFIG) as opened:
         pushing = opened.pushing(folder)
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        pushing.close()
-    assert pushing.statistics().failures == 1
+        wait_until(lambda: pushing.failure() is None, "a round without an attempt")
+        with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
+            pushing.wait()
+        with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: step 2 "):
+            now = pushing.close()
+    assert (now.pushed, now.backlog, now.damaged, now.failures) == (1, 0, 1, 1)
     check_location(folder, 1)
+
+
+def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the drive is not the location's."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    whole = PackFile.read_frame
+
+    def read_frame(pack: PackFile, sequence: int, slot: Slot) -> memoryview:
+        if pack.path == newest:
+            raise StorageError(f"read pack {pack.path}: Input/output error")
+        return whole(pack, sequence, slot)
+
+    monkeypatch.setattr(PackFile, "read_frame", read_frame)
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = opened.pushing(folder)
+        wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
+        with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: .*Input/output error"):
+            assert pushing.close().damaged == 1
+    check_location(folder, 1)
+
+
+def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, and is tried again."""
+    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    whole = RemoteManifests.stage
+
+    def stage(manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> object:
+        if ref.step == 2:
+            raise StorageError("it does not fit")
+        return whole(manifests, run, ref, name, data)
+
+    monkeypatch.setattr(RemoteManifests, "stage", stage)
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+        wait_until(lambda: pushing.statistics().failures > 2, "it to fail again and again")
+        now = pushing.statistics()
+        assert (now.pushed, now.backlog, now.damaged, now.problem) == (1, 1, 0, "StorageError: it does not fit")
+        monkeypatch.undo()
+        pushing.wait()
+    check_location(folder, 1, 2)
+
+
+def test_a_head_record_that_is_damaged_there_is_no_damage_here(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits goes on waiting, until somebody has seen to it."""
+    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.begin_generation(opened.checkpoints()[-1])
+        opened.push(folder, 1)
+        (head,) = (Path(folder.removeprefix("file://")) / "heads/default").iterdir()
+        head.write_bytes(bytes(head.stat().st_size))
+        with opened.pushing(folder) as pushing:
+            wait_until(lambda: pushing.statistics().failures > 2, "it to fail again and again")
+            now = pushing.statistics()
+            assert (now.pushed, now.backlog, now.damaged) == (0, 1, 0)
+            assert "HeadRecordError" in now.problem
+            with pytest.raises(HeadRecordError, match="remove that file"):
+                pushing.wait()
+            head.unlink()
+            wait_until(lambda: pushing.statistics().pushed == 1, "the checkpoint to be pushed")
+    check_location(folder, 1, 2)
+
+
+def test_what_cannot_be_removed_there_holds_up_nothing(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waits is sent, the problem is told, and the collection that failed is not begun again at once."""
+    save_steps(tmp_path / "other", 1)
+    with Store.open(tmp_path / "other", config=CONFIG) as other:
+        other.save(state_of(1), step=1, run="other")
+        other.push(folder, run="other")
+    (manifest,) = (Path(folder.removeprefix("file://")) / "manifests/other").rglob("*.manifest")
+    manifest.write_bytes(b"x")
+    save_steps(store, 3, 4)
+    begun: list[RemoteTier] = []
+
+    def collect(there: RemoteTier) -> Collected:
+        begun.append(there)
+        return collect_remote(there)
+
+    monkeypatch.setattr(prune_remote, "collect_remote", collect)
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = opened.pushing(Push(folder, keep=Retention(keep_last=3)))
+        with pytest.warns(UnreachableRemoteWarning, match="nothing was removed"):
+            now = pushing.close()
+        assert (now.pushed, now.backlog, now.failures) == (3, 0, 0)
+        assert "nothing was removed" in now.problem
+    assert len(begun) == 1
+    with Store.open(folder, config=CONFIG) as there:
+        assert [one.step for one in there.checkpoints() if one.run == "default"] == [2, 3, 4]
+
+
+def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str) -> None:
+    """What a push that was killed has left, or what has lost a pack; a wait is for it, too."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
+            pack.unlink()
+        with opened.pushing(folder) as pushing:
+            pushing.wait()
+            assert pushing.statistics().pushed == 2
+    check_location(folder, 1, 2)
+
+
+def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str) -> None:
+    """A machine that is lost right after training went back must not bring back what was abandoned."""
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder, poll_s=0.05) as pushing:
+        pushing.wait()
+        opened.begin_generation(opened.checkpoints()[0])
+        heads = Path(folder.removeprefix("file://")) / "heads/default"
+        wait_until(lambda: heads.exists() and len(list(heads.glob("*.head"))) == 1, "the head record to arrive")
+    with Store.open(folder, config=CONFIG) as there:
+        check_state(there.load(), 1)
+
+
+def test_the_location_is_let_go_when_the_store_was_closed(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pushing was."""
+    closed: list[RemoteTier] = []
+    whole = RemoteTier.close
+
+    def close(there: RemoteTier) -> None:
+        closed.append(there)
+        whole(there)
+
+    def push(*_: object) -> Moved:
+        raise ClosedStoreError("closed")
+
+    monkeypatch.setattr(module, "push", push)
+    monkeypatch.setattr(RemoteTier, "close", close)
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = opened.pushing(folder)
+        wait_until(lambda: bool(closed), "the location to be let go")
+        with pytest.warns(UnreachableRemoteWarning, match="ClosedStoreError"):
+            pushing.close()
 
 
 @pytest.mark.parametrize("every", [0, True, 1.5])

@@ -12,10 +12,16 @@ from asymcheck import Store
 from asymcheck.errors import (
     CheckpointNotFoundError,
     DamagedPartitionError,
+    InconsistentCheckpointError,
     InvalidInputError,
     ReadOnlyStoreError,
+    StorageError,
     StoreNotFoundError,
 )
+from asymcheck.format.manifest import Manifest
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
+from asymcheck.tiers.nvme import PackFile, Slot
+from asymcheck.tiers.nvme.manifests import ManifestFiles
 from tests.recovery.test_bases import delta_of, plain_of, swap, weights
 from tests.recovery.test_bases import save_steps as save_weights
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
@@ -72,6 +78,17 @@ def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
         assert [(one.step, one.generation, one.on_line) for one in there.checkpoints()] == here
         state = there.load()
         assert torch.equal(state["model"]["w"], state_of(7)["model"]["w"])  # type: ignore[index]  # a mapping
+
+
+def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) -> None:
+    """Training went back to step 1 and has saved nothing since: nobody may go on from step 2 there."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        opened.begin_generation(opened.checkpoints()[0])
+        assert opened.push(folder).present == 1
+    with Store.open(folder, config=CONFIG) as there:
+        assert [(one.step, one.on_line) for one in there.checkpoints()] == [(1, True), (2, False)]
+        check_state(there.load(), 1)
 
 
 def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) -> None:
@@ -137,6 +154,20 @@ def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path)
         assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
+def test_a_delta_whose_base_is_lost_there_is_not_there(chain: Path, folder: str) -> None:
+    """It is of no use alone; with the base it is."""
+    with Store.open(chain, config=CONFIG) as opened:
+        opened.push(folder, 2)
+        assert opened.push(folder, 2).present == 1
+        packs = (Path(folder.removeprefix("file://")) / "packs").iterdir()
+        min(packs, key=lambda pack: pack.stat().st_mtime_ns).unlink()
+        again = opened.push(folder, 2)
+        assert (len(again.committed), again.moved_partitions) == (1, 3)
+        assert opened.push(folder, 2).present == 1
+    with Store.open(folder, config=CONFIG) as there:
+        assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
 def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str, tmp_path: Path) -> None:
     """Chains of two stores may add up there to more than a reader follows."""
     save_weights(tmp_path / "a", *range(9))
@@ -195,3 +226,76 @@ def test_a_damaged_frame_here_is_not_spread(store: Path, folder: str) -> None:
             opened.push(folder, 2)
         opened.push(folder, 1)
     check_location(folder, 1)
+
+
+def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folder: str) -> None:
+    """Whether they come first or between; at the end each is named with its reason."""
+    for step in (3, 4, 5):
+        before = set((store / "packs").iterdir())
+        save_steps(store, step)
+        if step != 4:
+            for pack in set((store / "packs").iterdir()) - before:
+                pack.unlink()
+    with Store.open(store, config=CONFIG) as opened:
+        opened.delete(1)
+        opened.delete(2)
+        opened.save({"w": torch.ones(5000)}, step=6)
+        with pytest.raises(InconsistentCheckpointError, match="all else is there") as caught:
+            opened.push(folder, everything=True)
+    assert [reason.split(" (")[0] for reason in caught.value.reasons] == ["default step 3", "default step 5"]
+    assert all("no readable pack" in reason for reason in caught.value.reasons)
+    with Store.open(folder, config=CONFIG) as there:
+        assert [one.step for one in there.checkpoints()] == [4, 6]
+        check_state(there.load(4), 4)
+
+
+def test_a_run_that_another_training_has_there_keeps_no_other_from_going(tmp_path: Path, folder: str) -> None:
+    """Nothing of it is sent."""
+    for name in ("a", "b"):
+        with Store.open(tmp_path / name, config=CONFIG) as opened:
+            opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
+            if name == "a":
+                opened.push(folder)
+            else:
+                opened.save(state_of(2), step=2, run="other")
+                with pytest.raises(InvalidInputError, match="another training"):
+                    opened.push(folder, everything=True)
+    with Store.open(folder, config=CONFIG) as there:
+        assert [(one.run, one.step) for one in there.checkpoints()] == [("default", 1), ("other", 2)]
+
+
+def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes that for a refusal of the location."""
+    whole = ManifestReader.read_all
+
+    def read_all(manifests: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
+        if listing.ref.step == 1 and isinstance(manifests, ManifestFiles):
+            raise StorageError("read manifest: Input/output error")
+        return whole(manifests, listing)
+
+    monkeypatch.setattr(ManifestReader, "read_all", read_all)
+    with (
+        Store.open(store, config=CONFIG) as opened,
+        pytest.raises(InconsistentCheckpointError, match=r"step 1 .*its manifests cannot be read: .*Input/output"),
+    ):
+        opened.push(folder, everything=True)
+    check_location(folder, 2)
+
+
+def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is damage of this store, and no upload is begun again for it."""
+
+    def read_frame(pack: PackFile, sequence: int, _: Slot) -> memoryview:
+        raise StorageError(f"read frame {sequence} of {pack.path}: Input/output error")
+
+    monkeypatch.setattr(PackFile, "read_frame", read_frame)
+    with (
+        Store.open(store, config=CONFIG) as opened,
+        pytest.raises(DamagedPartitionError, match="Input/output error") as caught,
+    ):
+        opened.push(folder, 1)
+    assert "attempt" not in str(caught.value)

@@ -20,7 +20,7 @@ from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.tiers.remote import RemoteTier
-from asymcheck.types import Digest, Progress
+from asymcheck.types import CheckpointRef, Digest, Progress
 
 
 def pull(
@@ -91,6 +91,7 @@ class _Pull:
         """Fetch what the store lacks, and commit."""
         run, ref = listing.run, listing.ref
         pin = pin_key(ref.save_id, name.rank)
+        published: CheckpointRef | None = None
         hold(pin)
         try:
             data = self._there.manifests.read_bytes(run, ref, name)
@@ -105,10 +106,13 @@ class _Pull:
                     pin,
                     lambda lost: self._fetch(sources, sorted(lost), manifest),
                 )
+            if not self._here.manifests.listing(run, ref).has(name.rank):
+                # What lay here before stays, whatever becomes of this: parts of it may be sound.
+                published = ref
             self._here.manifests.publish(run, ref, name.rank, name.world_size, data)
             finish(self._catalog, run, ref, name, len(data), pin)
         except BaseException:
-            take_back(self._here, self._catalog, run, name.rank, ref, pin)
+            take_back(self._here, self._catalog, run, name.rank, published, pin)
             raise
         finally:
             let_go(pin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,14 @@ import pytest
 
 from asymcheck import RemoteCopyWarning, SkippedCheckpointWarning, Store, UnreachableRemoteWarning
 from asymcheck.cli.main import commands
-from asymcheck.errors import DamagedPartitionError, InconsistentCheckpointError, RemoteUnreachableError
+from asymcheck.errors import (
+    DamagedPartitionError,
+    InconsistentCheckpointError,
+    RecoveryError,
+    RemoteUnreachableError,
+)
 from tests.cli.conftest import run_command
-from tests.remote.conftest import CONFIG, check_state, config
+from tests.remote.conftest import CONFIG, check_state, config, state_of
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
@@ -87,6 +94,39 @@ def test_a_repair_brings_it_back(pushed: Path, folder: str, lose: Callable[[Path
     with Store.open(pushed, config=CONFIG) as opened:
         check_state(opened.load(), 2)
         check_state(opened.load(1), 1)
+        assert opened.verify() == []
+
+
+def test_a_repair_that_fails_leaves_what_is_here(pushed: Path, folder: str) -> None:
+    """The location cannot give what is lost: the checkpoint stays, and is whole again when its bytes are saved."""
+    flip(pushed)
+    for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
+        os.truncate(pack, 0)
+    with Store.open(pushed, config=CONFIG, remote=folder) as opened:
+        with contextlib.suppress(RecoveryError):
+            opened.repair()
+        assert [one.step for one in opened.checkpoints()] == [1, 2]
+        opened.save(state_of(2), step=3)
+        check_state(opened.load(2), 2)
+
+
+def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the manifests that it writes, and within one: nothing of what was here is gone, and the next goes on."""
+    lose_packs(pushed)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("asymcheck.migration.pull.enter", "asymcheck.migration.pull.finish"):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, interrupted)
+            with Store.open(pushed, config=CONFIG, remote=folder) as opened, pytest.raises(KeyboardInterrupt):
+                opened.repair()
+        with Store.open(pushed, config=CONFIG) as opened:
+            assert [one.step for one in opened.checkpoints() if one.complete] == [1, 2]
+    with Store.open(pushed, config=CONFIG, remote=folder) as opened:
+        assert opened.repair().left == ()
+        check_state(opened.load(2), 2)
         assert opened.verify() == []
 
 

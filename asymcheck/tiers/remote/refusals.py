@@ -8,12 +8,25 @@ from __future__ import annotations
 
 import errno
 
-from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, RemoteUnreachableError, StorageError
+from asymcheck.errors import (
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RemoteUnreachableError,
+    StorageError,
+    TooManyFilesError,
+)
 
 _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not enough space")
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
+_READS = ("look at ", "list ", "read ")
+_AWAY = {
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
+    *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
+    *(errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM),
+}
+"""What the kernel says when the server of a mounted file system, the network, or memory is not there."""
 
 
 def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
@@ -28,10 +41,17 @@ def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
             f"{message}; free space or raise the quota there, or delete checkpoints and run gc on it"
         )
     if number in (errno.EACCES, errno.EPERM, errno.EROFS) or any(sign in lower for sign in _DENIED):
+        if what.startswith(_READS):
+            # Who may not look knows nothing of what is there.
+            return RemoteUnreachableError(f"{message}; this user may not look there")
         return ReadOnlyStoreError(f"{message}; this user may not do that there")
+    if number in (errno.EMFILE, errno.ENFILE):
+        return TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)")
     if number == errno.ENOTDIR:
         return StorageError(f"{message}; a file is where a directory is meant: name another location")
-    if is_local or any(sign in lower for sign in _DAMAGED):
+    if number in _AWAY:
+        return RemoteUnreachableError(message)
+    if (is_local and isinstance(error, OSError)) or any(sign in lower for sign in _DAMAGED):
         return StorageError(message)
     return RemoteUnreachableError(message)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from asymcheck.arguments import check_step
 from asymcheck.captures import Captures
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CatalogError, RemoteCopyWarning, warn_user
+from asymcheck.errors import CatalogError, RemoteCopyWarning, UnreachableRemoteWarning, warn_user
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.migration.collect_remote import collect_remote
@@ -65,6 +65,19 @@ class Remotes(Captures):
 
     def _with_memory(self, tier: ReadTier) -> ReadTier:
         return AtHand(tier, self._at_hand) if self._at_hand else tier
+
+    def warn_of_empty_remote(self) -> None:
+        """Say that there is nothing in the location behind the store, for a training that begins from nothing.
+
+        Warns:
+            UnreachableRemoteWarning: nothing is there, which can be a mount point without its file system.
+        """
+        if self._far is not None and self._far.tier() is None:
+            warn_user(
+                f"nothing is restored: nothing was pushed to {self._far.name} yet. If something was, stop this "
+                "training and see whether the name is right and the file system is mounted",
+                UnreachableRemoteWarning,
+            )
 
     def restorable(self, run: str, step: int | None, skipped: list[str]) -> Iterator[CheckpointRef]:
         """Yield the consistent checkpoints of a run, or of a step of it, in the order in which to try them.

@@ -32,28 +32,40 @@ _AWAY = {
 def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
     """Return the error for what a client raised when it was to do ``what``."""
     text = _short(str(error))
-    message, lower = f"{what}: {text}", text.lower()
     number = getattr(error, "errno", None)
-    if any(sign in lower for sign in _SAFE_MODE):
-        return RemoteUnreachableError(f"{message}; HDFS is in safe mode: try again when it has left it")
-    if number in (errno.ENOSPC, errno.EDQUOT) or any(sign in lower for sign in _FULL):
-        return OutOfSpaceError(
-            f"{message}; free space or raise the quota there, or delete checkpoints and run gc on it"
-        )
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS) or any(sign in lower for sign in _DENIED):
-        if what.startswith(_READS):
-            # Who may not look knows nothing of what is there.
-            return RemoteUnreachableError(f"{message}; this user may not look there")
-        return ReadOnlyStoreError(f"{message}; this user may not do that there")
-    if number in (errno.EMFILE, errno.ENFILE):
-        return TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)")
-    if number == errno.ENOTDIR:
-        return StorageError(f"{message}; a file is where a directory is meant: name another location")
-    if number in _AWAY:
-        return RemoteUnreachableError(message)
-    if (is_local and isinstance(error, OSError)) or any(sign in lower for sign in _DAMAGED):
-        return StorageError(message)
-    return RemoteUnreachableError(message)
+
+    def says(*signs: str) -> bool:
+        return any(sign in text.lower() for sign in signs)
+
+    # Who may not look knows nothing of what is there.
+    denied = (RemoteUnreachableError, "look") if what.startswith(_READS) else (ReadOnlyStoreError, "do that")
+    cases: tuple[tuple[bool, type[StorageError], str], ...] = (
+        (says(*_SAFE_MODE), RemoteUnreachableError, "; HDFS is in safe mode: try again when it has left it"),
+        (
+            number in (errno.ENOSPC, errno.EDQUOT) or says(*_FULL),
+            OutOfSpaceError,
+            "; free space or raise the quota there, or delete checkpoints and run gc on it",
+        ),
+        (
+            number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED),
+            denied[0],
+            f"; this user may not {denied[1]} there",
+        ),
+        (
+            number in (errno.EMFILE, errno.ENFILE),
+            TooManyFilesError,
+            "; raise the limit of open files (ulimit -n)",
+        ),
+        (
+            number == errno.ENOTDIR,
+            StorageError,
+            "; a file is where a directory is meant: name another location",
+        ),
+        (number in _AWAY, RemoteUnreachableError, ""),
+        ((is_local and isinstance(error, OSError)) or says(*_DAMAGED), StorageError, ""),
+        (True, RemoteUnreachableError, ""),
+    )
+    return next(kind(f"{what}: {text}{advice}") for applies, kind, advice in cases if applies)
 
 
 def _short(text: str) -> str:

@@ -17,15 +17,19 @@ from asymcheck.cli.main import commands
 from asymcheck.errors import (
     DamagedPartitionError,
     InconsistentCheckpointError,
+    InvalidInputError,
     RecoveryError,
     RemoteUnreachableError,
     StoreNotFoundError,
     StructureError,
 )
+from asymcheck.migration.pull import pull
+from asymcheck.pipeline.request import new_save_id
 from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.tiers.spanning import Far
+from asymcheck.types import Part
 from tests.cli.conftest import run_command
-from tests.remote.conftest import CONFIG, check_state, config, state_of
+from tests.remote.conftest import CONFIG, check_state, config, save_steps, state_of
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
@@ -281,3 +285,134 @@ def test_threads_open_the_location_once(pushed: Path, folder: str) -> None:
         assert len(set(map(id, threads.map(lambda _: far.tier(), range(8))))) == 1
     far.close()
     assert len(opened) == 1
+
+
+def packs_of(folder: str) -> set[Path]:
+    """The packs of a location."""
+    return set((Path(folder.removeprefix("file://")) / "packs").iterdir())
+
+
+@pytest.fixture
+def broken_there(store: Path, folder: str) -> Path:
+    """A store whose two checkpoints were pushed, of which the second cannot be had there."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+        before = packs_of(folder)
+        opened.push(folder, 2)
+    for pack in packs_of(folder) - before:
+        pack.unlink()
+    return store
+
+
+def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: str) -> None:
+    """The other checkpoint is brought back; the reason is said of the one that is left."""
+    lose_packs(broken_there)
+    with Store.open(broken_there, config=CONFIG, remote=folder) as opened:
+        done = opened.repair()
+        assert [one.where for one in done.done if one.kind == "remote"] == [folder]
+        (left,) = done.left
+        assert left.kind == "lost-partitions"
+        assert "step 2" in left.where
+        assert f"; it could not be brought from {folder}: " in left.message
+        assert [one.step for one in opened.checkpoints()] == [1, 2]
+        assert opened.repair().done == ()
+    with Store.open(broken_there, config=CONFIG) as opened:
+        check_state(opened.load(1), 1)
+
+
+def test_what_cannot_be_had_stops_no_other_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
+    """What can be copied is; the error names the rest. A single one says what is wrong with it."""
+    first = state_of(3)
+    with Store.open(broken_there, config=CONFIG) as opened:
+        opened.save(first, step=3)
+        opened.push(folder, 3)
+    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+        with pytest.raises(InconsistentCheckpointError, match="1 of 3 checkpoints could not be copied") as caught:
+            opened.pull(folder, everything=True)
+        assert [reason.startswith("default step 2") for reason in caught.value.reasons] == [True]
+        assert [one.step for one in opened.checkpoints()] == [1, 3]
+        check_state(opened.load(3), 3)
+
+
+def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Each question may cost a deadline: the other checkpoints are not asked for."""
+    asked: list[str] = []
+
+    def away(*_: object, **__: object) -> object:
+        asked.append("once")
+        raise RemoteUnreachableError("nobody answers")
+
+    with Store.open(tmp_path / "new", config=CONFIG) as opened, pytest.MonkeyPatch.context() as patched:
+        catalog = opened._catalog()
+        patched.setattr("asymcheck.migration.pull.read_manifests", away)
+        patched.setattr("asymcheck.tiers.manifests.ManifestReader.runs", away)
+        there = RemoteTier(parse_location(folder), CONFIG)
+        listings = there.manifests.checkpoints("default")
+        with pytest.raises(RemoteUnreachableError):
+            pull(there, opened._nvme, catalog, listings)
+        there.close()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "lose", [lambda head: head.unlink(), lambda head: head.write_bytes(b"x" * 8192)], ids=["missing", "damaged"]
+)
+def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[[Path], None]) -> None:
+    """As they were; nothing else has to be lost. A pull does it, too, where one is damaged."""
+    head = store / "heads" / "default" / "00000002.head"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.save(state_of(3), step=3, generation=opened.begin_generation(opened.checkpoints()[0]))
+        opened.push(folder, everything=True)
+    before = head.read_bytes()
+    lose(head)
+    with Store.open(store, config=CONFIG) as opened:
+        assert len(opened.repair().left) == 1
+        opened.delete(1)
+        opened.pull(folder, 1)
+        assert head.read_bytes() == before
+    lose(head)
+    with Store.open(store, config=CONFIG, remote=folder) as opened:
+        done = opened.repair()
+        assert ([one.kind for one in done.done], done.left) == (["record"], ())
+        assert opened.repair().done == ()
+    assert head.read_bytes() == before
+
+
+def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: str, tmp_path: Path) -> None:
+    """No checkpoint of that generation lies on both sides: what is damaged is left, and the reason is said."""
+    save_steps(tmp_path / "other", 1)
+    for path in (store, tmp_path / "other"):
+        with Store.open(path, config=CONFIG) as opened:
+            opened.save(state_of(3), step=3, generation=opened.begin_generation(None))
+    with Store.open(tmp_path / "other", config=CONFIG) as opened:
+        opened.push(folder, 3)
+    head = store / "heads" / "default" / "00000002.head"
+    head.write_bytes(b"x" * 8192)
+    with Store.open(store, config=CONFIG, remote=folder) as opened:
+        (left,) = opened.repair().left
+        assert left.kind == "damaged-head"
+        assert "may be that of another training" in left.message
+        with pytest.raises(InvalidInputError, match="may be that of another training"):
+            opened.pull(folder, 3)
+    assert head.read_bytes() == b"x" * 8192
+
+
+def test_a_manifest_of_one_rank_is_brought_back(store: Path, folder: str) -> None:
+    """A checkpoint that is incomplete here counts as lost."""
+    save_id = new_save_id().hex()
+    with Store.open(store, config=CONFIG) as opened:
+        for rank in range(2):
+            opened.save(state_of(3), step=3, part=Part(rank, 2, save_id))
+        opened.push(folder, 3)
+    newest = max((store / "manifests" / "default").iterdir())
+    max(newest.iterdir()).unlink()
+    with Store.open(store, config=CONFIG) as opened:
+        (left,) = opened.repair().left
+        assert (left.kind, left.message) == (
+            "incomplete-checkpoint",
+            "manifests of ranks 1 are missing (world size 2)",
+        )
+    with Store.open(store, config=CONFIG, remote=folder) as opened:
+        assert opened.repair().left == ()
+        assert opened.verify() == []
+        check_state(opened.load(3), 3)

@@ -138,6 +138,7 @@ class Checkpointer:
 
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
+            UnreachableRemoteWarning: nothing lies in the ``remote`` of the store, either.
         """
         self.wait()
         self._store.settle()
@@ -160,7 +161,7 @@ class Checkpointer:
         except CheckpointNotFoundError:
             if step is not None:
                 raise
-            self._warn_of_abandoned(_NONE_RESTORED)
+            self._tell_of_none()
             return None
         self._complaints.tell_of_skipped(restored.skipped)
         self._go_on_from(restored.checkpoint)
@@ -168,12 +169,16 @@ class Checkpointer:
 
     def _went_back(self, returned: Returned | None) -> Checkpoint | None:
         if returned is None:
-            self._warn_of_abandoned(_NONE_RESTORED)
+            self._tell_of_none()
             return None
         self._complaints.tell_of_skipped(returned.skipped)
         self._generation = returned.generation
         self._went_to(returned.checkpoint.step)
         return returned.checkpoint
+
+    def _tell_of_none(self) -> None:
+        if not self._warn_of_abandoned(_NONE_RESTORED):
+            self._store.warn_of_empty_remote()
 
     def rollback(self) -> Checkpoint:
         """Bring the state back from the newest checkpoint on the line that is complete in memory.

@@ -94,9 +94,10 @@ class NotFoundError(AsymcheckError):
 
 
 class StoreNotFoundError(NotFoundError):
-    """There is no store at the location."""
+    """There is no store at the location; ``is_empty`` unless something else lies there."""
 
     kind = "store-not-found"
+    is_empty: bool = True
 
 
 class CheckpointNotFoundError(NotFoundError):
@@ -392,7 +393,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 class UnreachableRemoteWarning(UserWarning):
-    """A remote location did not answer; what it may have is not known, and work went on without it."""
+    """A remote location did not answer, or has no store; what is meant to lie there is not known."""
 
 
 class RemoteCopyWarning(UserWarning):

@@ -10,10 +10,11 @@ from typing import TypeVar
 from asymcheck.arguments import check_step
 from asymcheck.captures import Captures
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CatalogError, RemoteCopyWarning, warn_user
+from asymcheck.errors import CatalogError, RemoteCopyWarning, UnreachableRemoteWarning, warn_user
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.migration.heal import can_be_healed, heal
 from asymcheck.migration.pull import pull
 from asymcheck.migration.push import push
 from asymcheck.migration.pushing import Pushing
@@ -23,14 +24,14 @@ from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.policies.pushing import Push
 from asymcheck.recovery.rebuild import Rebuilt, rebuild
 from asymcheck.recovery.repair import repair
-from asymcheck.recovery.repaired import Repair, Repaired
+from asymcheck.recovery.repaired import Repaired
 from asymcheck.recovery.resolve import candidates, resolve_each
 from asymcheck.tiers.at_hand import AtHand
 from asymcheck.tiers.nvme import Catalog, Transaction
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier, parse_location
 from asymcheck.tiers.spanning import Far, SpanningTier
-from asymcheck.types import CheckpointRef, Progress, readable_size
+from asymcheck.types import CheckpointRef, Progress
 
 _T = TypeVar("_T")
 
@@ -66,6 +67,19 @@ class Remotes(Captures):
     def _with_memory(self, tier: ReadTier) -> ReadTier:
         return AtHand(tier, self._at_hand) if self._at_hand else tier
 
+    def warn_of_empty_remote(self) -> None:
+        """Say that there is nothing in the location behind the store, for a training that begins from nothing.
+
+        Warns:
+            UnreachableRemoteWarning: nothing is there, which can be a mount point without its file system.
+        """
+        if self._far is not None and self._far.tier() is None:
+            warn_user(
+                f"nothing is restored: nothing was pushed to {self._far.name} yet. If something was, stop this "
+                "training and see whether the name is right and the file system is mounted",
+                UnreachableRemoteWarning,
+            )
+
     def restorable(self, run: str, step: int | None, skipped: list[str]) -> Iterator[CheckpointRef]:
         """Yield the consistent checkpoints of a run, or of a step of it, in the order in which to try them.
 
@@ -82,8 +96,9 @@ class Remotes(Captures):
     def repair(self, progress: Progress | None = None) -> Repaired:
         """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
 
-        What is lost here is fetched from the location that was given as ``remote`` to :meth:`open`, if any. Safe beside
-        saves, loads and collections of other processes. What it cannot repair it names, with what can be done about it.
+        What is lost here is fetched from the location that was given as ``remote`` to :meth:`open`, if any; what cannot
+        be had there stops nothing else. Safe beside saves, loads and collections of other processes. What it cannot
+        repair it names, with what can be done about it.
         A second repair in a row does nothing.
 
         Raises:
@@ -92,25 +107,16 @@ class Remotes(Captures):
             RemoteUnreachableError: something is lost here, and the remote location does not answer.
         """
         first = self._with_catalog(lambda catalog, made: repair(self._nvme, catalog, progress, made))
-        lost = {name for one in first.left for name in one.checkpoints}
-        there = self._far.tier() if self._far is not None and lost else None
+        there = self._far.tier() if self._far is not None and can_be_healed(first.left) else None
         if there is None:
             return first
-        listings = [
-            listing
-            for run in there.manifests.runs()
-            for listing in there.manifests.checkpoints(run)
-            if f"{run} {listing.ref}" in lost and listing.is_complete
-        ]
-        fetched = pull(there, self._writable(), self._catalog(), listings, progress, again=True)
-        what = f"{len(listings)} of {len(lost)} checkpoints with lost partitions or manifests"
-        count = fetched.moved_partitions
-        done = f"{count} partition{'' if count == 1 else 's'} fetched, {readable_size(fetched.moved_bytes)}"
-        healed = Repair("remote", str(there.location), what, done)
-        # What is damaged here and was fetched is of no use any more.
-        second = self._with_catalog(lambda catalog, made: repair(self._nvme, catalog, progress, made))
+        healed = heal(there, self._writable(), self._catalog(), first.left, progress)
         copied, nbytes = first.copied_partitions, first.copied_bytes
-        return Repaired((*first.done, *((healed,) if listings else ()), *second.done), second.left, copied, nbytes)
+        if not healed.done:
+            return Repaired(first.done, healed.told(first.left), copied, nbytes)
+        # What is damaged here and was brought is of no use any more.
+        second = self._with_catalog(lambda catalog, made: repair(self._nvme, catalog, progress, made))
+        return Repaired((*first.done, *healed.done, *second.done), healed.told(second.left), copied, nbytes)
 
     def _with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
         """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
@@ -195,6 +201,8 @@ class Remotes(Captures):
         progress: Progress | None = None,
     ) -> Moved:
         """Copy a checkpoint from a remote location into this store, every byte verified; see :meth:`push`.
+
+        With ``everything``, one that cannot be copied stops no other; at the end the error names all of them.
 
         Raises:
             StoreNotFoundError: nothing was pushed to ``location``.

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import (
+    AsymcheckError,
+    CatalogError,
+    ClosedStoreError,
+    ForkedStoreError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RemoteUnreachableError,
+    StorageError,
+    TooManyFilesError,
+)
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
+from asymcheck.migration.head_records import pull_heads
 from asymcheck.migration.tally import Moved, Tally
 from asymcheck.pipeline.commit import enter, finish, take_back
 from asymcheck.pipeline.packing import KnownPartitions, Packing
@@ -20,19 +33,29 @@ from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.tiers.owners import hold, let_go
 from asymcheck.tiers.remote import RemoteTier
-from asymcheck.types import Digest, Progress
+from asymcheck.types import CheckpointRef, Digest, Progress
+
+_NO_OTHER_EITHER = (
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    TooManyFilesError,
+    CatalogError,
+    ClosedStoreError,
+    ForkedStoreError,
+)
+"""What stops all copying: another checkpoint would fail for the same reason."""
 
 
 def pull(
     there: RemoteTier,
     here: NvmeTier,
     catalog: Catalog,
-    listings: Iterable[CheckpointFiles],
+    listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
-    *,
-    again: bool = False,
 ) -> Moved:
     """Copy checkpoints into a store, every byte verified. Those that are in it already are passed over.
+
+    One that cannot be copied stops no other; at the end it is an error.
 
     Args:
         there: where they lie.
@@ -40,7 +63,6 @@ def pull(
         catalog: its catalog.
         listings: which ones.
         progress: called with plain bytes read and to be read, for the checkpoint that is being copied.
-        again: whether those that are in it are committed once more, with what they lack: they are damaged.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied.
@@ -48,28 +70,74 @@ def pull(
         RemoteUnreachableError, StorageError: the location, or the device, refused; what was committed stays.
     """
     tally = Tally()
-    for listing in listings:
-        if not again and here.manifests.listing(listing.run, listing.ref).is_complete:
+    with_heads = set[str]()
+
+    def copy(listing: CheckpointFiles) -> None:
+        if here.manifests.listing(listing.run, listing.ref).is_complete:
             tally.present += 1
-            continue
-        _heads(there, here, listing.run)
-        manifests = read_manifests(there, listing)
-        for name, manifest in zip(listing.manifests, manifests, strict=True):
-            _Pull(there, here, catalog, tally, progress).carry_out(listing, name, manifest)
-        tally.committed.append(f"{listing.run} {listing.ref}")
+            return
+        if listing.run not in with_heads:
+            pull_heads(there, here, listing.run)
+            with_heads.add(listing.run)
+        copy_one(there, here, catalog, listing, tally, progress)
+
+    failed = each(there, listings, copy)
+    if failed:
+        raise _failure(failed, len(listings), there)
     return tally.result(str(there.location))
 
 
-def _heads(there: RemoteTier, here: NvmeTier, run: str) -> None:
-    for generation in there.manifests.heads(run):
-        found = there.manifests.read_head(run, generation)
-        if found is not None and not here.manifests.publish_head(found[0]):
-            own = here.manifests.read_head(run, generation)
-            if own is None or (own[0].parent, own[0].created_ns) != (found[0].parent, found[0].created_ns):
-                raise InvalidInputError(
-                    f"store {here.root} has another generation {generation} of run {run!r} than {there.location}: "
-                    "another training of this name was saved here; pull into another store"
-                )
+def each(
+    there: RemoteTier, listings: Sequence[CheckpointFiles], copy: Callable[[CheckpointFiles], None]
+) -> dict[str, AsymcheckError]:
+    """Copy checkpoints one by one; return what could not be copied, and why.
+
+    Raises:
+        RemoteUnreachableError, StorageError: no other could be copied, either.
+    """
+    failed: dict[str, AsymcheckError] = {}
+    for listing in listings:
+        try:
+            copy(listing)
+        except _NO_OTHER_EITHER:
+            raise
+        except AsymcheckError as error:
+            if isinstance(error, RemoteUnreachableError):
+                there.manifests.runs()  # An error when nobody answers, whatever is asked.
+            failed[f"{listing.run} {listing.ref}"] = error
+    return failed
+
+
+def _failure(failed: Mapping[str, AsymcheckError], count: int, there: RemoteTier) -> AsymcheckError:
+    """Return one error for all."""
+    errors = list(failed.values())
+    if count == 1:
+        return errors[0]
+    message = f"{len(failed)} of {count} checkpoints could not be copied from {there.location}, the others are here:"
+    reasons = [f"{name}: {error}" for name, error in failed.items()]
+    for kind in (RemoteUnreachableError, StorageError, InvalidInputError):
+        if any(isinstance(error, kind) for error in errors):
+            return kind("\n  ".join([message, *reasons]))
+    return InconsistentCheckpointError(message, reasons)
+
+
+def copy_one(
+    there: RemoteTier,
+    here: NvmeTier,
+    catalog: Catalog,
+    listing: CheckpointFiles,
+    tally: Tally,
+    progress: Progress | None,
+) -> None:
+    """Copy one checkpoint, or what the store lacks of it: it may be there already, and damaged.
+
+    Raises:
+        AsymcheckError: it cannot be copied; what was here before is here still.
+    """
+    manifests = read_manifests(there, listing)
+    for name, manifest in zip(listing.manifests, manifests, strict=True):
+        _Pull(there, here, catalog, tally, progress).carry_out(listing, name, manifest)
+    tally.committed.append(f"{listing.run} {listing.ref}")
 
 
 class _Pull:
@@ -91,6 +159,7 @@ class _Pull:
         """Fetch what the store lacks, and commit."""
         run, ref = listing.run, listing.ref
         pin = pin_key(ref.save_id, name.rank)
+        published: CheckpointRef | None = None
         hold(pin)
         try:
             data = self._there.manifests.read_bytes(run, ref, name)
@@ -105,10 +174,13 @@ class _Pull:
                     pin,
                     lambda lost: self._fetch(sources, sorted(lost), manifest),
                 )
+            if not self._here.manifests.listing(run, ref).has(name.rank):
+                # What lay here before stays, whatever becomes of this: parts of it may be sound.
+                published = ref
             self._here.manifests.publish(run, ref, name.rank, name.world_size, data)
             finish(self._catalog, run, ref, name, len(data), pin)
         except BaseException:
-            take_back(self._here, self._catalog, run, name.rank, ref, pin)
+            take_back(self._here, self._catalog, run, name.rank, published, pin)
             raise
         finally:
             let_go(pin)

@@ -5,8 +5,7 @@ Or in the memory that a dead process left, to which nobody writes.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader, decode_checked
@@ -31,10 +30,9 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
         DamagedPartitionError: no copy of a partition is intact; the message names pack and frame.
         StorageError: the device refused.
     """
-    searching = threading.Lock()
 
     def read(name: Digest, slot: Slot) -> None:
-        plain = read_any(sources, name, slot, searching)
+        plain = read_any(sources, name, slot)
         with timed("place", len(plain)):
             place(name, plain)
 
@@ -61,21 +59,19 @@ def read_plain(sources: Sources, name: Digest, first: Copy) -> memoryview:
     Raises:
         DamagedPartitionError: no copy is intact.
     """
-    return _read_any(sources, name, first, Slot(stored_length(first)), threading.Lock())
+    return _read_any(sources, name, first, Slot(stored_length(first)))
 
 
-def read_any(sources: Sources, name: Digest, slot: Slot, searching: threading.Lock) -> memoryview:
+def read_any(sources: Sources, name: Digest, slot: Slot) -> memoryview:
     """Read a partition from the first of its copies that is intact and return its plain bytes, in ``slot`` as a rule.
-
-    ``searching`` keeps threads that share ``sources`` from looking for further copies together.
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
-    return _read_any(sources, name, sources.copy(name), slot, searching)
+    return _read_any(sources, name, sources.copy(name), slot)
 
 
-def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot, searching: threading.Lock) -> memoryview:
+def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot) -> memoryview:
     read_base = base_reader_of(sources)
     try:
         return read_checked(first, name, slot, read_base)
@@ -83,9 +79,7 @@ def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot, searching
         raise
     except (FormatError, StorageError) as error:
         problems = [_problem(first, error)]
-    with searching:
-        others = sources.other_copies(name, first)
-    for copy in others:
+    for copy in sources.other_copies(name, first):
         try:
             room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES))
             return read_checked(copy, name, room, read_base)
@@ -104,8 +98,11 @@ def _problem(copy: Copy, error: Exception) -> str:
 def base_reader_of(sources: Sources) -> BaseReader:
     """Return a reader of bases from the packs of ``sources``."""
 
-    def copies_of(name: Digest) -> list[FrameReader]:
-        return [partial(_read_copy, copy) for copy in sources.base_copies(name)]
+    def copies_of(name: Digest) -> Iterator[FrameReader]:
+        near = sources.base_copies(name)
+        yield from (partial(_read_copy, copy) for copy in near)
+        # None of them is intact: now others are worth the way.
+        yield from (partial(_read_copy, copy) for copy in sources.all_base_copies(name)[len(near) :])
 
     return base_reader(copies_of)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -95,6 +95,7 @@ class Sources:
         self._missing = len(self._places)
         self._numbered: list[OpenPack] = []
         self._bases: dict[Digest, list[Copy]] = {}
+        self._looked_near: set[Digest] = set()
         self._packs_of_bases: list[OpenPack] = []
         self._searching = threading.Lock()
         try:
@@ -163,18 +164,40 @@ class Sources:
             if pack.entries["kind"].any():
                 frames = self._places[self._places >> _FRAME_BITS == number] & _FRAME_MASK
                 wanted |= _bases_of(pack, frames)
-        while wanted:
-            found = self._all_copies(wanted)
-            self._bases.update(found)
-            wanted = {
-                base for copies in found.values() for copy in copies for base in copy.bases()
-            } - self._bases.keys()
+        # What is wanted may all lie in packs that are nearer than others: then no other is looked into.
+        near = self._with_their_bases(wanted, lambda: self._tier.hinted(()))
+        if all(near.values()):
+            self._bases, self._looked_near = near, set(near)
+        else:
+            self._bases = self._with_their_bases(wanted, self._everywhere)
 
-    def _all_copies(self, names: set[Digest], *, keep: bool = False) -> dict[Digest, list[Copy]]:
-        """Return every copy of partitions, full ones first, by looking into every pack once."""
+    def _with_their_bases(
+        self, wanted: set[Digest], pack_ids: Callable[[], Iterable[PackId]]
+    ) -> dict[Digest, list[Copy]]:
+        """Return the copies of partitions in some packs, and of all that these are encoded against."""
+        bases: dict[Digest, list[Copy]] = {}
+        while wanted:
+            found = self._copies_in(pack_ids(), wanted)
+            bases.update(found)
+            wanted = {base for copies in found.values() for copy in copies for base in copy.bases()} - bases.keys()
+        return bases
+
+    def _everywhere(self) -> Iterator[PackId]:
+        """Yield all packs once, near ones first: who needs no more does not ask for the others."""
+        seen: set[PackId] = set()
+        for pack_ids in (self._tier.hinted, lambda _: self._tier.pack_ids()):
+            for pack_id in pack_ids(()):
+                if pack_id not in seen:
+                    seen.add(pack_id)
+                    yield pack_id
+
+    def _copies_in(
+        self, pack_ids: Iterable[PackId], names: set[Digest], *, keep: bool = False
+    ) -> dict[Digest, list[Copy]]:
+        """Return every copy of partitions in some packs, full ones first, by looking into every pack once."""
         found: dict[Digest, list[Copy]] = {name: [] for name in names}
         digests = DigestSet(as_column(sorted(names)))
-        for pack_id in self._tier.pack_ids():
+        for pack_id in pack_ids:
             pack = self._packs.get(pack_id) or self._open(pack_id)
             if pack is None:
                 continue
@@ -189,11 +212,23 @@ class Sources:
         return {name: sorted(copies, key=Copy.kind) for name, copies in found.items()}
 
     def base_copies(self, digest: Digest) -> list[Copy]:
-        """Return all copies of a partition that another one is encoded against, full ones first. Thread-safe."""
+        """Return the copies of a partition that another one is encoded against, full ones first. Thread-safe."""
         with self._searching:
             if digest not in self._bases:
                 # A further copy of a damaged partition may have another base.
-                self._bases.update(self._all_copies({digest}, keep=True))
+                self._bases.update(self._copies_in(self._everywhere(), {digest}, keep=True))
+            return self._bases[digest]
+
+    def all_base_copies(self, digest: Digest) -> list[Copy]:
+        """Return what :meth:`base_copies` does, and behind that what it did not need to look for. Thread-safe."""
+        known = self.base_copies(digest)
+        with self._searching:
+            if digest in self._looked_near:
+                self._looked_near.remove(digest)
+                places = {(copy.pack.header.pack_id, copy.sequence) for copy in known}
+                found = self._copies_in(self._everywhere(), {digest}, keep=True)[digest]
+                more = [copy for copy in found if (copy.pack.header.pack_id, copy.sequence) not in places]
+                self._bases[digest] = [*known, *more]
             return self._bases[digest]
 
     def _lost_base(self) -> tuple[Digest, Digest] | None:
@@ -257,15 +292,16 @@ class Sources:
         )
         return int(max(lengths, default=0))
 
-    def other_copies(self, digest: Digest, damaged: Copy) -> list[Copy]:
-        """Search every pack for further copies of a partition of which one is damaged."""
-        found = []
-        for pack_id in self._tier.pack_ids():
-            pack = self._packs.get(pack_id) or self._open(pack_id)
+    def other_copies(self, digest: Digest, damaged: Copy) -> Iterator[Copy]:
+        """Yield further copies of a partition of which one is damaged, near ones first. Thread-safe."""
+        for pack_id in self._everywhere():
+            with self._searching:
+                pack = self._packs.get(pack_id) or self._open(pack_id)
             if pack is not None:
                 here = pack.entries["digest"] == as_column([digest])
-                found += [Copy(pack, int(sequence)) for sequence in np.flatnonzero(here)]
-        return [copy for copy in found if copy.pack is not damaged.pack or copy.sequence != damaged.sequence]
+                for sequence in np.flatnonzero(here).tolist():
+                    if pack is not damaged.pack or sequence != damaged.sequence:
+                        yield Copy(pack, sequence)
 
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""

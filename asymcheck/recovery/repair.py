@@ -10,12 +10,14 @@ from asymcheck.format import layout
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
 from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.recovery.replace import Replacement
+from asymcheck.recovery.resolve import what_is_missing
 from asymcheck.recovery.survey import PackContent, Survey, survey
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.types import Digest, Location, PackId, Progress
 
 _AGAIN = "run the repair again when no other process uses it"
 _DELETE = "delete that step, or restore another with step=…"
+_INCOMPLETE = f"nothing, while other ranks may be saving it; else {_DELETE}"
 _HEAL = f"save a state with the same bytes, which writes them again; or {_DELETE}"
 _NAME_STEP = "restore a step by its number (step=…); training goes on from there"
 
@@ -106,6 +108,10 @@ class _Repairer:
     def _manifests(self, run: str, needs: dict[Digest, set[tuple[str, CheckpointFiles]]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint = f"{run} {listing.ref}"
+            if not listing.is_complete:
+                where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
+                left = Unrepaired("incomplete-checkpoint", where, what_is_missing(listing), _INCOMPLETE, (checkpoint,))
+                self._left.append(left)
             for name in listing.manifests:
                 try:
                     manifest = self._tier.manifests.read(run, listing.ref, name)

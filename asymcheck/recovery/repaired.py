@@ -10,9 +10,9 @@ class Repair:
     """One thing that was repaired."""
 
     kind: str
-    """Stable code: ``temporaries``, ``record``, ``catalog`` or ``pack``."""
+    """Stable code: ``temporaries``, ``record``, ``catalog``, ``pack`` or ``remote``."""
     where: str
-    """The file, below the store."""
+    """The file, below the store; or the remote location."""
     found: str
     """What was wrong with it."""
     done: str
@@ -24,8 +24,8 @@ class Unrepaired:
     """One thing that is wrong and was not repaired."""
 
     kind: str
-    """Stable code: ``lost-partitions``, ``damaged-manifest``, ``damaged-head``, ``missing-head``, ``busy-pack`` or
-    ``unreadable-pack``."""
+    """Stable code: ``lost-partitions``, ``damaged-manifest``, ``incomplete-checkpoint``, ``damaged-head``,
+    ``missing-head``, ``busy-pack`` or ``unreadable-pack``."""
     where: str
     """The file or the checkpoint."""
     message: str

@@ -171,13 +171,18 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
         FormatError: one is damaged.
     """
     if not listing.is_complete:
-        if not listing.world_size:
-            raise InconsistentCheckpointError("its manifests disagree on the world size")
-        missing = listing.missing_ranks
-        what = (
-            f"manifests of ranks {', '.join(map(str, missing[:8]))} are missing"
-            if missing
-            else "one rank has two manifests"
-        )
-        raise InconsistentCheckpointError(f"{what} (world size {listing.world_size})")
+        raise InconsistentCheckpointError(what_is_missing(listing))
     return tier.manifests.read_all(listing)
+
+
+def what_is_missing(listing: CheckpointFiles) -> str:
+    """Say why a checkpoint is not complete."""
+    if not listing.world_size:
+        return "its manifests disagree on the world size"
+    missing = listing.missing_ranks
+    what = (
+        f"manifests of ranks {', '.join(map(str, missing[:8]))} are missing"
+        if missing
+        else "one rank has two manifests"
+    )
+    return f"{what} (world size {listing.world_size})"

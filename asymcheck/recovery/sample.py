@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 
 from asymcheck.errors import FormatError, RecoveryError, StorageError
 from asymcheck.format import registry
@@ -132,11 +131,11 @@ def _bytes_of(sources: Sources, places: list[_Place], most: int) -> bytes:
     """Read pieces, every partition verified whole; nothing when one of them lies nowhere."""
     if not all(sources.find(place.extent.digest) for place in places):
         return b""
-    found, searching = bytearray(), threading.Lock()
+    found = bytearray()
     for place in places:
         extent = place.extent
         slot = Slot(sources.largest([extent.digest]))
-        plain = read_any(sources, extent.digest, slot, searching)
+        plain = read_any(sources, extent.digest, slot)
         # Whole elements of any dtype.
         found += plain[extent.offset : extent.offset + min(extent.length, max(most - len(found), 0) // 16 * 16)]
     return bytes(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -27,7 +26,6 @@ class PartitionCache:
         self._sources = sources
         self._slot_bytes = sources.largest(digests)
         self._kept: OrderedDict[Digest, tuple[Slot, memoryview]] = OrderedDict()
-        self._searching = threading.Lock()
 
     def read(self, digest: Digest) -> memoryview:
         """Return the checked bytes of a partition; they are good until two others have been read.
@@ -39,7 +37,7 @@ class PartitionCache:
             self._kept.move_to_end(digest)
             return self._kept[digest][1]
         slot = self._kept.popitem(last=False)[1][0] if len(self._kept) == _KEPT else Slot(self._slot_bytes)
-        data = read_any(self._sources, digest, slot, self._searching)
+        data = read_any(self._sources, digest, slot)
         self._kept[digest] = (slot, data)
         return data
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import (
@@ -14,6 +16,7 @@ from asymcheck.errors import (
     RemoteUnreachableError,
     StorageError,
     StoreNotFoundError,
+    TooManyFilesError,
     UnreachableRemoteWarning,
     UnsupportedFormatError,
     warn_user,
@@ -28,12 +31,14 @@ from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import CheckpointRef, PackId
 
+_T = TypeVar("_T")
+
 # A location that did not answer is not asked again at once: each question may cost a deadline.
 _SULK_S = 60.0
 
 
 class Far:
-    """A remote location that is opened when it is needed."""
+    """A remote location that is opened when it is needed. Threads may share it."""
 
     def __init__(self, name: str, connect: Callable[[], RemoteTier]) -> None:
         """Open what is called ``name`` by ``connect``."""
@@ -41,29 +46,65 @@ class Far:
         self._connect = connect
         self._tier: RemoteTier | None = None
         self._refused: tuple[float, RemoteUnreachableError] | None = None
+        self._lock = threading.Lock()
 
     def tier(self) -> RemoteTier | None:
-        """Return it; None when nothing was pushed there yet.
+        """Return it; None when nothing at all is there yet.
 
         Raises:
-            RemoteUnreachableError: it does not answer, or did not a moment ago.
+            RemoteUnreachableError: it does not answer, cannot be opened, or could not a moment ago.
+            InvalidInputError: there is no client for it.
         """
-        if self._tier is None:
+        with self._lock:
             if self._refused is not None and time.monotonic() < self._refused[0]:
                 raise self._refused[1]
-            try:
-                self._tier = self._connect()
-            except StoreNotFoundError:
+            if self._tier is None:
+                with self._known():
+                    self._tier = self._opened()
+            return self._tier
+
+    def _opened(self) -> RemoteTier | None:
+        try:
+            return self._connect()
+        except StoreNotFoundError as error:
+            if error.is_empty:
                 return None
-            except RemoteUnreachableError as error:
-                self._refused = (time.monotonic() + _SULK_S, error)
-                raise
-        return self._tier
+            raise RemoteUnreachableError(f"what was pushed is not known: {error}") from error
+        except FormatError as error:
+            raise RemoteUnreachableError(f"what lies in {self.name} is not known: {error}") from error
+
+    def ask(self, question: Callable[[RemoteTier], Iterable[_T]]) -> list[_T]:
+        """Return what it answers about the names that lie there; nothing when nothing at all is there yet.
+
+        Raises:
+            RemoteUnreachableError: nobody knows; see :meth:`tier`.
+        """
+        tier = self.tier()
+        if tier is None:
+            return []
+        with self._known():
+            return list(question(tier))
+
+    @contextlib.contextmanager
+    def _known(self) -> Iterator[None]:
+        """Turn whatever it refuses into the error for what nobody knows, and remember that."""
+        try:
+            yield
+        except TooManyFilesError:
+            raise
+        except RemoteUnreachableError as error:
+            self._refused = (time.monotonic() + _SULK_S, error)
+            raise
+        except StorageError as error:
+            found = RemoteUnreachableError(f"what lies in {self.name} is not known: {error}")
+            self._refused = (time.monotonic() + _SULK_S, found)
+            raise found from error
 
     def close(self) -> None:
         """Let go of it."""
-        if self._tier is not None:
-            self._tier.close()
+        with self._lock:
+            if self._tier is not None:
+                self._tier.close()
 
 
 class SpanningManifests:
@@ -76,8 +117,7 @@ class SpanningManifests:
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
-        far = self._far.tier()
-        return sorted({*self._near.runs(), *(far.manifests.runs() if far is not None else ())})
+        return sorted({*self._near.runs(), *self._far.ask(lambda far: far.manifests.runs())})
 
     def checkpoints(self, run: str) -> list[CheckpointFiles]:
         """Return all checkpoints that have a manifest in one of them.
@@ -90,8 +130,7 @@ class SpanningManifests:
         """
         found = {listing.ref: listing for listing in self._near.checkpoints(run)}
         try:
-            far = self._far.tier()
-            for listing in far.manifests.checkpoints(run) if far is not None else ():
+            for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)):
                 known = found.get(listing.ref)
                 found[listing.ref] = listing if known is None else _joined(known, listing)
         except RemoteUnreachableError as error:
@@ -108,9 +147,8 @@ class SpanningManifests:
         """Return the manifests of one checkpoint."""
         near = self._near.listing(run, ref)
         with contextlib.suppress(RemoteUnreachableError):
-            far = self._far.tier()
-            if far is not None:
-                return _joined(near, far.manifests.listing(run, ref))
+            for there in self._far.ask(lambda far: [far.manifests.listing(run, ref)]):
+                return _joined(near, there)
         return near
 
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
@@ -121,11 +159,13 @@ class SpanningManifests:
             raise
         except (FormatError, MissingPartitionError, StorageError) as error:
             far = self._far.tier()
-            if far is None or name not in far.manifests.listing(run, ref).manifests:
+            if far is None or name not in self._far.ask(lambda far: far.manifests.listing(run, ref).manifests):
                 raise
             try:
                 return far.manifests.read(run, ref, name)
-            except FormatError:
+            except UNKNOWING:
+                raise
+            except (FormatError, MissingPartitionError, StorageError):
                 raise error from None
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
@@ -145,9 +185,7 @@ class SpanningManifests:
         """Return the generations that have a head record in one of them."""
         near = self._near.heads(run)
         with contextlib.suppress(RemoteUnreachableError):
-            far = self._far.tier()
-            if far is not None:
-                return sorted({*near, *far.manifests.heads(run)})
+            return sorted({*near, *self._far.ask(lambda far: far.manifests.heads(run))})
         return near
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
@@ -162,10 +200,9 @@ class SpanningManifests:
         except FormatError as error:
             problem = error
         with contextlib.suppress(RemoteUnreachableError):
-            far = self._far.tier()
-            found = None if far is None else far.manifests.read_head(run, generation)
-            if found is not None:
-                return found
+            for there in self._far.ask(lambda far: [far.manifests.read_head(run, generation)]):
+                if there is not None:
+                    return there
         if problem is not None:
             raise problem
         return None
@@ -181,6 +218,7 @@ class SpanningTier:
         self.manifests = SpanningManifests(near, far)
         self.far_packs: set[PackId] = set()
         """Packs of the remote location that were opened because of that."""
+        self._far_ids: frozenset[PackId] = frozenset()
 
     @property
     def root(self) -> str:
@@ -213,19 +251,33 @@ class SpanningTier:
         Raises:
             RemoteUnreachableError: something is missing or damaged near, and nobody knows what lies far.
         """
-        far = self._far.tier()
-        return [*self._near.pack_ids(), *(far.pack_ids() if far is not None else ())]
+        far = self._far.ask(lambda far: far.pack_ids())
+        self._far_ids = frozenset(far)
+        return [*self._near.pack_ids(), *far]
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
-        """Return the packs to look into first: those that a manifest hints at lie near."""
-        return [pack_id for pack_id in pack_ids if self._near.pack_bytes(pack_id)]
+        """Return the packs to look into first: all near ones, before them those that a manifest hints at.
+
+        So the remote location is asked only for what does not lie here.
+        """
+        seen: set[PackId] = set()
+        new = [pack_id for pack_id in pack_ids if self._near.pack_bytes(pack_id)]
+        while True:
+            yield from new
+            seen.update(new)
+            # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
+            more = [pack_id for pack_id in self._near.pack_ids() if pack_id not in seen]
+            if not more:
+                return
+            new = more
 
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Open a complete pack, where it lies."""
         try:
             return self._near.open_pack(pack_id)
         except MissingPartitionError:
-            far = self._far.tier()
+            # One that was near, and is gone since it was listed, was never there.
+            far = self._far.tier() if pack_id in self._far_ids else None
             if far is None:
                 raise
             pack = far.open_pack(pack_id)

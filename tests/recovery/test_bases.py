@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import RemoteCopyWarning, Store, UnreachableRemoteWarning
 from asymcheck.codecs import rounding
 from asymcheck.codecs.container import Segment
 from asymcheck.codecs.derived import rounded_base
 from asymcheck.codecs.encode import Encoded, encode_delta, encode_derived, encode_planes, encode_zstd
-from asymcheck.errors import DamagedPartitionError, InconsistentCheckpointError, SkippedCheckpointWarning
+from asymcheck.errors import (
+    DamagedPartitionError,
+    InconsistentCheckpointError,
+    RemoteUnreachableError,
+    SkippedCheckpointWarning,
+)
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, decode_header
 from asymcheck.tiers.nvme import NvmeTier, Slot
@@ -124,6 +129,26 @@ def test_full_frames_of_every_codec_are_loaded(store_path: Path) -> None:
 def test_a_chain_of_deltas_is_loaded(chain: Path) -> None:
     """Each base is looked up in the store, wherever it lies, and what it is encoded against too."""
     check_loads(chain, 0, 1, 2)
+
+
+def test_bases_that_lie_here_are_not_looked_for_elsewhere(chain: Path, tmp_path: Path) -> None:
+    """Neither is a location asked that does not answer, nor one that does; when a base is damaged here, both are."""
+    location, nowhere = f"file://{tmp_path}/remote", "hdfs://127.0.0.1:1/x"
+    with Store.open(chain, config=CONFIG) as store:
+        store.push(location, everything=True)
+    with Store.open(chain, config=CONFIG, remote=nowhere) as store, pytest.warns(UnreachableRemoteWarning):
+        assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+    with Store.open(chain, config=CONFIG, remote=location) as store:
+        assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+    flip(pack_with(chain, plain_of(0)), (4096 + 300) * 8)
+    with (
+        Store.open(chain, config=CONFIG, remote=nowhere) as store,
+        pytest.warns(UnreachableRemoteWarning),
+        pytest.raises(RemoteUnreachableError),
+    ):
+        store.load(2)
+    with Store.open(chain, config=CONFIG, remote=location) as store, pytest.warns(RemoteCopyWarning):
+        assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_the_catalog_names_the_base(chain: Path) -> None:

@@ -129,6 +129,10 @@ class ManifestFiles(ManifestReader):
         emit("head.published", f"{head.run} generation {head.generation}")
         return published
 
+    def replace_head(self, head: HeadRecord) -> None:
+        """Write a head record durably in the place of one of which no copy is intact."""
+        self._files.replace_record(self._heads / head.run / layout.head_name(head.generation), encode_head(head))
+
     def _make_head_last(self, run: str, generation: int) -> None:
         # A checkpoint must not outlast its generation's head record, whose writer may have been killed before this.
         path = self._heads / run / layout.head_name(generation)

@@ -18,6 +18,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     StorageError,
     StoreNotFoundError,
+    StructureError,
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
@@ -170,7 +171,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
-            data = self._create() if create else self._refuse()
+            data = self._without_descriptor(create=create)
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
@@ -192,18 +193,34 @@ class RemoteTier:
         """The folder of packs."""
         return self._top / layout.PACKS
 
-    def _refuse(self) -> bytes:
-        there = self.files.stat(self._top)
-        what = "does not exist" if there is None else "has no asymcheck.store in it: nothing was pushed there"
-        raise StoreNotFoundError(f"{self.location} {what}")
-
-    def _create(self) -> bytes:
+    def _without_descriptor(self, *, create: bool) -> bytes:
+        """Return the descriptor of a new location; with ``create`` that is made, unless something lies there."""
+        kept = [name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS) if self.files.list(self._top / name)]
+        if kept:
+            # Somebody may have made it, and pushed, since it was looked for.
+            data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
+            if data is not None:
+                return data
+            raise StructureError(
+                f"{self.location} has lost its asymcheck.store: it has {' and '.join(kept)}; put that file back from a "
+                "copy, or name another location"
+            )
         foreign = [name for name in self.files.list(self._top) if name not in layout.TOP_LEVEL]
         foreign = [name for name in foreign if not name.endswith(layout.TEMPORARY)]
         if foreign:
-            raise StoreNotFoundError(
-                f"{self.location} has other files in it ({foreign[0]}); name an empty or a new one"
+            error = StoreNotFoundError(
+                f"{self.location} has other files in it ({foreign[0]}), and no asymcheck.store; name the folder to "
+                "which was pushed, or an empty or a new one"
             )
+            error.is_empty = False
+            raise error
+        if not create:
+            missing = self.files.stat(self._top) is None
+            what = "does not exist" if missing else "has no asymcheck.store in it: nothing was pushed there"
+            raise StoreNotFoundError(f"{self.location} {what}")
+        return self._create()
+
+    def _create(self) -> bytes:
         for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):
             self.files.make_directory(self._top / name)
         data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER))

@@ -1,0 +1,61 @@
+"""What a file system refuses is told apart: nobody answers, this user may not, the drive gives no such bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import ReadOnlyStoreError, RemoteUnreachableError, StorageError, TooManyFilesError
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.refusals import refusal
+from tests.remote.conftest import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("action", "number", "kind"),
+    [
+        *(("read 9 bytes from 0 of", number, RemoteUnreachableError) for number in (errno.ESTALE, errno.ENOTCONN)),
+        *(("write to", number, RemoteUnreachableError) for number in (errno.ETIMEDOUT, errno.EHOSTDOWN)),
+        *((action, errno.EACCES, RemoteUnreachableError) for action in ("read 9 bytes from 0 of", "list", "look at")),
+        *((action, errno.EACCES, ReadOnlyStoreError) for action in ("create", "rename", "remove", "create directory")),
+        ("read 9 bytes from 0 of", errno.EMFILE, TooManyFilesError),
+        ("read 9 bytes from 0 of", errno.EIO, StorageError),
+    ],
+)
+def test_a_mounted_file_system(action: str, number: int, kind: type[StorageError]) -> None:
+    """The number decides, and for "permission denied" whether it was to be read or to be written."""
+    found = refusal(f"{action} file:///x", OSError(number, os.strerror(number)), is_local=True)
+    assert type(found) is kind
+
+
+def test_want_of_memory_is_no_damage() -> None:
+    """It says nothing of what lies there."""
+    assert type(refusal("read file:///x", MemoryError(), is_local=True)) is RemoteUnreachableError
+
+
+def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint does not give way to an older one."""
+    packs = Path(folder.removeprefix("file://")) / "packs"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+        before = set(packs.iterdir())
+        opened.push(folder, 2)
+    do: Callable[..., object] = RemoteFiles._do
+
+    def denied(_: object) -> object:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def refused(self: RemoteFiles, action: str, path: PurePath, call: Callable[..., object]) -> object:
+        is_new = path.suffix == ".pack" and Path(path) not in before
+        return do(self, action, path, denied if is_new else call)
+
+    monkeypatch.setattr(RemoteFiles, "_do", refused)
+    with Store.open(folder, config=CONFIG) as there, pytest.raises(RemoteUnreachableError, match="may not look there"):
+        there.load()

@@ -50,6 +50,10 @@ class Entry:
     mtime_ns: int
     """When it was last changed, nanoseconds since 1970-01-01 UTC by the clock there; 0 when nobody knows."""
 
+    def is_older(self, moment_ns: int) -> bool:
+        """Tell whether it was last changed by a moment, as far as anybody knows."""
+        return 0 < self.mtime_ns <= moment_ns
+
 
 class RemoteFiles:
     """File operations at a remote location; one instance serves all threads of one process."""

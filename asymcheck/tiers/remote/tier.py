@@ -223,24 +223,29 @@ class RemoteTier:
         if self._closed:
             raise ClosedStoreError(f"{self.location} is closed")
 
-    def pack_files(self) -> list[Entry]:
-        """Return the files of all complete packs, the newest first: they serve the newest checkpoint."""
-        found = [entry for entry in self.files.walk(self.packs) if layout.parse_pack_name(entry.path.name) is not None]
-        return sorted(found, key=lambda entry: -entry.mtime_ns)
+    def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
+        """Return complete packs, and doomed ones, by one listing: a pack that gets its other name is in one of them."""
+        lasting, doomed = {}, {}
+        # The newest first: they serve the newest checkpoint.
+        for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
+            if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
+                lasting[pack_id] = entry
+            elif (pack_id := layout.parse_doomed_name(entry.path.name)) is not None:
+                doomed[pack_id] = entry
+        return lasting, doomed
 
-    def lasting_packs(self) -> list[PackId]:
-        """Return the ids of all complete packs, the newest first."""
-        ids = [layout.parse_pack_name(entry.path.name) for entry in self.pack_files()]
-        return [pack_id for pack_id in ids if pack_id is not None]
+    def lasting_packs(self) -> dict[PackId, Entry]:
+        """Return the files of all complete packs, the newest first."""
+        return self._packs()[0]
 
-    def doomed_packs(self) -> list[PackId]:
-        """Return the ids of packs that a collection is about to remove, or was when it was killed."""
-        ids = map(layout.parse_doomed_name, self.files.list(self.packs))
-        return [pack_id for pack_id in ids if pack_id is not None]
+    def doomed_packs(self) -> dict[PackId, Entry]:
+        """Return the files of packs that a collection is about to remove, or was when it was killed."""
+        return self._packs()[1]
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all packs that can be read, the newest first."""
-        return [*self.lasting_packs(), *self.doomed_packs()]
+        lasting, doomed = self._packs()
+        return [*lasting, *doomed]
 
     def doom(self, pack_id: PackId) -> bool:
         """Announce that a pack will be removed; return False when it is gone."""
@@ -277,8 +282,8 @@ class RemoteTier:
                     self._indexes[pack_id] = index
         return RemotePack(self.files, path, index, self._ahead)
 
-    def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex]:
-        """Return the indexes of those packs that are sound, by several requests at a time.
+    def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
+        """Return the indexes of packs, by several requests at a time; None where nothing is found, or no pack any more.
 
         Raises:
             RemoteUnreachableError: nobody answers.
@@ -289,11 +294,10 @@ class RemoteTier:
                 pack = self.open_pack(pack_id)
             except (FormatError, MissingPartitionError):
                 return None
-            return PackIndex(pack.header, pack.entries, None) if pack.damage is None else None
+            return PackIndex(pack.header, pack.entries, pack.damage)
 
         wanted = list(pack_ids)
-        found = zip(wanted, self._reading.map(index_of, wanted), strict=True)
-        return {pack_id: index for pack_id, index in found if index is not None}
+        return dict(zip(wanted, self._reading.map(index_of, wanted), strict=True))
 
     def uploader(self) -> PackUpload:
         """Return what writes packs there; its limit of bytes a second is for all of them together."""
@@ -306,8 +310,8 @@ class RemoteTier:
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return the number and bytes of packs in use; here none are kept to be overwritten."""
-        files = self.pack_files()
-        return len(files), sum(entry.size for entry in files), 0, 0
+        files = self.lasting_packs()
+        return len(files), sum(entry.size for entry in files.values()), 0, 0
 
     def temporaries(self) -> list[Entry]:
         """Return what uploads have not finished, or have left."""
@@ -319,8 +323,8 @@ class RemoteTier:
 
     def leftovers(self) -> list[str]:
         """Return the temporary files that are older than uploads take, by their place here."""
-        before = time.time_ns() - int(self.config.remote.grace_s * 1e9)
-        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.mtime_ns < before]
+        before_ns = time.time_ns() - int(self.config.remote.grace_s * 1e9)
+        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.is_older(before_ns)]
 
     def foreign(self) -> list[str]:
         """Return what does not belong here, by its place here."""

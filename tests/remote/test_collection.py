@@ -91,7 +91,7 @@ def test_nothing_goes_while_a_damaged_pack_may_need_it(delta: Path, folder: str)
     whole = packs_of(folder)
     with Store.open(folder, config=DELTAS) as there:
         for dry_run in (True, False):
-            with pytest.raises(InconsistentCheckpointError, match=rf"{delta.name}.* is unknown; delete the checkpoint"):
+            with pytest.raises(InconsistentCheckpointError, match=rf"{delta.name}.* is unknown; delete those first"):
                 there.gc(dry_run=dry_run)
             assert packs_of(folder) == whole
         there.delete(2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
+import os
 import socket
 from collections.abc import Mapping
 from typing import Literal, Protocol, cast
@@ -50,6 +52,22 @@ class Client:
         if self.kind == "hdfs-native":
             return cast("Writable", self.filesystem.handler.create(path))
         return cast("Writable", self.filesystem.open_output_stream(path))
+
+    @property
+    def removes_empty(self) -> bool:
+        """Whether it can remove a directory only if that is empty; pyarrow's own way takes what is in it, too."""
+        return self.kind in ("local", "hdfs-native")
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory; one that is not empty stays."""
+        if self.kind == "hdfs-native":
+            self.filesystem.handler.remove_empty(path)
+            return
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     @property
     def is_frank(self) -> bool:

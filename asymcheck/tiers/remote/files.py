@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import threading
 import time
@@ -35,6 +36,11 @@ from asymcheck.tiers.remote.pace import Pace
 from asymcheck.tiers.remote.refusals import refusal
 
 _T = TypeVar("_T")
+
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+"""What says that a directory above a location cannot be opened, or not be synced, by anybody like us."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""What a file system says that has no hard links."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +131,8 @@ class RemoteFiles:
         """
         selector = fs.FileSelector(str(path), recursive=recursive, allow_not_found=True)
         try:
-            found = self._do("list", path, lambda filesystem: filesystem.get_file_info(selector))
-        except (FileNotFoundError, NotADirectoryError):
+            found = self._do("list", path, partial(_listed, selector))
+        except FileNotFoundError:
             found = []
         if not found:
             self._trust_nothing(path)
@@ -176,14 +182,10 @@ class RemoteFiles:
             StorageError: there can be none: the location refuses, or a file is in the way.
         """
         try:
-            self._do("create directory", path, lambda filesystem: filesystem.create_dir(str(path), recursive=True))
+            self._do("create directory", path, partial(_make_directory, path, is_local=self._client.kind == "local"))
         except (FileNotFoundError, FileExistsError) as error:
             message = f"{self.url(path)}: no directory can be created here ({error}); name another location"
             raise StorageError(message) from error
-        if self._client.kind == "local":
-            for above in (path, *path.parents):
-                with contextlib.suppress(OSError):  # one that cannot be opened is not ours
-                    _sync(above)
 
     def delete(self, path: PurePath) -> None:
         """Remove a file; one that is gone already is no error."""
@@ -203,9 +205,12 @@ class RemoteFiles:
         return True
 
     def delete_empty(self, path: PurePath) -> None:
-        """Remove a directory that is empty."""
-        if not self.walk(path):
-            self._unless_gone("remove directory", path, lambda filesystem: filesystem.delete_dir(str(path)))
+        """Remove a directory if it is empty: another program may be putting something into it.
+
+        Of the clients that can only remove it with all that is in it, it stays.
+        """
+        if self._client.removes_empty and not self.walk(path):
+            self._unless_gone("remove directory", path, lambda _: self._client.remove_empty(str(path)))
 
     def write(self, path: PurePath, pieces: Iterable[bytes | memoryview]) -> int:
         """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
@@ -235,8 +240,8 @@ class RemoteFiles:
     def publish(self, source: PurePath, target: PurePath) -> bool:
         """Give a complete file its name; return False when that is taken.
 
-        libhdfs, and most others behind pyarrow, replace a file in silence: there it is looked for first, and of two
-        programs that do this at once the later one wins.
+        libhdfs, most others behind pyarrow, and a rename where there are no hard links, replace a file in silence:
+        there it is looked for first, and of two programs that do this at once the later one wins.
         """
         try:
             if self._client.kind == "local":
@@ -283,6 +288,8 @@ class RemoteFiles:
         return self.attempt(path, lambda: _temporary(path), attempt)
 
     def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> None:
+        # With each attempt: whoever takes back what came to nothing may have removed it, when it was empty.
+        self.make_directory(path.parent)
         self.write(temporary, [data])
         emit("remote.small_closed", path.name, len(data))
         if self.read_small(temporary, len(data)) != data:
@@ -339,6 +346,25 @@ def _abandon(file: Writable) -> None:
         file.close()
 
 
+def _listed(selector: fs.FileSelector, filesystem: fs.FileSystem) -> list[fs.FileInfo]:
+    try:
+        return list(filesystem.get_file_info(selector))
+    except NotADirectoryError:
+        return []
+
+
+def _make_directory(path: PurePath, filesystem: fs.FileSystem, *, is_local: bool) -> None:
+    filesystem.create_dir(str(path), recursive=True)
+    if is_local:
+        # Also what was there already: whoever made it may have been killed before this.
+        for above in (path, *path.parents):
+            try:
+                _sync(above)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+
+
 def _sync(path: PurePath) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -349,6 +375,14 @@ def _sync(path: PurePath) -> None:
 
 def _link(source: PurePath, target: PurePath) -> None:
     """Rename, unless the target exists, durably."""
-    os.link(source, target)
-    os.unlink(source)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        os.rename(source, target)
+    else:
+        os.unlink(source)
     _sync(target.parent)

@@ -52,6 +52,11 @@ class RemoteManifests(ManifestReader):
         self._files = files
         self._root = root
 
+    def runs(self) -> list[str]:
+        """Return the names of all runs that have a folder; a file between them is none."""
+        found = [entry for name in (layout.MANIFESTS, layout.HEADS) for entry in self._files.walk(self._root / name)]
+        return sorted({one.path.name for one in found if not one.is_file and layout.is_run(one.path.name)})
+
     def directory(self, run: str, ref: CheckpointRef) -> PurePosixPath:
         """Return the folder of a checkpoint."""
         return self._root / layout.MANIFESTS / run / layout.checkpoint_name(ref)
@@ -68,9 +73,7 @@ class RemoteManifests(ManifestReader):
 
     def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
         """Write a manifest under a temporary name, and return that: :meth:`publish` is then but a rename."""
-        directory = self.directory(run, ref)
-        self._files.make_directory(directory)
-        return self._files.stage_small(directory / str(name), data)
+        return self._files.stage_small(self.directory(run, ref) / str(name), data)
 
     def unstage(self, staged: PurePosixPath) -> None:
         """Remove what was staged and is not to be published."""
@@ -92,7 +95,6 @@ class RemoteManifests(ManifestReader):
         path = self.directory(run, ref) / str(name)
         # One that is there already has the same bytes: their digest is in the name.
         if staged is None or not self._publish_staged(staged, path):
-            self._files.make_directory(path.parent)
             self._files.put_small(path, data)
         emit("remote.manifest_renamed", str(name), len(data))
 
@@ -124,9 +126,8 @@ class RemoteManifests(ManifestReader):
                 self._publish_head(head)
 
     def _publish_head(self, head: HeadRecord) -> None:
-        directory = self._root / layout.HEADS / head.run
-        self._files.make_directory(directory)
-        if not self._files.put_small(directory / layout.head_name(head.generation), encode_head(head)):
+        path = self._root / layout.HEADS / head.run / layout.head_name(head.generation)
+        if not self._files.put_small(path, encode_head(head)):
             self._check_head(head)
         emit("remote.head_renamed", f"{head.run} generation {head.generation}")
 
@@ -171,6 +172,7 @@ class RemoteTier:
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
             data = self._create() if create else self._refuse()
+        self._refuse_local_store()
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
@@ -192,13 +194,28 @@ class RemoteTier:
         """The folder of packs."""
         return self._top / layout.PACKS
 
+    def _refuse_local_store(self) -> None:
+        """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks.
+
+        Raises:
+            InvalidInputError
+        """
+        if self.location.scheme != "file":
+            return
+        own = {layout.CATALOG, layout.POOL}.intersection(self.files.list(self._top))
+        if own:
+            raise InvalidInputError(
+                f"{self.location} is a store that is saved to on a local drive (it has a {min(own)}): give its path, "
+                f"{self._top}, instead; a location to push to is another directory"
+            )
+
     def _refuse(self) -> bytes:
         there = self.files.stat(self._top)
         what = "does not exist" if there is None else "has no asymcheck.store in it: nothing was pushed there"
         raise StoreNotFoundError(f"{self.location} {what}")
 
     def _create(self) -> bytes:
-        foreign = [name for name in self.files.list(self._top) if name not in layout.TOP_LEVEL]
+        foreign = [name for name in self.files.list(self._top) if name not in layout.REMOTE_TOP_LEVEL]
         foreign = [name for name in foreign if not name.endswith(layout.TEMPORARY)]
         if foreign:
             raise StoreNotFoundError(

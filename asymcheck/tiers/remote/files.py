@@ -1,7 +1,7 @@
 """The only door to a remote location: a small contract over pyarrow's file systems, every operation with a deadline.
 
-Paths are those of the file system, absolute. Nothing here trusts a client further than this: a file that was written
-and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
+Paths are those of the file system, below that of the location. Nothing here trusts a client further than this: a file
+that was written and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class RemoteFiles:
         self.location = location
         self.config = config
         self._client = connect(location, config)
+        self.top = PurePosixPath(self._client.top)
+        """What the file system calls the location."""
         self.pace = Pace()
         """What the location takes."""
 
@@ -83,7 +85,7 @@ class RemoteFiles:
 
     def url(self, path: PurePath) -> str:
         """Return what errors call a file."""
-        return f"{self.location.scheme}://{self.location.authority}{path}"
+        return self.location.below(path.relative_to(self.top))
 
     def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T]) -> _T:
         """Carry out one operation, in time, with the package's errors.
@@ -113,12 +115,12 @@ class RemoteFiles:
         if info.type == fs.FileType.NotFound:
             self._trust_nothing(path)
             return None
-        return _entry(info)
+        return self._entry(info)
 
     def _trust_nothing(self, path: PurePath) -> None:
         """Make sure that nothing was found because nothing is there."""
         if not self._client.is_frank:
-            top = "/" if self._client.kind == "libhdfs" else self.location.authority
+            top = self.top.parts[0]
             found = self._do("look at", path, lambda filesystem: filesystem.get_file_info(top))
             if found.type == fs.FileType.NotFound:
                 raise RemoteUnreachableError(f"look at {self.url(path)}: not even the root was found; is it reachable?")
@@ -136,7 +138,13 @@ class RemoteFiles:
             found = []
         if not found:
             self._trust_nothing(path)
-        return sorted(map(_entry, found), key=lambda entry: entry.path)
+        return sorted(map(self._entry, found), key=lambda entry: entry.path)
+
+    def _entry(self, info: fs.FileInfo) -> Entry:
+        # libhdfs leaves out what stands before a path; others have none that begins with a slash.
+        path = PurePosixPath(self.top.root, info.path)
+        is_file = info.type == fs.FileType.File
+        return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
 
     def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
@@ -240,16 +248,15 @@ class RemoteFiles:
     def publish(self, source: PurePath, target: PurePath) -> bool:
         """Give a complete file its name; return False when that is taken.
 
-        libhdfs, most others behind pyarrow, and a rename where there are no hard links, replace a file in silence:
-        there it is looked for first, and of two programs that do this at once the later one wins.
+        libhdfs, most others behind pyarrow, and a folder without hard links, replace a file in silence: there it is
+        looked for first, and of two programs that do this at once the later one wins.
         """
         try:
             if self._client.kind == "local":
-                self._do("rename", target, lambda _: _link(source, target))
-            else:
-                if self._client.kind != "hdfs-native" and self.stat(target) is not None:
-                    return False
-                self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
+                return self._do("rename", target, lambda _: _link(source, target))
+            if self._client.kind != "hdfs-native" and self.stat(target) is not None:
+                return False
+            self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
         except FileExistsError:
             return False
         return True
@@ -328,11 +335,6 @@ def _temporary(path: PurePosixPath) -> PurePosixPath:
     return path.with_name(f"{os.urandom(8).hex()}{layout.TEMPORARY}")
 
 
-def _entry(info: fs.FileInfo) -> Entry:
-    is_file = info.type == fs.FileType.File
-    return Entry(PurePosixPath("/", info.path), is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
-
-
 def _write(file: Writable, piece: bytes | memoryview, _: fs.FileSystem) -> None:
     file.write(piece)
 
@@ -373,16 +375,17 @@ def _sync(path: PurePath) -> None:
         os.close(descriptor)
 
 
-def _link(source: PurePath, target: PurePath) -> None:
-    """Rename, unless the target exists, durably."""
+def _link(source: PurePath, target: PurePath) -> bool:
+    """Rename, durably, unless the target exists; return False then, or raise FileExistsError."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+            return False
         os.rename(source, target)
     else:
         os.unlink(source)
     _sync(target.parent)
+    return True

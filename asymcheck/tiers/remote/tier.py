@@ -164,7 +164,7 @@ class RemoteTier:
         self.location = location
         self.config = config
         self.files = RemoteFiles(location, config.remote)
-        self._top = PurePosixPath(location.path)
+        self._top = self.files.top
         self._pid = os.getpid()
         self._closed = False
         self._indexes: dict[PackId, PackIndex] = {}

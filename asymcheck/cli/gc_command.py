@@ -46,6 +46,11 @@ def gc(
     named and stay, unless --discard-rings gives up what they hold; so are rings of stores that are no longer where
     they were.
     """
+    if retention is not None and is_uri(store):
+        raise click.UsageError(
+            "--keep rules are for a store on a local drive: in a location, 'asymcheck delete' deletes what is to go, "
+            "or the training that pushes there, with asymcheck.Push(keep=...)"
+        )
     with Store.open(store, read_only=True):
         pass  # There is a store: to open it for writing would make one.
     with Store.open(store) as opened:

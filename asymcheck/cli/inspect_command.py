@@ -78,7 +78,7 @@ def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
 def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, as_json: bool) -> int:
     """Print them; return the exit status, which tells whether something seen is damaged."""
     if run is not None:
-        check_run_exists(store.location, run, store.runs())
+        check_run_exists(store.location, run, [*store.runs(), *(() if places is None else places.runs)])
     checkpoints, usage = store.checkpoints(run), store.usage()
     status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
     if as_json:

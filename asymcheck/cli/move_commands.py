@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.errors import InvalidInputError
+from asymcheck.config import StoreConfig
+from asymcheck.errors import InvalidInputError, SkippedCheckpointWarning
+from asymcheck.format import layout
+from asymcheck.migration.selection import selected
 from asymcheck.migration.tally import Moved
 from asymcheck.store import Store
-from asymcheck.tiers.remote import is_uri
+from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 
 
 def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,11 +83,19 @@ def pull(
     _check_one(step, everything=everything)
     if not is_uri(location):
         raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")
-    with Store.open(location):
-        pass  # There is something: to open the store for writing would make one.
+    if not (store / layout.DESCRIPTOR_NAME).exists():
+        _check_selection(location, step, run, everything=everything)
     with Store.open(store) as opened, output.progress("pull") as progress:
         done = opened.pull(location, step, run=run, everything=everything, progress=progress)
     _report(done, "fetched", as_json=as_json)
+
+
+def _check_selection(location: str, step: int | None, run: str | None, *, everything: bool) -> None:
+    """Make sure that there is something to fetch: to open the store for writing makes one."""
+    there = RemoteTier(parse_location(location), StoreConfig())
+    with contextlib.closing(there), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedCheckpointWarning)  # the pull says it
+        selected(there, None if run is None else layout.check_run(run), step, everything=everything)
 
 
 def _check_one(step: int | None, *, everything: bool) -> None:

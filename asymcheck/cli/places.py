@@ -29,6 +29,8 @@ class Places:
     """Those of the store."""
     there: dict[str, Checkpoint]
     """Those of the location."""
+    runs: list[str]
+    """The runs of the location."""
 
     @property
     def only_there(self) -> list[Checkpoint]:
@@ -61,4 +63,4 @@ def places_of(store: Store, location: str, run: str | None) -> Places:
     here = {one.save_id: one for one in store.checkpoints(run)}
     with Store.open(location, read_only=True) as opened:
         there = {one.save_id: one for one in opened.checkpoints(run)}
-        return Places(str(opened.location), here, there)
+        return Places(str(opened.location), here, there, opened.runs())

@@ -45,6 +45,11 @@ def verify(
     """
     if repair and (run is not None or step is not None):
         raise click.UsageError("--repair works on the whole store: leave out --run and --step")
+    if repair and is_uri(store):
+        raise click.UsageError(
+            "--repair mends a store on a local drive: in a location, delete what is damaged ('asymcheck delete'), and "
+            "push it again from a store that has it"
+        )
     if remote is not None and not repair:
         raise click.UsageError("--remote goes with --repair; to check a remote location, give it as STORE")
     repaired = _repair(store, remote) if repair else None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from pathlib import PurePosixPath
 
 from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError
 from asymcheck.events import emit
@@ -13,6 +11,7 @@ from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.base_frames import bases_in
 from asymcheck.tiers.pack_index import digests_of
 from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote.files import Entry
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 
@@ -22,7 +21,8 @@ def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
     What is younger than ``grace_s`` is left alone.
 
     Raises:
-        InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was removed.
+        InconsistentCheckpointError: a manifest, or the index of a pack, cannot be read, so that what they need is
+            unknown; no pack was removed.
         RemoteUnreachableError: nobody answers.
     """
     return _Collection(there, dry_run=dry_run).carry_out()
@@ -32,45 +32,57 @@ class _Collection:
     def __init__(self, there: RemoteTier, *, dry_run: bool) -> None:
         self._there = there
         self._dry_run = dry_run
-        self._before = time.time_ns() - int(there.config.remote.grace_s * 1e9)
-        self._live: set[Digest] = set()
+        self._before_ns = time.time_ns() - int(there.config.remote.grace_s * 1e9)
+        self._named: set[Digest] = set()
         self._seen: set[tuple[str, CheckpointRef, str]] = set()
+        self._digests: dict[PackId, list[Digest]] = {}
         self._bases: dict[Digest, set[Digest]] = {}
+        self._partly_read: set[PackId] = set()
+        self._live: set[Digest] = set()
+        self._is_certain = True
+        self._is_spared = False
         self._result = Collected()
 
     def carry_out(self) -> Collected:
         self._temporaries()
         # In this order: whoever relies on a pack of this listing, and commits after the manifests were read, looks for
         # it again then.
-        files = {entry.path: entry for entry in self._there.pack_files()}
-        packs = {entry.path: layout.parse_pack_name(entry.path.name) for entry in files.values()}
-        self._read_manifests()
-        digests = self._digests([pack_id for pack_id in packs.values() if pack_id is not None])
-        live = self._with_bases()
-        doomed: dict[PackId, PurePosixPath] = {}
-        for path, pack_id in packs.items():
-            if pack_id is None:
+        packs = self._there.lasting_packs()
+        self._look()
+        for pack_id, entry in packs.items():
+            if not entry.is_older(self._before_ns) or not self._is_garbage(pack_id):
                 continue
-            names = digests.get(pack_id)
-            # Nobody can tell what a pack with a damaged index holds.
-            if names is None or not live.isdisjoint(names) or files[path].mtime_ns > self._before:
-                self._result.kept_packs += 1
-                continue
-            self._result.freed_packs += 1
-            self._result.freed_bytes += files[path].size
-            if not self._dry_run and self._there.doom(pack_id):
-                doomed[pack_id] = path
-                emit("remote.pack_doomed", path.name)
+            if self._dry_run:
+                self._count(entry.size)
+            elif self._there.doom(pack_id):
+                emit("remote.pack_doomed", entry.path.name)
+        doomed = self._there.doomed_packs()
         if not self._dry_run:
-            self._remove({*doomed, *self._there.doomed_packs()}, digests)
+            self._look()
+        for pack_id, entry in sorted(doomed.items()):
+            self._end(pack_id, entry)
+        if self._is_spared:
+            raise InconsistentCheckpointError(self._uncertainty())
+        self._result.kept_packs = len(packs.keys() | doomed.keys()) - self._result.freed_packs
         return self._result
 
     def _temporaries(self) -> None:
         for entry in self._there.temporaries():
-            if entry.mtime_ns <= self._before:
+            if entry.is_older(self._before_ns):
                 self._result.removed_temporaries += 1
                 if not self._dry_run:
                     self._there.files.delete(entry.path)
+
+    def _look(self) -> None:
+        """Find out what is needed; what was read before is not read again.
+
+        Manifests first: what they name, and what that is encoded against, lay there before them.
+        """
+        self._read_manifests()
+        self._read_packs()
+        self._live = self._with_bases()
+        # What lies in no pack may lie where a pack could not be read, encoded against anything.
+        self._is_certain = not self._partly_read or self._live <= set().union(*self._digests.values())
 
     def _read_manifests(self) -> None:
         manifests = self._there.manifests
@@ -81,7 +93,7 @@ class _Collection:
                     if key in self._seen:
                         continue
                     try:
-                        self._live.update(manifests.read(run, listing.ref, name).partitions())
+                        self._named.update(manifests.read(run, listing.ref, name).partitions())
                     except (FormatError, MissingPartitionError) as error:
                         if name not in manifests.listing(run, listing.ref).manifests:
                             continue  # Deleted since it was listed.
@@ -91,33 +103,54 @@ class _Collection:
                         ) from error
                     self._seen.add(key)
 
-    def _digests(self, pack_ids: Iterable[PackId]) -> dict[PackId, list[Digest]]:
-        found = {}
-        for pack_id, index in self._there.read_indexes(pack_ids).items():
-            found[pack_id] = digests_of(index.entries)
+    def _read_packs(self) -> None:
+        new = [pack_id for pack_id in self._there.pack_ids() if pack_id not in self._digests]
+        for pack_id, index in self._there.read_indexes(new).items():
+            if index is None or index.damage is not None:
+                self._partly_read.add(pack_id)
+            if index is None:
+                continue
+            # Also of a damaged one: what was found in it may be all that there is of a live partition.
+            self._digests[pack_id] = digests_of(index.entries)
             for name, base in bases_in(index.entries).items():
                 self._bases.setdefault(name, set()).add(base)
-        return found
 
     def _with_bases(self) -> set[Digest]:
-        needed, new = set(self._live), self._live & self._bases.keys()
+        needed, new = set(self._named), self._named & self._bases.keys()
         while new:
             bases = set().union(*(self._bases[name] for name in new))
             new = (bases - needed) & self._bases.keys()
             needed |= bases
         return needed
 
-    def _remove(self, doomed: set[PackId], digests: dict[PackId, list[Digest]]) -> None:
-        """Remove doomed packs, but for those that a checkpoint needs which was committed meanwhile."""
-        digests |= self._digests(doomed - digests.keys())
-        self._read_manifests()
-        live = self._with_bases()
-        for pack_id in sorted(doomed):
-            names = digests.get(pack_id)
-            if names is None or not live.isdisjoint(names):
-                if self._there.reprieve(pack_id):
-                    self._result.kept_packs += 1
-                    self._result.freed_packs -= 1
-            else:
-                self._there.files.delete(self._there.packs / layout.doomed_name(pack_id))
-                emit("remote.pack_removed", pack_id.hex())
+    def _is_garbage(self, pack_id: PackId) -> bool:
+        # Nobody can tell what a pack with a damaged index holds.
+        if pack_id in self._partly_read or pack_id not in self._digests:
+            return False
+        if not self._live.isdisjoint(self._digests[pack_id]):
+            return False
+        self._is_spared |= not self._is_certain
+        return self._is_certain
+
+    def _end(self, pack_id: PackId, entry: Entry) -> None:
+        """Remove a doomed pack, unless a checkpoint needs it that was committed meanwhile."""
+        if not self._is_garbage(pack_id):
+            if not self._dry_run:
+                self._there.reprieve(pack_id)
+            return
+        if not self._dry_run:
+            self._there.files.delete(entry.path)
+            emit("remote.pack_removed", pack_id.hex())
+        self._count(entry.size)
+
+    def _count(self, nbytes: int) -> None:
+        self._result.freed_packs += 1
+        self._result.freed_bytes += nbytes
+
+    def _uncertainty(self) -> str:
+        names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._partly_read))
+        where = self._there.location
+        return (
+            f"nothing was removed from {where}, because {names} is damaged, and what the checkpoints that need it are "
+            f"encoded against is unknown; delete those first: asymcheck verify {where} names them"
+        )

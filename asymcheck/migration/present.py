@@ -61,13 +61,14 @@ class Present:
     def _read_more(self) -> bool:
         """Look into as many packs as before once more; return False when all were looked into."""
         if self._unread is None:
-            self._unread = self._there.lasting_packs()
+            self._unread = list(self._there.lasting_packs())
         count = max(self._read, _FIRST_PACKS)
         some, self._unread = self._unread[:count], self._unread[count:]
         if not some:
             return False
         self._read += len(some)
-        new = [index.entries for index in self._there.read_indexes(some).values()]
+        found = self._there.read_indexes(some).values()
+        new = [index.entries for index in found if index is not None and index.damage is None]
         self._entries = np.concatenate([self._entries, *new])
         self._readable = _readable(self._entries)
         self._digests = DigestSet(self._readable["digest"])

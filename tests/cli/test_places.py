@@ -68,6 +68,36 @@ def test_log_says_where_each_lies(store: Path, location: str, call: Callable[...
     assert len(document["there"]) == 2  # type: ignore[arg-type]  # a list
 
 
+def test_inspect_finds_a_run_that_lies_only_there(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
+    """One that lies nowhere is said to, with those that there are."""
+    with Store.open(tmp_path / "new") as opened:
+        opened.save({"x": 1}, step=1, run="mine")
+    found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
+    assert (found.status, rows(found)) == (0, {("default", "10"): "there", ("default", "20"): "there"})
+    missing = call("inspect", tmp_path / "new", "--remote", location, "--run", "nobodys")
+    assert missing.status == exits.NOT_FOUND
+    assert "'nobodys'" in missing.err
+    assert "default" in missing.err
+
+
+@pytest.mark.parametrize("words", [("--step", "999"), ("--run", "nobodys"), ("--run", "nobodys", "--all")])
+def test_a_pull_of_nothing_makes_no_store(
+    location: str, call: Callable[..., Outcome], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """The next one goes on."""
+    assert call("pull", location, tmp_path / "new", *words).status == exits.NOT_FOUND
+    assert not (tmp_path / "new").exists()
+    assert call("pull", location, tmp_path / "new").status == 0
+
+
+def test_what_is_done_to_a_store_alone(location: str, call: Callable[..., Outcome]) -> None:
+    """Of a location is refused, with what to do instead."""
+    pruned = call("gc", location, "--keep-last", "1")
+    assert (pruned.status, "Push(keep=...)" in pruned.err) == (exits.USAGE, True)
+    repaired = call("verify", location, "--repair")
+    assert (repaired.status, "push it again" in " ".join(repaired.err.split())) == (exits.USAGE, True)
+
+
 def test_what_cannot_be_asked_together(
     store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path
 ) -> None:

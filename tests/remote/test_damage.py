@@ -98,6 +98,19 @@ def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
         assert [one.kind for one in there.verify()] == ["damaged-pack"]
 
 
+def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
+    """A note that somebody has left there is in nobody's way."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+    for name in ("manifests/note", "heads/remark"):
+        Path(folder.removeprefix("file://"), name).write_text("mine")
+    check_location(folder, 1)
+    with Store.open(folder, config=CONFIG) as there:
+        assert there.runs() == ["default"]
+        assert there.verify() == []
+        assert there.gc().freed_packs == 0
+
+
 @pytest.mark.parametrize("change", [without_index, cut, gone])
 def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
     """A checkpoint that has its manifests and not its packs is not there; sent again, it is."""

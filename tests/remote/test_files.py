@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import gc
 import io
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import PurePath, PurePosixPath
 
@@ -101,7 +105,63 @@ def test_a_rename_says_whether_the_file_was_there(files: RemoteFiles) -> None:
     assert files.read_small(top(files) / "new", 10) == b"bytes"
 
 
+def test_a_folder_that_is_not_empty_any_more_stays(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has put something into it since it was looked into."""
+    files.make_directory(top(files) / "empty")
+    files.put_small(top(files) / "full" / "name", b"committed")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFiles, "walk", lambda *_, **__: [])
+        for name in ("full", "empty", "none"):
+            files.delete_empty(top(files) / name)
+    assert files.read_small(top(files) / "full" / "name", 10) == b"committed"
+    assert files.list(top(files)) == (["empty", "full"] if files.kind == "libhdfs" else ["full"])
+
+
 Write = Callable[[RemoteFiles, PurePath, list[bytes]], int]
+
+
+def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the file was in it."""
+    taken: list[PurePath] = []
+    write: Write = RemoteFiles.write
+
+    def take_back(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+        if not taken:
+            taken.append(path)
+            self.delete_empty(path.parent)
+        return write(self, path, pieces)
+
+    monkeypatch.setattr(RemoteFiles, "write", take_back)
+    assert files.put_small(top(files) / "folder" / "name", b"whole") is True
+    assert taken
+    assert files.read_small(top(files) / "folder" / "name", 10) == b"whole"
+
+
+@pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_without_hard_links_files_are_renamed(folder: str, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """And a name that is taken is seen."""
+
+    def link(*_: object) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(os, "link", link)
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    assert files.put_small(top(files) / "name", b"first") is True
+    assert files.put_small(top(files) / "name", b"second") is False
+    assert files.read_small(top(files) / "name", 10) == b"first"
+    assert files.list(top(files)) == ["name"]
+
+
+def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a deadline, as everything."""
+    released = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: released.wait(30))
+    files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
+    began = time.monotonic()
+    with pytest.raises(RemoteUnreachableError, match=r"create directory .*remote: no answer in 0\.5 s"):
+        files.make_directory(top(files))
+    assert time.monotonic() - began < 10
+    released.set()
 
 
 def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:

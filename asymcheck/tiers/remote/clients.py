@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
+import os
 import socket
 from collections.abc import Mapping
 from typing import Literal, Protocol, cast
@@ -41,6 +43,8 @@ class Client:
     """The file system."""
     kind: Literal["local", "hdfs-native", "libhdfs", "other"]
     """Which one it is."""
+    top: str
+    """What it calls the location: a path, or of others than these three, what pyarrow makes of the URI."""
 
     def create(self, path: str) -> Writable:
         """Open a new file for writing.
@@ -50,6 +54,22 @@ class Client:
         if self.kind == "hdfs-native":
             return cast("Writable", self.filesystem.handler.create(path))
         return cast("Writable", self.filesystem.open_output_stream(path))
+
+    @property
+    def removes_empty(self) -> bool:
+        """Whether it can remove a directory only if that is empty; pyarrow's own way takes what is in it, too."""
+        return self.kind in ("local", "hdfs-native")
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory; one that is not empty stays."""
+        if self.kind == "hdfs-native":
+            self.filesystem.handler.remove_empty(path)
+            return
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     @property
     def is_frank(self) -> bool:
@@ -65,26 +85,45 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         RemoteUnreachableError: there is no NameNode at the host and port.
     """
     options = {**config.options, **location.options}
+    _check_numbers(location, options)
     if location.scheme == "file":
         if options:
             raise InvalidInputError(f"location {location}: a local file system has no option {next(iter(options))!r}")
-        return Client(fs.LocalFileSystem(), "local")
+        return Client(fs.LocalFileSystem(), "local", location.path)
     if location.scheme == "hdfs":
         has_native = importlib.util.find_spec("hdfs_native") is not None
         if config.client == "hdfs-native" and not has_native:
             raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
         _knock(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
-            return Client(_native(location, options), "hdfs-native")
-        return Client(_libhdfs(location, options, config.deadline_s), "libhdfs")
+            return Client(_native(location, options), "hdfs-native", location.path)
+        return Client(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
+    filesystem, top = _by_pyarrow(location, options, config.deadline_s)
+    return Client(filesystem, "other", top)
+
+
+def _check_numbers(location: RemoteLocation, options: Mapping[str, str]) -> None:
+    for name in ("dfs.replication", "dfs.blocksize"):
+        number = options.get(name, "1")
+        if not (number.isascii() and number.isdigit() and int(number)):
+            raise InvalidInputError(f"location {location}: {name} {number!r:.50}: give an integer from 1")
+
+
+def _by_pyarrow(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> tuple[fs.FileSystem, str]:
+    """Return the file system that pyarrow has for a URI, and what that calls the location."""
     query = f"?{urlencode(options)}" if options else ""
     try:
-        filesystem, _ = fs.FileSystem.from_uri(f"{location}{query}")
-    except (OSError, ValueError, KeyError) as error:
+        # It may ask a server already, for the region of a bucket.
+        filesystem, top = within(
+            deadline_s, f"connect to {location}", lambda: fs.FileSystem.from_uri(f"{location}{query}")
+        )
+        return filesystem, top.rstrip("/")
+    except (ValueError, KeyError, NotImplementedError) as error:
         if "Unrecognized filesystem type" in str(error):
             raise unknown_scheme(location, location.scheme) from error
         raise InvalidInputError(f"location {location}: pyarrow has no file system for it: {error}") from error
-    return Client(filesystem, "other")
+    except OSError as error:
+        raise RemoteUnreachableError(f"connect to {location}: {error}") from error
 
 
 def _knock(location: RemoteLocation, deadline_s: float) -> None:

@@ -1,13 +1,14 @@
 """The only door to a remote location: a small contract over pyarrow's file systems, every operation with a deadline.
 
-Paths are those of the file system, absolute. Nothing here trusts a client further than this: a file that was written
-and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
+Paths are those of the file system, below that of the location. Nothing here trusts a client further than this: a file
+that was written and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import threading
 import time
@@ -36,6 +37,11 @@ from asymcheck.tiers.remote.refusals import refusal
 
 _T = TypeVar("_T")
 
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+"""What says that a directory above a location cannot be opened, or not be synced, by anybody like us."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""What a file system says that has no hard links."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -50,6 +56,10 @@ class Entry:
     mtime_ns: int
     """When it was last changed, nanoseconds since 1970-01-01 UTC by the clock there; 0 when nobody knows."""
 
+    def is_older(self, moment_ns: int) -> bool:
+        """Tell whether it was last changed by a moment, as far as anybody knows."""
+        return 0 < self.mtime_ns <= moment_ns
+
 
 class RemoteFiles:
     """File operations at a remote location; one instance serves all threads of one process."""
@@ -63,6 +73,8 @@ class RemoteFiles:
         self.location = location
         self.config = config
         self._client = connect(location, config)
+        self.top = PurePosixPath(self._client.top)
+        """What the file system calls the location."""
         self.pace = Pace()
         """What the location takes."""
 
@@ -73,7 +85,7 @@ class RemoteFiles:
 
     def url(self, path: PurePath) -> str:
         """Return what errors call a file."""
-        return f"{self.location.scheme}://{self.location.authority}{path}"
+        return self.location.below(path.relative_to(self.top))
 
     def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T]) -> _T:
         """Carry out one operation, in time, with the package's errors.
@@ -103,12 +115,12 @@ class RemoteFiles:
         if info.type == fs.FileType.NotFound:
             self._trust_nothing(path)
             return None
-        return _entry(info)
+        return self._entry(info)
 
     def _trust_nothing(self, path: PurePath) -> None:
         """Make sure that nothing was found because nothing is there."""
         if not self._client.is_frank:
-            top = "/" if self._client.kind == "libhdfs" else self.location.authority
+            top = self.top.parts[0]
             found = self._do("look at", path, lambda filesystem: filesystem.get_file_info(top))
             if found.type == fs.FileType.NotFound:
                 raise RemoteUnreachableError(f"look at {self.url(path)}: not even the root was found; is it reachable?")
@@ -121,12 +133,18 @@ class RemoteFiles:
         """
         selector = fs.FileSelector(str(path), recursive=recursive, allow_not_found=True)
         try:
-            found = self._do("list", path, lambda filesystem: filesystem.get_file_info(selector))
-        except (FileNotFoundError, NotADirectoryError):
+            found = self._do("list", path, partial(_listed, selector))
+        except FileNotFoundError:
             found = []
         if not found:
             self._trust_nothing(path)
-        return sorted(map(_entry, found), key=lambda entry: entry.path)
+        return sorted(map(self._entry, found), key=lambda entry: entry.path)
+
+    def _entry(self, info: fs.FileInfo) -> Entry:
+        # libhdfs leaves out what stands before a path; others have none that begins with a slash.
+        path = PurePosixPath(self.top.root, info.path)
+        is_file = info.type == fs.FileType.File
+        return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
 
     def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
@@ -172,14 +190,10 @@ class RemoteFiles:
             StorageError: there can be none: the location refuses, or a file is in the way.
         """
         try:
-            self._do("create directory", path, lambda filesystem: filesystem.create_dir(str(path), recursive=True))
+            self._do("create directory", path, partial(_make_directory, path, is_local=self._client.kind == "local"))
         except (FileNotFoundError, FileExistsError) as error:
             message = f"{self.url(path)}: no directory can be created here ({error}); name another location"
             raise StorageError(message) from error
-        if self._client.kind == "local":
-            for above in (path, *path.parents):
-                with contextlib.suppress(OSError):  # one that cannot be opened is not ours
-                    _sync(above)
 
     def delete(self, path: PurePath) -> None:
         """Remove a file; one that is gone already is no error."""
@@ -199,9 +213,12 @@ class RemoteFiles:
         return True
 
     def delete_empty(self, path: PurePath) -> None:
-        """Remove a directory that is empty."""
-        if not self.walk(path):
-            self._unless_gone("remove directory", path, lambda filesystem: filesystem.delete_dir(str(path)))
+        """Remove a directory if it is empty: another program may be putting something into it.
+
+        Of the clients that can only remove it with all that is in it, it stays.
+        """
+        if self._client.removes_empty and not self.walk(path):
+            self._unless_gone("remove directory", path, lambda _: self._client.remove_empty(str(path)))
 
     def write(self, path: PurePath, pieces: Iterable[bytes | memoryview]) -> int:
         """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
@@ -231,16 +248,15 @@ class RemoteFiles:
     def publish(self, source: PurePath, target: PurePath) -> bool:
         """Give a complete file its name; return False when that is taken.
 
-        libhdfs, and most others behind pyarrow, replace a file in silence: there it is looked for first, and of two
-        programs that do this at once the later one wins.
+        libhdfs, most others behind pyarrow, and a folder without hard links, replace a file in silence: there it is
+        looked for first, and of two programs that do this at once the later one wins.
         """
         try:
             if self._client.kind == "local":
-                self._do("rename", target, lambda _: _link(source, target))
-            else:
-                if self._client.kind != "hdfs-native" and self.stat(target) is not None:
-                    return False
-                self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
+                return self._do("rename", target, lambda _: _link(source, target))
+            if self._client.kind != "hdfs-native" and self.stat(target) is not None:
+                return False
+            self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
         except FileExistsError:
             return False
         return True
@@ -279,6 +295,8 @@ class RemoteFiles:
         return self.attempt(path, lambda: _temporary(path), attempt)
 
     def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> None:
+        # With each attempt: whoever takes back what came to nothing may have removed it, when it was empty.
+        self.make_directory(path.parent)
         self.write(temporary, [data])
         emit("remote.small_closed", path.name, len(data))
         if self.read_small(temporary, len(data)) != data:
@@ -317,11 +335,6 @@ def _temporary(path: PurePosixPath) -> PurePosixPath:
     return path.with_name(f"{os.urandom(8).hex()}{layout.TEMPORARY}")
 
 
-def _entry(info: fs.FileInfo) -> Entry:
-    is_file = info.type == fs.FileType.File
-    return Entry(PurePosixPath("/", info.path), is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
-
-
 def _write(file: Writable, piece: bytes | memoryview, _: fs.FileSystem) -> None:
     file.write(piece)
 
@@ -335,6 +348,25 @@ def _abandon(file: Writable) -> None:
         file.close()
 
 
+def _listed(selector: fs.FileSelector, filesystem: fs.FileSystem) -> list[fs.FileInfo]:
+    try:
+        return list(filesystem.get_file_info(selector))
+    except NotADirectoryError:
+        return []
+
+
+def _make_directory(path: PurePath, filesystem: fs.FileSystem, *, is_local: bool) -> None:
+    filesystem.create_dir(str(path), recursive=True)
+    if is_local:
+        # Also what was there already: whoever made it may have been killed before this.
+        for above in (path, *path.parents):
+            try:
+                _sync(above)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+
+
 def _sync(path: PurePath) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -343,8 +375,17 @@ def _sync(path: PurePath) -> None:
         os.close(descriptor)
 
 
-def _link(source: PurePath, target: PurePath) -> None:
-    """Rename, unless the target exists, durably."""
-    os.link(source, target)
-    os.unlink(source)
+def _link(source: PurePath, target: PurePath) -> bool:
+    """Rename, durably, unless the target exists; return False then, or raise FileExistsError."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    else:
+        os.unlink(source)
     _sync(target.parent)
+    return True

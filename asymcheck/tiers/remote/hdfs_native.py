@@ -18,6 +18,9 @@ from asymcheck.tiers.ranged import RangedFile
 
 _NS_PER_MS = 1_000_000
 
+_NOT_EMPTY = ("PathIsNotEmptyDirectory", "is non empty")
+"""What the NameNode says of a directory that is not empty."""
+
 _DEFAULTS = {
     # With three replicas, one DataNode that dies must not fail a write.
     "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
@@ -103,7 +106,15 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
         self._client.delete(path)
 
     def delete_dir(self, path: str) -> None:
-        self._client.delete(path, recursive=True)
+        raise StorageError(f"nobody asks to remove {path} with all that is in it")
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory; one that is not empty stays."""
+        try:
+            self._client.delete(path, recursive=False)
+        except (OSError, RuntimeError) as error:
+            if not any(sign in str(error) for sign in _NOT_EMPTY):
+                raise
 
     def move(self, source: str, target: str) -> None:
         """Rename; a target that exists is an error, which no look beforehand could promise."""

@@ -6,12 +6,16 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from urllib.parse import parse_qsl, unquote, urlsplit
+from pathlib import PurePath
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from asymcheck.errors import InvalidInputError
 
 _SCHEMES = "hdfs, file, s3, gs, abfs, viewfs"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_AS_IT_IS = "/:@=+,~"
+"""What else than letters and digits means itself in the path of a URI."""
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def is_uri(location: object) -> bool:
@@ -41,7 +45,11 @@ class RemoteLocation:
 
     def __str__(self) -> str:
         """Return the URI without its options."""
-        return f"{self.scheme}://{self.authority}{self.path}"
+        return f"{self.scheme}://{self.authority}{quote(self.path, _AS_IT_IS)}"
+
+    def below(self, path: PurePath) -> str:
+        """Return the URI of a file below it."""
+        return f"{self}/{quote(str(path), _AS_IT_IS)}" if path.parts else str(self)
 
 
 def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
@@ -55,15 +63,34 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
         raise InvalidInputError(
             f"location {text!r:.100}: give a URI, such as hdfs://namenode:8020/checkpoints or file:///mnt/checkpoints"
         )
+    if "#" in text:
+        raise InvalidInputError(f"location {text!r:.100}: write %23 for the # in it")
+    if _UNSEEN.search(text):
+        raise InvalidInputError(f"location {text!r:.100}: it has a control character in it")
     parts = urlsplit(text)
     scheme, path = parts.scheme.lower(), "/" + unquote(parts.path).strip("/")
     if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss"):
         raise unknown_scheme(text, scheme)
     if path == "/" or "//" in path or ".." in path.split("/"):
         raise InvalidInputError(f"location {text!r:.100}: name a directory below the root")
+    if "\0" in path:
+        raise InvalidInputError(f"location {text!r:.100}: no path has a zero byte in it")
+    if scheme == "file" and "?" in text:
+        raise InvalidInputError(f"location {text!r:.100}: a file URI has no options; write %3F for a ? in the path")
     if scheme == "file" and parts.netloc not in ("", "localhost"):
         raise InvalidInputError(f"location {text!r:.100}: a file URI has three slashes, as in file:///mnt/checkpoints")
     if scheme == "hdfs" and not parts.netloc:
         raise InvalidInputError(f"location {text!r:.100}: name the NameNode, as in hdfs://namenode:8020{path}")
     authority = "" if scheme == "file" else parts.netloc
-    return RemoteLocation(scheme, authority, path, dict(parse_qsl(parts.query)))
+    return RemoteLocation(scheme, authority, path, _options(text, parts.query))
+
+
+def _options(text: str, query: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, strict_parsing=True, keep_blank_values=True) if query else []
+    except ValueError as error:
+        raise InvalidInputError(f"location {text!r:.100}: give options as ?name=value&name=value: {error}") from error
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise InvalidInputError(f"location {text!r:.100}: an option is given twice")
+    return options

@@ -53,6 +53,11 @@ class RemoteManifests(ManifestReader):
         self._files = files
         self._root = root
 
+    def runs(self) -> list[str]:
+        """Return the names of all runs that have a folder; a file between them is none."""
+        found = [entry for name in (layout.MANIFESTS, layout.HEADS) for entry in self._files.walk(self._root / name)]
+        return sorted({one.path.name for one in found if not one.is_file and layout.is_run(one.path.name)})
+
     def directory(self, run: str, ref: CheckpointRef) -> PurePosixPath:
         """Return the folder of a checkpoint."""
         return self._root / layout.MANIFESTS / run / layout.checkpoint_name(ref)
@@ -69,9 +74,7 @@ class RemoteManifests(ManifestReader):
 
     def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
         """Write a manifest under a temporary name, and return that: :meth:`publish` is then but a rename."""
-        directory = self.directory(run, ref)
-        self._files.make_directory(directory)
-        return self._files.stage_small(directory / str(name), data)
+        return self._files.stage_small(self.directory(run, ref) / str(name), data)
 
     def unstage(self, staged: PurePosixPath) -> None:
         """Remove what was staged and is not to be published."""
@@ -93,7 +96,6 @@ class RemoteManifests(ManifestReader):
         path = self.directory(run, ref) / str(name)
         # One that is there already has the same bytes: their digest is in the name.
         if staged is None or not self._publish_staged(staged, path):
-            self._files.make_directory(path.parent)
             self._files.put_small(path, data)
         emit("remote.manifest_renamed", str(name), len(data))
 
@@ -125,9 +127,8 @@ class RemoteManifests(ManifestReader):
                 self._publish_head(head)
 
     def _publish_head(self, head: HeadRecord) -> None:
-        directory = self._root / layout.HEADS / head.run
-        self._files.make_directory(directory)
-        if not self._files.put_small(directory / layout.head_name(head.generation), encode_head(head)):
+        path = self._root / layout.HEADS / head.run / layout.head_name(head.generation)
+        if not self._files.put_small(path, encode_head(head)):
             self._check_head(head)
         emit("remote.head_renamed", f"{head.run} generation {head.generation}")
 
@@ -164,7 +165,7 @@ class RemoteTier:
         self.location = location
         self.config = config
         self.files = RemoteFiles(location, config.remote)
-        self._top = PurePosixPath(location.path)
+        self._top = self.files.top
         self._pid = os.getpid()
         self._closed = False
         self._indexes: dict[PackId, PackIndex] = {}
@@ -172,6 +173,7 @@ class RemoteTier:
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
             data = self._without_descriptor(create=create)
+        self._refuse_local_store()
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
@@ -193,6 +195,21 @@ class RemoteTier:
         """The folder of packs."""
         return self._top / layout.PACKS
 
+    def _refuse_local_store(self) -> None:
+        """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks.
+
+        Raises:
+            InvalidInputError
+        """
+        if self.location.scheme != "file":
+            return
+        own = {layout.CATALOG, layout.POOL}.intersection(self.files.list(self._top))
+        if own:
+            raise InvalidInputError(
+                f"{self.location} is a store that is saved to on a local drive (it has a {min(own)}): give its path, "
+                f"{self._top}, instead; a location to push to is another directory"
+            )
+
     def _without_descriptor(self, *, create: bool) -> bytes:
         """Return the descriptor of a new location; with ``create`` that is made, unless something lies there."""
         kept = [name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS) if self.files.list(self._top / name)]
@@ -205,7 +222,7 @@ class RemoteTier:
                 f"{self.location} has lost its asymcheck.store: it has {' and '.join(kept)}; put that file back from a "
                 "copy, or name another location"
             )
-        foreign = [name for name in self.files.list(self._top) if name not in layout.TOP_LEVEL]
+        foreign = [name for name in self.files.list(self._top) if name not in layout.REMOTE_TOP_LEVEL]
         foreign = [name for name in foreign if not name.endswith(layout.TEMPORARY)]
         if foreign:
             error = StoreNotFoundError(
@@ -240,24 +257,29 @@ class RemoteTier:
         if self._closed:
             raise ClosedStoreError(f"{self.location} is closed")
 
-    def pack_files(self) -> list[Entry]:
-        """Return the files of all complete packs, the newest first: they serve the newest checkpoint."""
-        found = [entry for entry in self.files.walk(self.packs) if layout.parse_pack_name(entry.path.name) is not None]
-        return sorted(found, key=lambda entry: -entry.mtime_ns)
+    def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
+        """Return complete packs, and doomed ones, by one listing: a pack that gets its other name is in one of them."""
+        lasting, doomed = {}, {}
+        # The newest first: they serve the newest checkpoint.
+        for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
+            if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
+                lasting[pack_id] = entry
+            elif (pack_id := layout.parse_doomed_name(entry.path.name)) is not None:
+                doomed[pack_id] = entry
+        return lasting, doomed
 
-    def lasting_packs(self) -> list[PackId]:
-        """Return the ids of all complete packs, the newest first."""
-        ids = [layout.parse_pack_name(entry.path.name) for entry in self.pack_files()]
-        return [pack_id for pack_id in ids if pack_id is not None]
+    def lasting_packs(self) -> dict[PackId, Entry]:
+        """Return the files of all complete packs, the newest first."""
+        return self._packs()[0]
 
-    def doomed_packs(self) -> list[PackId]:
-        """Return the ids of packs that a collection is about to remove, or was when it was killed."""
-        ids = map(layout.parse_doomed_name, self.files.list(self.packs))
-        return [pack_id for pack_id in ids if pack_id is not None]
+    def doomed_packs(self) -> dict[PackId, Entry]:
+        """Return the files of packs that a collection is about to remove, or was when it was killed."""
+        return self._packs()[1]
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all packs that can be read, the newest first."""
-        return [*self.lasting_packs(), *self.doomed_packs()]
+        lasting, doomed = self._packs()
+        return [*lasting, *doomed]
 
     def doom(self, pack_id: PackId) -> bool:
         """Announce that a pack will be removed; return False when it is gone."""
@@ -294,8 +316,8 @@ class RemoteTier:
                     self._indexes[pack_id] = index
         return RemotePack(self.files, path, index, self._ahead)
 
-    def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex]:
-        """Return the indexes of those packs that are sound, by several requests at a time.
+    def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
+        """Return the indexes of packs, by several requests at a time; None where nothing is found, or no pack any more.
 
         Raises:
             RemoteUnreachableError: nobody answers.
@@ -306,11 +328,10 @@ class RemoteTier:
                 pack = self.open_pack(pack_id)
             except (FormatError, MissingPartitionError):
                 return None
-            return PackIndex(pack.header, pack.entries, None) if pack.damage is None else None
+            return PackIndex(pack.header, pack.entries, pack.damage)
 
         wanted = list(pack_ids)
-        found = zip(wanted, self._reading.map(index_of, wanted), strict=True)
-        return {pack_id: index for pack_id, index in found if index is not None}
+        return dict(zip(wanted, self._reading.map(index_of, wanted), strict=True))
 
     def uploader(self) -> PackUpload:
         """Return what writes packs there; its limit of bytes a second is for all of them together."""
@@ -323,8 +344,8 @@ class RemoteTier:
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return the number and bytes of packs in use; here none are kept to be overwritten."""
-        files = self.pack_files()
-        return len(files), sum(entry.size for entry in files), 0, 0
+        files = self.lasting_packs()
+        return len(files), sum(entry.size for entry in files.values()), 0, 0
 
     def temporaries(self) -> list[Entry]:
         """Return what uploads have not finished, or have left."""
@@ -336,8 +357,8 @@ class RemoteTier:
 
     def leftovers(self) -> list[str]:
         """Return the temporary files that are older than uploads take, by their place here."""
-        before = time.time_ns() - int(self.config.remote.grace_s * 1e9)
-        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.mtime_ns < before]
+        before_ns = time.time_ns() - int(self.config.remote.grace_s * 1e9)
+        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.is_older(before_ns)]
 
     def foreign(self) -> list[str]:
         """Return what does not belong here, by its place here."""

@@ -1,0 +1,173 @@
+"""Collection in a location: what a live checkpoint needs stays, whatever is damaged or comes meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store, events
+from asymcheck.errors import InconsistentCheckpointError
+from asymcheck.pipeline.collect import Collected
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote.files import Entry, RemoteFiles
+from asymcheck.types import PackId
+from tests.remote.conftest import CONFIG, check_location, config
+
+DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
+_FRAMES = 4096
+"""Where the first frame begins."""
+
+
+def weights(step: int) -> torch.Tensor:
+    """So near to those of the step before that a delta pays."""
+    base = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
+    return base * (1 + 1e-4 * step)
+
+
+def packs_of(folder: str) -> set[Path]:
+    """The files of all packs."""
+    return set(Path(folder.removeprefix("file://"), "packs").iterdir())
+
+
+def age(folder: str) -> None:
+    """Make every file there ten days old."""
+    then = time.time() - 10 * 86400
+    for path in Path(folder.removeprefix("file://")).rglob("*"):
+        os.utime(path, (then, then))
+
+
+@pytest.fixture
+def steps(store_path: Path) -> Path:
+    """A store with two steps that are nearly equal, all of it plain."""
+    with Store.open(store_path, config=dataclasses.replace(DELTAS, compression="off")) as store:
+        for step in (1, 2):
+            store.save({"w": weights(step)}, step=step)
+    return store_path
+
+
+@pytest.fixture
+def delta(steps: Path, folder: str) -> Path:
+    """Push both, and delete the first: the pack that is returned has the second, as deltas on what is in the other."""
+    with Store.open(steps, config=DELTAS) as store:
+        store.push(folder, 1)
+        before = packs_of(folder)
+        store.push(folder, 2)
+    with Store.open(folder, config=DELTAS) as there:
+        assert {one.codec for tensor in there.tensors(2)[1] for one in tensor.partitions} == {"ordered-integer-delta"}
+        there.delete(1)
+    age(folder)
+    (pack,) = packs_of(folder) - before
+    return pack
+
+
+def spoil(pack: Path, *places: int) -> None:
+    """Flip a bit at each place."""
+    data = bytearray(pack.read_bytes())
+    for place in places:
+        data[place] ^= 1
+    pack.write_bytes(data)
+    os.utime(pack, (1e9, 1e9))
+
+
+def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str) -> None:
+    """It is scanned, and so a checkpoint is decoded from it: what that takes is needed."""
+    spoil(delta, -60)
+    with Store.open(folder, config=DELTAS) as there:
+        assert there.gc() == Collected(kept_packs=2)
+    with Store.open(folder, config=DELTAS) as there:
+        assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
+def test_nothing_goes_while_a_damaged_pack_may_need_it(delta: Path, folder: str) -> None:
+    """Of the frame that cannot be read nobody knows the base. When its checkpoint is deleted, that does not matter."""
+    spoil(delta, -60, _FRAMES)
+    whole = packs_of(folder)
+    with Store.open(folder, config=DELTAS) as there:
+        for dry_run in (True, False):
+            with pytest.raises(InconsistentCheckpointError, match=rf"{delta.name}.* is unknown; delete those first"):
+                there.gc(dry_run=dry_run)
+            assert packs_of(folder) == whole
+        there.delete(2)
+        assert there.gc().freed_packs == 1
+    assert packs_of(folder) == {delta}
+
+
+def test_a_delta_that_comes_while_its_base_is_about_to_go(
+    steps: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pack and its manifest come when packs and manifests were read, and its base is still there by then."""
+    begun, go_on = threading.Event(), threading.Event()
+    doom: Callable[[RemoteTier, PackId], bool] = RemoteTier.doom
+
+    def wait(found: events.Event) -> None:
+        if found.name == "remote.pack_begun":
+            begun.set()
+            go_on.wait(60)
+
+    with Store.open(steps, config=DELTAS) as store:
+        store.push(folder, 1)
+        (base,) = packs_of(folder)
+        age(folder)
+        pushing = threading.Thread(target=store.push, args=(folder, 2))
+
+        def after_the_push(self: RemoteTier, pack_id: PackId) -> bool:
+            go_on.set()
+            pushing.join()
+            return doom(self, pack_id)
+
+        monkeypatch.setattr(RemoteTier, "doom", after_the_push)
+        with events.observe(wait), Store.open(folder, config=DELTAS) as there:
+            pushing.start()
+            assert begun.wait(60)
+            there.delete(1)
+            assert there.gc() == Collected(kept_packs=1)
+    assert base in packs_of(folder)
+    with Store.open(folder, config=DELTAS) as there:
+        assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
+def test_what_a_killed_collection_has_left_is_counted_once(store: Path, folder: str) -> None:
+    """What it was about to remove wrongly is kept, and what is garbage is freed."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+    number, nbytes = len(packs_of(folder)), sum(pack.stat().st_size for pack in packs_of(folder))
+    for dry_run in (True, False):
+        for pack in packs_of(folder):
+            pack.rename(pack.with_suffix(".doomed"))
+        with Store.open(folder, config=CONFIG) as there:
+            assert there.gc(dry_run=dry_run) == Collected(kept_packs=number)
+    check_location(folder, 1)
+    with Store.open(folder, config=CONFIG) as there:
+        there.delete(1)
+        for pack in packs_of(folder):
+            pack.rename(pack.with_suffix(".doomed"))
+        for dry_run in (True, False):
+            assert there.gc(dry_run=dry_run) == Collected(freed_packs=number, freed_bytes=nbytes)
+    assert packs_of(folder) == set()
+
+
+def test_what_has_no_age_is_left_alone(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system does not say when a file was changed, it may belong to a push that is under way."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+    temporary = Path(folder.removeprefix("file://"), "packs", "0" * 32 + ".tmp")
+    temporary.write_bytes(b"under way")
+    age(folder)
+    walk: Callable[..., list[Entry]] = RemoteFiles.walk
+
+    def ageless(self: RemoteFiles, *args: object, **options: object) -> list[Entry]:
+        return [dataclasses.replace(entry, mtime_ns=0) for entry in walk(self, *args, **options)]
+
+    monkeypatch.setattr(RemoteFiles, "walk", ageless)
+    with Store.open(folder, config=CONFIG) as there:
+        there.delete(1)
+        assert there.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
+        assert [one.kind for one in there.verify()] == []
+    assert temporary.exists()

@@ -1,0 +1,101 @@
+"""Locations: a URI names one place, or is refused with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from asymcheck import Store
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StoreNotFoundError
+from asymcheck.tiers.remote import clients, parse_location
+from tests.remote.conftest import CONFIG, check_location, check_state, config
+
+
+def test_a_store_is_no_location(store: Path) -> None:
+    """Its catalog says what a save relies on, and nobody who takes it for a location would ask."""
+    said = rf"a store that is saved to on a local drive .* give its path, {store}, instead"
+    for location in (f"file://{store}", f"file://localhost{store}/"):
+        with pytest.raises(InvalidInputError, match=said):
+            Store.open(location, config=CONFIG)
+        with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match=said):
+            opened.push(location)
+    with Store.open(store, config=CONFIG) as opened:
+        check_state(opened.load(), 2)
+
+
+def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path) -> None:
+    """It does not get another one."""
+    (store / "asymcheck.store").rename(store.parent / "aside")
+    with Store.open(store.parent / "other", config=CONFIG) as other:
+        other.save({"x": 1}, step=1)
+        with pytest.raises(StoreNotFoundError, match=r"has other files in it \(catalog\)"):
+            other.push(f"file://{store}")
+    assert not (store / "asymcheck.store").exists()
+
+
+@pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]"])
+def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, name: str) -> None:
+    """What a URI cannot have in it is quoted in it, and in what is printed."""
+    location = (tmp_path / name / "remote").as_uri()
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(location, 1)
+    assert (tmp_path / name / "remote" / "asymcheck.store").exists()
+    with Store.open(location, config=CONFIG) as there:
+        assert parse_location(str(there.location)) == parse_location(location)
+    check_location(str(parse_location(location)), 1)
+    with pytest.raises(StoreNotFoundError) as caught:
+        Store.open(f"{location}/nothing", config=CONFIG)
+    assert str(caught.value) == f"{parse_location(location)}/nothing does not exist"
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("file:///exp#1", "write %23 for the #"),
+        ("hdfs://host:8020/exp#1", "write %23 for the #"),
+        ("hdfs://host:8020/exp#", "write %23 for the #"),
+        ("file:///q?1", "no options; write %3F"),
+        ("file:///q?", "no options; write %3F"),
+        ("file:///a\nb", "a control character"),
+        ("file:///a%00b", "a zero byte"),
+        ("hdfs://host:8020/q?bogus", "give options as "),
+        ("hdfs://host:8020/q?dfs.replication=1&dfs.replication=2", "an option is given twice"),
+        ("hdfs://host:8020/q?dfs.replication=", "dfs.replication '': give an integer from 1"),
+        ("hdfs://host:8020/q?dfs.replication=abc", "dfs.replication 'abc': give an integer from 1"),
+        ("hdfs://host:8020/q?dfs.blocksize=-1", "dfs.blocksize '-1': give an integer from 1"),
+    ],
+)
+def test_nothing_of_a_location_is_dropped(location: str, said: str) -> None:
+    """Else two locations would be one."""
+    with pytest.raises(InvalidInputError) as caught:
+        Store.open(location, config=CONFIG)
+    assert said in str(caught.value)
+
+
+def test_a_setting_of_the_configuration_is_checked_as_one_of_the_query() -> None:
+    """Before anybody is asked."""
+    with pytest.raises(InvalidInputError, match=r"dfs\.replication 'many'"):
+        Store.open("hdfs://host:8020/q", config=config(options={"dfs.replication": "many"}))
+
+
+def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pyarrow's file systems that have buckets, which take no path that begins with a slash."""
+    (tmp_path / "bucket").mkdir()
+    buckets = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    monkeypatch.setattr(clients, "_by_pyarrow", lambda *_: (buckets, "bucket/runs/a b"))
+    location = "s3://bucket/runs/a%20b"
+    with pytest.raises(StoreNotFoundError, match=f"{location} does not exist"):
+        Store.open(location, config=CONFIG)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(location, everything=True)
+    check_location(location, 1, 2)
+    assert (tmp_path / "bucket" / "runs" / "a b" / "asymcheck.store").exists()
+    with Store.open(location, config=config(grace_s=0.0)) as there:
+        there.delete(2)
+        assert there.gc().freed_packs > 0
+    check_location(location, 1)
+    (tmp_path / "bucket").rename(tmp_path / "away")
+    with pytest.raises(RemoteUnreachableError, match="not even the root"):
+        Store.open(location, config=CONFIG)

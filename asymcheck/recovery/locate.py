@@ -10,7 +10,13 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import UNKNOWING, AsymcheckError, MissingPartitionError, UnsupportedFormatError
+from asymcheck.errors import (
+    UNKNOWING,
+    AsymcheckError,
+    LockTimeoutError,
+    MissingPartitionError,
+    UnsupportedFormatError,
+)
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.manifest import Manifest
@@ -82,6 +88,7 @@ class Sources:
 
         Raises:
             UnsupportedFormatError: a pack that may hold them needs a newer program.
+            LockTimeoutError: some may lie in a pack that another process has locked for too long.
             MissingPartitionError: some lie nowhere; the message says which packs could not be read, and why.
             TooManyFilesError: this process may not open as many packs as they lie in.
         """
@@ -184,12 +191,12 @@ class Sources:
 
     def _everywhere(self) -> Iterator[PackId]:
         """Yield all packs once, near ones first: who needs no more does not ask for the others."""
-        seen: set[PackId] = set()
-        for pack_ids in (self._tier.hinted, lambda _: self._tier.pack_ids()):
-            for pack_id in pack_ids(()):
-                if pack_id not in seen:
-                    seen.add(pack_id)
-                    yield pack_id
+        seen = dict.fromkeys(self._tier.hinted(()))
+        yield from seen
+        # Again while there are new ones: what was listed may have been copied into another pack, and be gone.
+        while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:
+            seen.update(dict.fromkeys(new))
+            yield from new
 
     def _copies_in(
         self, pack_ids: Iterable[PackId], names: set[Digest], *, keep: bool = False
@@ -253,25 +260,25 @@ class Sources:
         return Copy(self._numbered[place >> _FRAME_BITS], place & _FRAME_MASK)
 
     def _check_complete(self) -> None:
-        if self._missing:
-            first = self._needs.digests[int(np.argmax(self._places == _NOWHERE))]
-            unsupported = [
-                problem for problem in self._problems.values() if isinstance(problem, UnsupportedFormatError)
-            ]
-            if unsupported:
-                raise unsupported[0]
-            problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
-            raise MissingPartitionError(
-                f"{self._missing} of {len(self._places)} partitions lie in no readable pack, one is "
-                f"{first.hex()}{problems}",
-                first,
-            )
-        if (lost := self._lost_base()) is not None:
-            problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
+        lost = None if self._missing else self._lost_base()
+        if not self._missing and lost is None:
+            return
+        for problem in self._problems.values():
+            if isinstance(problem, (UnsupportedFormatError, LockTimeoutError)):
+                # It may be in there, and sound.
+                raise problem
+        problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
+        if lost is not None:
             raise MissingPartitionError(
                 f"partition {lost[0].hex()} needs base {lost[1].hex()}, which cannot be read from any pack{problems}",
                 lost[0],
             )
+        first = self._needs.digests[int(np.argmax(self._places == _NOWHERE))]
+        raise MissingPartitionError(
+            f"{self._missing} of {len(self._places)} partitions lie in no readable pack, one is "
+            f"{first.hex()}{problems}",
+            first,
+        )
 
     def copy(self, digest: Digest) -> Copy:
         """Return the first copy of a partition."""

@@ -12,6 +12,7 @@ from asymcheck.errors import (
     CheckpointNotFoundError,
     FormatError,
     InconsistentCheckpointError,
+    LockTimeoutError,
     MissingPartitionError,
     RecoveryError,
     StorageError,
@@ -114,6 +115,7 @@ def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[
 
     Raises:
         UnsupportedFormatError: a checkpoint needs a newer program.
+        LockTimeoutError: another process has locked a pack for too long.
         TooManyFilesError: a checkpoint lies in more packs than this process may open.
     """
     for listing in listings:
@@ -121,7 +123,7 @@ def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[
             with timed("find", 0, partial(_named, listing)):
                 resolved = resolve_one(tier, listing)
             yield resolved
-        except (UnsupportedFormatError, *UNKNOWING):
+        except (UnsupportedFormatError, LockTimeoutError, *UNKNOWING):
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:

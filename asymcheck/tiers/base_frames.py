@@ -48,6 +48,14 @@ class BaseFrames:
             return [partial(self._read, *place) for place in self._places.get(name, [])]
 
     def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
+        while True:
+            listed = set(self._tier.pack_ids())
+            places = self._found()
+            # One that is missing may have been copied meanwhile into a pack that was not listed yet.
+            if all(places.values()) or listed.issuperset(self._tier.pack_ids()):
+                return places
+
+    def _found(self) -> dict[Digest, list[tuple[PackId, int]]]:
         places: dict[Digest, list[tuple[PackId, int]]] = {}
         for _, pack in self._packs():
             places.update({base: [] for base in bases_in(pack.entries).values()})

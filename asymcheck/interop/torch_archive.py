@@ -94,6 +94,9 @@ class TorchArchive:
 
     def _by_name(self, members: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
         """Return the members of the folder that torch looks in, which is that of the first one."""
+        if members and min(member.header_offset for member in members):
+            # Python looks behind whatever comes before, which here could be another file of torch.
+            raise ForeignFileError(self._path, "its directory is not of what it begins with", _FETCH)
         folder = members[0].filename.partition("/")[0] + "/" if members else ""
         inside = [member for member in members if member.filename.startswith(folder) and not member.is_dir()]
         found = {member.filename.removeprefix(folder): member for member in inside}

@@ -154,6 +154,16 @@ def test_two_records_of_one_name_are_refused(store: Store, tmp_path: Path, twin:
         import_checkpoint(store, tmp_path / "a.pt")
 
 
+def test_a_file_behind_another_is_refused(store: Store, tmp_path: Path) -> None:
+    """As a wrong length in the metadata of a folder of DCP has it: the second would be taken for the first."""
+    for name in ("a.pt", "b.pt"):
+        torch.save(example(), tmp_path / name)
+    with (tmp_path / "a.pt").open("ab") as file:
+        file.write((tmp_path / "b.pt").read_bytes())
+    with pytest.raises(ForeignFileError, match="not of what it begins with"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
 def test_an_archive_that_is_none_of_torch_is_refused(store: Store, tmp_path: Path) -> None:
     """It has no pickle."""
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:

@@ -13,6 +13,7 @@ import math
 import mmap
 import pickle
 import re
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -49,7 +50,7 @@ _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)
 _METADATA = "_metadata"
 _LOAD_ERRORS = (
     *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError),
-    *(ArithmeticError, AssertionError, zipfile.BadZipFile, zlib.error),
+    *(ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile, zlib.error),
 )
 
 

@@ -218,7 +218,9 @@ def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorByt
         tied = json.loads(metadata.get(TIED, "{}"))
     except (ValueError, RecursionError):
         tied = None
-    if not isinstance(tied, dict) or not all(first in model and name not in model for name, first in tied.items()):
+    if not isinstance(tied, dict) or not all(
+        isinstance(first, str) and first in model and name not in model for name, first in tied.items()
+    ):
         problem = f"the metadata entry {TIED} names tensors that are not in the file, or are there already"
         raise ForeignFileError(path, problem, "remove the entry, or export the file again")
     return tied

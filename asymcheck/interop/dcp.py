@@ -45,6 +45,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.format.tree import Key, join_name
+from asymcheck.interop.dcp_folder import with_lists
 from asymcheck.interop.torch_file import value_file
 from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_DTYPES
@@ -128,7 +129,7 @@ class AsymcheckWriter(StorageWriter):
         """Save this rank's part; when this returns it survives power loss.
 
         Raises:
-            InvalidInputError: DCP plans in a way that the store does not take part in.
+            InvalidInputError: DCP plans in a way that the store does not take part in, or leaves mappings whole.
             UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
         """
         if getattr(planner, "_enable_plan_caching", False):
@@ -168,7 +169,8 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
             raise UnsupportedValueError(name, "this rank holds several parts of one tensor; give it one DTensor")
         place[last] = _value(item, planner)
     only = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
-    return _with_lists(state) if only else state  # type: ignore[return-value]  # DCP's top keys are strings
+    # Of several ranks each has some of the items.
+    return with_lists(state) if only else state  # type: ignore[return-value]  # DCP's top keys are strings
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> object:
@@ -178,21 +180,19 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
             raise InvalidInputError(
                 f"the planner {type(planner).__name__} pickles values; derive it from DefaultSavePlanner"
             )
-        return look_up(item.index)
+        value = look_up(item.index)
+        if not _is_one(value):
+            # Stored, it would be taken apart, and not found again under this name.
+            raise InvalidInputError(
+                f"the planner {type(planner).__name__} takes {item.index.fqn} for one value, with all that is in it; "
+                "give it flatten_state_dict=True"
+            )
+        return value
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
         raise InvalidInputError(f"the planner {type(planner).__name__} makes no tensor of {item.index.fqn}")
     box = Box(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets), tuple(tensor.shape))
     return tensor.detach() if box == Box.of_whole(box.whole) else TensorShard(tensor.detach(), box.whole, box.offset)
-
-
-def _with_lists(value: Any) -> Any:  # noqa: ANN401 - a nested state
-    """Return what DCP took apart with its lists as lists; of several ranks each has some of the items."""
-    if type(value) is not dict:
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    is_list = bool(items) and all(type(key) is int for key in items)
-    return [items[index] for index in range(len(items))] if is_list else items
 
 
 class AsymcheckReader(StorageReader):
@@ -320,23 +320,22 @@ class _Contents:
 
 def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
     """Yield the values of a state that DCP knows by a name of their own, by the rules by which it takes one apart."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and not _is_one(value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
+    if _is_one(value):
         yield path, value
+        return
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]  # what is not one is a mapping or a list
+    for key, item in items:
+        yield from _leaves(item, (*path, key))
 
 
-def _is_one(items: list[object]) -> bool:
-    return not any(
-        isinstance(item, dict)
-        or (isinstance(item, RowRef) and not item.as_array)
-        or (isinstance(item, list) and not _is_one(item))
-        for item in items
-    )
+def _is_one(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_is_one(item) and not _is_tensor(item) for item in value)
+    return not isinstance(value, Mapping)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, RowRef) and not value.as_array)
 
 
 def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> Finish:

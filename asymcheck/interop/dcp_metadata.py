@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asymcheck.errors import ForeignFileError, TruncatedError
+from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Key
 from asymcheck.partition.boxes import Box, tile
 from asymcheck.partition.dtypes import TORCH_NAMES
@@ -161,9 +162,18 @@ def _folder_of(metadata: object) -> Folder:
     planned = metadata.field("planner_data")
     known = planned if isinstance(planned, dict) else {}
     paths = {name: tuple(known.get(name, (name,))) for name in (*tensors, *values)}
-    if not all(type(key) in (str, int) for path in paths.values() for key in path) or not all(paths.values()):
-        raise TruncatedError("a name of its state is no name")
+    _check_paths(list(paths.values()))
     return Folder(tensors, values, paths)
+
+
+def _check_paths(paths: Sequence[tuple[Key, ...]]) -> None:
+    """See that each leads to a place of its own; of two values in one place, one would be lost."""
+    for path in paths:
+        if not 0 < len(path) <= TREE_DEPTH_MAX or not all(type(key) in (str, int) for key in path):
+            raise TruncatedError("a name of its state is no name")
+    taken = set(paths)
+    if len(taken) < len(paths) or any(path[:length] in taken for path in paths for length in range(1, len(path))):
+        raise TruncatedError("two parts of its state have one place")
 
 
 def _place(info: _StandIn) -> Place:

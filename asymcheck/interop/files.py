@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,14 +28,21 @@ class SourceFile:
 
         Raises:
             InvalidInputError: there is no such file.
+            ForeignFileError: it is no regular file.
         """
         self.path = path
         self._on_read = on_read
         try:
             with translated("open", path):
-                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                # Without O_NONBLOCK opening a named pipe waits for a writer, perhaps for ever.
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise InvalidInputError(f"{path} does not exist") from error
+        with translated("look at", path):
+            mode = os.fstat(self._descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            self.close()
+            raise ForeignFileError(path, "not a regular file", "give the file itself")
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``start`` of the file on.

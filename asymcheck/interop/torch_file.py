@@ -1,8 +1,8 @@
 """Files of ``torch.save``: read with ``weights_only=True`` and written, without their tensors in memory.
 
-Where the bytes of each tensor lie is learned from torch itself: loaded under ``FakeTensorMode``, a storage knows its
-offset in the file; saved under ``skip_data``, a file has room for its storages, to be filled later (both are in
-torch's notes on serialization). This is the one module that calls ``torch.save`` and ``torch.load``.
+Which bytes each tensor has is learned from torch itself: loaded under ``FakeTensorMode``, a storage knows its offset;
+saved under ``skip_data``, a file has room for its storages, to be filled later (both are in torch's notes on
+serialization). This is the one module that calls ``torch.save`` and ``torch.load``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import math
 import mmap
 import pickle
 import re
+import struct
+import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +29,8 @@ from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.interop.files import Draft, SourceFile, TargetFile, first_line, refused
-from asymcheck.interop.zip_checksums import fill_checksums
+from asymcheck.interop.torch_archive import Record, TorchArchive
+from asymcheck.interop.zip_members import MAGIC, fill_checksums
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
@@ -35,8 +39,8 @@ from asymcheck.tiers.files import translated
 from asymcheck.tiers.ranged import RangedFile
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
+_FETCH = "fetch or write it again"
 _NEWER = "install a newer torch, or use .safetensors"
-_ZIP_MAGIC = b"PK\x03\x04"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
@@ -44,7 +48,10 @@ _PROBE_BYTES = 1 << 16
 _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
 # Where Module.state_dict() hangs the versions of its modules.
 _METADATA = "_metadata"
-_LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError)
+_LOAD_ERRORS = (
+    *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError),
+    *(ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile, zlib.error),
+)
 
 
 def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
@@ -72,15 +79,32 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         ForeignFileError: as there.
     """
     source: Any = _part(file, start, length)
-    magic = source.read(len(_ZIP_MAGIC))
+    magic = source.read(len(MAGIC))
     source.seek(0)
     with refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS):
-        if magic != _ZIP_MAGIC:
+        if magic != MAGIC:
             return torch.load(source, map_location="cpu", weights_only=True)
-        with FakeTensorMode():
-            fake: object = torch.load(source, map_location="cpu", weights_only=True)
+        archive = TorchArchive(file.path, source)
         known: dict[tuple[object, ...], object] = {}
-        return _replace(fake, lambda tensor: _in_file(tensor, file, start, known))
+        return _replace(_faked(archive), lambda tensor: _in_file(tensor, file, start, archive, known))
+
+
+def _faked(archive: TorchArchive) -> object:
+    """Return the state in a file, with tensors that have no memory."""
+    with FakeTensorMode():
+        return torch.load(archive.outline, map_location="cpu", weights_only=True)
+
+
+def _record_of(tensor: torch.Tensor, path: Path, archive: TorchArchive) -> Record:
+    """Return where the storage of a faked tensor lies in the file.
+
+    Raises:
+        ForeignFileError: nowhere, or this torch does not say.
+    """
+    start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None:
+        raise ForeignFileError(path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
+    return archive.record(start)
 
 
 def _part(file: SourceFile, start: int, length: int) -> RangedFile:
@@ -100,32 +124,40 @@ def _problem(error: Exception) -> str:
     return first_line(error) if named is None else f"it holds a pickled object of {named[1]}, which is never run"
 
 
-def _in_file(tensor: torch.Tensor, file: SourceFile, begin: int, known: dict[tuple[object, ...], object]) -> object:
-    storage = tensor.untyped_storage()
-    offset: int | None = getattr(storage, "_checkpoint_offset", None)
-    if offset is None:
-        raise ForeignFileError(file.path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
-    offset += begin
+def _in_file(
+    tensor: torch.Tensor, file: SourceFile, begin: int, archive: TorchArchive, known: dict[tuple[object, ...], object]
+) -> object:
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if tensor.dtype not in TORCH_NAMES or not plain:
         raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} and {tensor.layout}", _REMEDY)
-    start = int(offset + tensor.storage_offset() * tensor.element_size())
+    record = _record_of(tensor, file.path, archive)
+    offset = int(tensor.storage_offset() * tensor.element_size())
+    extent = _extent(tensor)
+    if extent and offset + extent > record.length:
+        raise ForeignFileError(file.path, f"it holds a tensor that is larger than its storage {record.name}", _FETCH)
+    start = begin + record.start + offset
     # The same view of the same storage is one tied tensor, so it is one object in the state.
     key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
     if key not in known:
         if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
             known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
         else:
-            known[key] = _mapped(tensor, file.path, offset)
+            known[key] = _mapped(tensor, file.path, start, extent)
     return known[key]
 
 
-def _mapped(tensor: torch.Tensor, path: Path, offset: int) -> torch.Tensor:
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _mapped(tensor: torch.Tensor, path: Path, start: int, extent: int) -> torch.Tensor:
     """Return a tensor that is no plain byte range of the file: a view of the mapped file."""
-    length = tensor.untyped_storage().nbytes()
-    mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(length,))
-    whole = torch.from_numpy(mapped).view(tensor.dtype)
-    view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=(extent,))
+    view = torch.from_numpy(mapped).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     return view.conj() if tensor.is_conj() else view
 
 
@@ -179,12 +211,13 @@ class TorchSink:
         file = self._draft.file(size=sum(outline.tensors[row].nbytes for row in set(order)))
         with _writing(file), skip_data():
             torch.save(state, file.path)
-        with FakeTensorMode():
-            fake = torch.load(file.path, weights_only=True)
-        places = dict(zip(order, _tensors_in(fake), strict=True))
+        with translated("read", file.path), file.path.open("rb") as written:
+            archive = TorchArchive(file.path, written)
+            places = dict(zip(order, _tensors_in(_faked(archive)), strict=True))
+            starts = {row: _record_of(place, file.path, archive).start for row, place in places.items()}
         self.tensors, self.nbytes = len(places), sum(outline.tensors[row].nbytes for row in places)
         self._file = file
-        return {row: file.region(outline.tensors[row], _offset(place)) for row, place in places.items()}
+        return {row: file.region(outline.tensors[row], start) for row, start in starts.items()}
 
     def finish(self) -> None:
         """Enter the checksums and give the file its name."""
@@ -217,13 +250,6 @@ def _writing(file: TargetFile) -> Iterator[None]:
         file.write(end, bytes(_PROBE_BYTES))
         advice = "check the device, or name another place"
         raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
-
-
-def _offset(tensor: torch.Tensor) -> int:
-    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if offset is None:
-        raise InvalidInputError(f"torch {torch.__version__} cannot say where tensors go in a .pt file; {_NEWER}")
-    return offset
 
 
 def _hollow(row: TensorRow) -> torch.Tensor:

@@ -222,6 +222,13 @@ def test_what_is_no_torch_file_is_refused(store: Store, tmp_path: Path, content:
         import_checkpoint(store, tmp_path / "a.pt")
 
 
+def test_a_pipe_is_refused(store: Store, tmp_path: Path) -> None:
+    """To open it would wait for a writer."""
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match="not a regular file"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
 def test_a_value_that_cannot_be_stored_is_named(store: Store, tmp_path: Path) -> None:
     """As at a save: torch allows counters in its files, the store does not."""
     torch.save({"a": {"deep": torch.Size([1, 2]), "bad": collections.Counter("x")}}, tmp_path / "a.pt")
@@ -280,7 +287,9 @@ def test_ties_survive_a_safetensors_file(store: Store, tmp_path: Path) -> None:
     assert TIED not in loaded["safetensors"]["metadata"]
 
 
-@pytest.mark.parametrize("entry", ["{", "[]", '{"x": "gone"}', '{"a": "a"}', '{"b": 3}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "entry", ["{", "[]", '{"x": "gone"}', '{"a": "a"}', '{"b": 3}', '{"b": ["a"]}', '{"b": {}}', "[" * 100_000]
+)
 def test_a_note_of_ties_that_is_wrong_is_refused(store: Store, tmp_path: Path, entry: str) -> None:
     """It names what is not there, or is no note at all."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", metadata={TIED: entry})

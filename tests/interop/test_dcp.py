@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -90,6 +94,32 @@ def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CheckpointException, match="at value: values of type object"):
             dcp.save({"value": object()}, storage_writer=AsymcheckWriter(store, step=1))
         assert [item.step for item in store.checkpoints()] == [0]
+
+
+def test_of_an_empty_mapping_in_a_list_nothing_is_kept(store_path: Path) -> None:
+    """DCP has no entry for it, so the others keep their numbers; those with tensors come back as DCP loads them."""
+    with Store.open(store_path) as store:
+        dcp.save({"list": [{}, {"a": torch.ones(1)}]}, storage_writer=AsymcheckWriter(store, step=0))
+        assert_same(store.load(), {"list": {1: {"a": torch.ones(1)}}})
+        state = {"list": [5, {"a": torch.zeros(1)}]}
+        dcp.load(state, storage_reader=AsymcheckReader(store), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(state, {"list": [5, {"a": torch.ones(1)}]})
+
+
+@pytest.mark.parametrize("value", [{"w": torch.ones(1), "n": 3}, [torch.ones(1)], [[{"n": 3}]]])
+def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, value: object) -> None:
+    """What it saves would be taken apart, and it would find nothing by its names. A flat state it may save."""
+    flat = {"t": torch.ones(3), "pair": (torch.zeros(2), 7), "numbers": [1, [2, 3]], "none": None}
+    with Store.open(store_path) as store:
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        with pytest.raises(CheckpointException, match=r"takes value for one value.*flatten_state_dict=True"):
+            dcp.save({"value": value}, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
+        assert store.checkpoints() == []
+        dcp.save(flat, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
+        assert_same(store.load(), flat)
+        again = {"t": torch.zeros(3)}
+        dcp.load(again, storage_reader=AsymcheckReader(store), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    assert_same(again["t"], flat["t"])
 
 
 def test_other_dtypes_are_converted(store_path: Path) -> None:

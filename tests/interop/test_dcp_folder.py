@@ -58,6 +58,28 @@ def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
     assert_same({key: loaded[key] for key in state()}, state())
 
 
+def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path) -> None:
+    """Such as the weights of a model in channels_last: DCP writes them as they lie."""
+    weights = {
+        "last": torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last),
+        "turned": torch.arange(12.0).view(3, 4).t(),
+    }
+    dcp.save(weights, checkpoint_id=tmp_path / "folder")
+    with Store.open(store_path) as store:
+        import_checkpoint(store, tmp_path / "folder")
+        assert_same(store.load(), weights)
+
+
+def test_what_was_not_taken_apart_stays_as_it_is(store_path: Path, tmp_path: Path) -> None:
+    """A mapping by number is a list only where DCP made it of one."""
+    whole = {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1}]}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save({"optimizer": whole}, checkpoint_id=tmp_path / "folder", planner=planner)
+    with Store.open(store_path) as store:
+        import_checkpoint(store, tmp_path / "folder")
+        assert_same(store.load(), {"optimizer": whole})
+
+
 class _InMemory(TensorBytes):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__("int32", tuple(tensor.shape))
@@ -67,15 +89,16 @@ class _InMemory(TensorBytes):
         target[:] = self._data[start : start + len(target)]
 
 
+@pytest.mark.parametrize("keep", [_InMemory, lambda part: part])
 @pytest.mark.parametrize("cuts", [((0, 5),), ((0, 2, 5), (0, 3, 4)), ((0, 1, 5), (0, 4), (0, 2, 6))])
-def test_parts_are_put_together(cuts: tuple[tuple[int, ...], ...]) -> None:
-    """Cut along one dimension or several; every range of bytes is that of the whole."""
+def test_parts_are_put_together(cuts: tuple[tuple[int, ...], ...], keep: Callable[[torch.Tensor], Any]) -> None:
+    """Cut along one dimension or several, in row-major order or not; every range of bytes is that of the whole."""
     shape = tuple(places[-1] for places in cuts)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     pieces = []
     for edges in itertools.product(*(itertools.pairwise(places) for places in cuts)):
         part = whole[tuple(slice(*edge) for edge in edges)]
-        pieces.append((Box(shape, tuple(low for low, _ in edges), tuple(part.shape)), _InMemory(part)))
+        pieces.append((Box(shape, tuple(low for low, _ in edges), tuple(part.shape)), keep(part)))
     joined = _Joined("int32", shape, pieces)
     data = whole.numpy().tobytes()
     for start, length in itertools.product(range(0, len(data), 3), (0, 1, 7, 40, len(data))):
@@ -161,6 +184,27 @@ def test_a_folder_that_contradicts_itself_is_refused(
         with pytest.raises(ForeignFileError, match=problem):
             import_checkpoint(store, folder)
         assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        (("none",), "one place"),
+        (("empty", "x"), "one place"),
+        (("model",), "one place"),
+        ((), "no name"),
+        ((("x",),), "no name"),
+        (("x",) * 5000, "no name"),
+    ],
+    ids=["that of a value", "below a tensor", "above a tensor", "nowhere", "a tuple", "deep"],
+)
+def test_a_place_that_cannot_be_is_refused(
+    place: tuple[Any, ...], problem: str, folder: Path, store_path: Path
+) -> None:
+    """Of two values in one place one would be lost."""
+    changed(folder, lambda metadata: metadata.planner_data.update(number=place))
+    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match=problem):
+        import_checkpoint(store, folder)
 
 
 def test_damaged_metadata_is_refused(folder: Path) -> None:

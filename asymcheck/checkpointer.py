@@ -216,7 +216,7 @@ class Checkpointer:
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Say that training step ``step`` is done; return whether a checkpoint of it was begun.
 
-        One is begun when ``step`` is a multiple of ``every``, or when the chosen interval is over.
+        One is begun when ``step`` is a multiple of ``every`` or has passed one, or when the chosen interval is over.
 
         Raises:
             LostCheckpointError: an earlier one could not be stored, unless ``on_error`` is ``"warn"``. That of this

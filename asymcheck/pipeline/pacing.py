@@ -28,12 +28,16 @@ class Steady:
 
     def __init__(self, every: int) -> None:
         """Take the number of steps."""
+        self._before: int | None = None
         self.chosen = ChosenInterval(every, "so it was asked for")
         """How often, and why."""
 
     def is_due(self, step: int, _now_s: float, _so_far: Statistics) -> bool:
         """Tell whether a checkpoint is to be begun."""
-        return step % self.chosen.steps == 0
+        before, self._before = self._before, step
+        # Steps may come in strides, as where several optimizers count them: a multiple in between counts, too.
+        every = self.chosen.steps
+        return step % every == 0 or (before is not None and step // every > before // every)
 
     def facts(self, _so_far: Statistics) -> None:
         """Return nothing."""
@@ -41,7 +45,9 @@ class Steady:
     def began(self, step: int) -> None:
         """Do nothing: which steps are due was clear before."""
 
-    restart = began
+    def restart(self, step: int) -> None:
+        """Say that training goes on from ``step``."""
+        self._before = step
 
 
 class Pacer:

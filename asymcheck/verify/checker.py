@@ -145,9 +145,10 @@ class _Checker:
         found = dict(wholes.lacking())
         if found:
             first, lacks = next(iter(found.items()))
+            more = f", nor do those of {len(found) - 1} more tensors" if len(found) > 1 else ""
             message = (
-                f"parts of {len(found)} tensors do not make up the whole: of {first}, {lacks}; only as many ranks as "
-                "saved it can restore it, each its own part"
+                f"the parts of tensor {first} do not make up the whole{more}: {lacks}; only as many ranks as saved it "
+                "can restore it, each its own part"
             )
             tensors = tuple(found)[:_TENSORS_SHOWN]
             self.findings.append(Finding("partial-tensor", Severity.WARNING, "", where, message, (), tensors))

@@ -12,15 +12,16 @@ from typing import Literal
 from asymcheck.captures import warn_of_order
 from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RanksError
 from asymcheck.last_step import LastStep
 from asymcheck.migration.beside import Beside
 from asymcheck.migration.pushing import PushStatistics
+from asymcheck.outcomes import Outcomes
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.ending import Ending
 from asymcheck.pipeline.pacing import pacer_of
-from asymcheck.pipeline.report import CheckpointReport, report_of
+from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.pushing import Push, check_push
 from asymcheck.policies.retention import Retention, check_retention
@@ -99,18 +100,14 @@ class Checkpointer:
             raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
         if on_error not in ("raise", "warn"):
             raise InvalidInputError(f"on_error={on_error!r}: give 'raise' or 'warn'")
-        if on_checkpoint is not None and not callable(on_checkpoint):
-            raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
-        self._store = store
-        self._state = state
+        self._store, self._state, self._run = store, state, run
         pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
         pushing = None if push is None else partial(store.pushing, check_push(push), run=run, poll_s=_POLL_S)
-        self._run = run
         self._complaints = Complaints(run, raises=on_error == "raise")
         self._config = capture or CaptureConfig()
-        self._on_checkpoint = on_checkpoint
         self._generation: int | None = None
         self._last = LastStep()
+        self._outcomes = Outcomes(self._complaints, self._last, on_checkpoint)
         self._background: Background | None = None
         self._statistics = Statistics()
         self._ending = Ending(self.close)
@@ -140,12 +137,14 @@ class Checkpointer:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
             UnreachableRemoteWarning: nothing lies in the ``remote`` of the store, either.
         """
-        self.wait()
-        self._store.settle()
         with contextlib.ExitStack() as held:
             if self._together is not None:
                 held.enter_context(self._ending)
-                return self._went_back(self._together.restore(step, self._state, partial(self._adopt, held)))
+                self._store.settle()
+                prepare = partial(self._adopt, held)
+                return self._went_back(self._together.restore(step, self._state, prepare, self._report))
+            self.wait()
+            self._store.settle()
             self._adopt(held)
             return self._restored(step)
 
@@ -171,9 +170,9 @@ class Checkpointer:
         if returned is None:
             self._tell_of_none()
             return None
-        self._complaints.tell_of_skipped(returned.skipped)
         self._generation = returned.generation
         self._went_to(returned.checkpoint.step)
+        self._complaints.tell_of_skipped(returned.skipped)
         return returned.checkpoint
 
     def _tell_of_none(self) -> None:
@@ -191,12 +190,13 @@ class Checkpointer:
             CheckpointNotFoundError: none is in memory.
             StateMismatchError, DigestMismatchError
         """
-        self.wait()
         if self._together is not None:
             with self._ending:
-                returned = self._together.rollback(self._background, self._state)
+                self._store.settle()
+                returned = self._together.rollback(self._background, self._state, self._report)
                 self._went_back(returned)
                 return returned.checkpoint
+        self.wait()
         on_line = self._store.line(self._run)
         found = None if self._background is None else self._background.newest_in_ring(on_line)
         if found is None:
@@ -221,28 +221,45 @@ class Checkpointer:
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Say that training step ``step`` is done; return whether a checkpoint of it was begun.
 
-        One is begun when ``step`` is a multiple of ``every``, or when the chosen interval is over.
+        One is begun when ``step`` is a multiple of ``every`` or has passed one, or when the chosen interval is over.
 
         Raises:
-            LostCheckpointError: an earlier checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
+            LostCheckpointError: an earlier one could not be stored, unless ``on_error`` is ``"warn"``. That of this
+                step is begun all the same.
             PruneError: those that ``keep`` does not keep could not be removed, likewise. Once for each reason.
+            RanksError: other ranks do not come, or do something else, likewise once the first was begun.
             UnsupportedValueError, InvalidInputError: something in the state, or an argument, cannot be stored.
         """
         with self._ending:
+            # What one rank alone has to tell must not keep it from what all do.
+            self._outcomes.note(self._background)
+            newest = self._last.value
+            try:
+                is_begun = self._pacer.is_due(step, time.perf_counter(), self.statistics())
+                if is_begun:
+                    self._begin(step, metrics)
+                    self._pacer.began(step)
+            except RanksError as error:
+                # Ranks that never found each other are no lost checkpoint.
+                if self._complaints.raises or self._background is None:
+                    raise
+                is_begun = False
+                self._outcomes.tell_of_ranks(self._run, step, error)
+            if is_begun and newest is not None and step < newest:
+                warn_of_order(self._run, newest, step)
             self._report()
-            if not self._pacer.is_due(step, time.perf_counter(), self.statistics()):
-                return False
-            if self._last.value is not None and step < self._last.value:
-                warn_of_order(self._run, self._last.value, step)
-            self._begin(step, metrics)
-            self._pacer.began(step)
-            return True
+            return is_begun
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
-        if self._background is None:
-            self._background = self._started()
-        part = None if self._together is None else self._together.part()
-        request = self._store.request(self._run, step, metrics, part, self._pacer.facts(self.statistics()))
+        try:
+            if self._background is None:
+                self._background = self._started()
+            part = None if self._together is None else self._together.part()
+            request = self._store.request(self._run, step, metrics, part, self._pacer.facts(self.statistics()))
+        except BaseException as error:
+            if self._together is not None:
+                self._together.give_up(error)
+            raise
         capture = self._background.begin(self._state, request, self._generation)
         if self._together is not None and capture.generation is not None:
             # As rank 0 has it.
@@ -270,9 +287,12 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Save now, whatever ``every`` says; when this returns, the checkpoint is durable, and what goes is gone."""
         with self._ending:
-            self.wait()
             if self._together is not None:
-                return self._saved_together(step, metrics)
+                # By the way of step(), which shares the work among the ranks.
+                capture = self._begin(step, metrics)
+                self.wait()
+                return saved(capture)
+            self.wait()
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._generation
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
@@ -280,12 +300,6 @@ class Checkpointer:
             self._beside.after_commit(self._upkeep)
             self._report()
             return checkpoint
-
-    def _saved_together(self, step: int, metrics: Mapping[str, float] | None) -> Checkpoint:
-        """Save by the way of :meth:`step`, which shares the work among the ranks, and wait for it."""
-        capture = self._begin(step, metrics)
-        self.wait()
-        return saved(capture)
 
     def _opened(self) -> int:
         """Return the generation of this training; one without a restore opens its own, a line from nothing."""
@@ -331,17 +345,8 @@ class Checkpointer:
 
     def _report(self) -> None:
         """Bring what went wrong in the background to the training loop."""
-        settled = [] if self._background is None else self._background.settled()
-        try:
-            self._last.settle(settled)
-            if self._on_checkpoint is not None:
-                for capture in settled:
-                    self._on_checkpoint(report_of(capture))
-        finally:
-            # Also when the caller's function raises.
-            self._complaints.tell(settled)
-            self._complaints.tell_of_pruning(None if self._upkeep is None else self._upkeep.new_failure())
-            self._beside.tell()
+        self._outcomes.note(self._background)
+        self._outcomes.tell(self._upkeep, self._beside)
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
@@ -371,15 +376,17 @@ class Checkpointer:
         try:
             with self._ending:
                 self._ending.disarm()
-                if self._background is not None:
-                    self._background.close()
-                    try:
-                        self._report()
-                    finally:
-                        self._statistics = self._background.statistics
-                        self._background = None
-                        if self._together is not None:
-                            self._together.close()
+                try:
+                    if self._background is not None:
+                        self._background.close()
+                        try:
+                            self._report()
+                        finally:
+                            self._statistics = self._background.statistics
+                            self._background = None
+                finally:
+                    if self._together is not None:
+                        self._together.close()
         finally:
             # Everything is durable here: a signal may end that.
             self._beside.close()

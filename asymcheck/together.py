@@ -84,20 +84,21 @@ class Together:
             self._session.is_ending = self._is_ending
         return self._session
 
-    def told(self, say: Callable[[], object], what: str) -> Any:  # noqa: ANN401 - what JSON can say
+    def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
         """Return on all ranks what ``say`` makes on rank 0, the only one that is waited for. On the training thread.
 
         Raises:
-            RanksMissingError: it says nothing in time; ``what`` names what is being done.
+            RanksMissingError: it says nothing in time.
             RankFailedError: the ranks are about to do different things.
         """
-        session = self.session()
-        at = (session.next_number(), 0)
-        if not self.is_first:
-            return json.loads(session.hear(at, what))
-        said = say()
-        session.post(at, json.dumps(said).encode())
+        what = f"choice of an interval at step {step}"
+        _, said = self.session().begin("chooses an interval at", step, None, say, what)
         return said
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this rank takes no part in what they do next."""
+        if self._session is not None:
+            self._session.give_up(self._session.next_number(), error)
 
     def close(self) -> None:
         """End what the ranks agree by; they find each other again when they are needed again."""
@@ -107,10 +108,12 @@ class Together:
             with contextlib.suppress(RanksError):
                 session.leave()
 
-    def restore(self, step: int | None, into: object, prepare: Callable[[], object]) -> Returned | None:
+    def restore(
+        self, step: int | None, into: object, prepare: Callable[[], object], tell: Callable[[], object]
+    ) -> Returned | None:
         """Restore the newest checkpoint that all ranks can read, or that of ``step``; None when there is none yet.
 
-        Rank 0 calls ``prepare`` first, while the others wait.
+        Rank 0 calls ``prepare`` first, while the others wait. What ``tell`` raises fails the restore of all.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError: on rank 0, as :meth:`Store.load`.
@@ -118,15 +121,16 @@ class Together:
             RanksMissingError: some did not come so far in time.
         """
         session = self.session()
-        number = session.next_number()
+        does = "restores the newest checkpoint" if step is None else f"restores step {step}"
+        number, _ = session.begin(does, None, 2, lambda: None, f"restore of run {self._run!r}")
         skipped: list[str] = []
         proposals = self._proposals(step, skipped, prepare) if self.is_first else iter(())
-        part = 0
+        part = 1
         while True:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            read = partial(self._read, ref, into)
+            read = partial(self._read, ref, into, tell)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -167,7 +171,8 @@ class Together:
         session.post(at, json.dumps(_named(ref)).encode())
         return ref
 
-    def _read(self, ref: CheckpointRef, into: object) -> Checkpoint:
+    def _read(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
+        tell()
         read = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True).checkpoint
         if read.ref != ref:
             raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
@@ -220,15 +225,18 @@ class Together:
             raise RankFailedError(f"{said['failed']}; no rank may train on from it")
         return Returned(checkpoint, said["generation"], ())
 
-    def rollback(self, background: Background | None, into: object) -> Returned:
+    def rollback(self, background: Background | None, into: object, tell: Callable[[], object]) -> Returned:
         """Go back to the newest checkpoint on the line that is complete in the memory of all ranks.
+
+        What ``tell`` raises fails it for all.
 
         Raises:
             CheckpointNotFoundError: there is none.
             RanksError
         """
         session = self.session()
-        number = session.next_number()
+        what = f"rollback of run {self._run!r}"
+        number, _ = session.begin("rolls back", None, 1, lambda: None, what)
         mine = [_named(ref) for ref in (() if background is None else background.in_ring())]
 
         def decide(reports: Sequence[bytes]) -> bytes:
@@ -237,8 +245,7 @@ class Together:
             newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
             return json.dumps(_named(newest)).encode()
 
-        what = f"rollback of run {self._run!r}"
-        ref = _ref_of(json.loads(session.agree((number, 0), json.dumps(mine).encode(), decide, what)))
+        ref = _ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
         if ref is None or background is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
@@ -246,12 +253,13 @@ class Together:
             )
 
         def read() -> Checkpoint:
+            tell()
             found = background.newest_in_ring(lambda one: one == ref)
             if found is None:
                 raise RanksError(f"{ref} is not in memory any more")
             return self._store.load_captured(*found, into=into)
 
-        returned = self._try(session, (number, 1), ref, read, None)
+        returned = self._try(session, (number, 2), ref, read, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
         _settle(into)

@@ -87,7 +87,9 @@ class Box:
         return (first + size for first, size in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
-        """Name it as errors do, for instance ``[0:2, 0:8] of [4, 8]``."""
+        """Name it as errors do, for instance ``[0:2, 0:8] of [4, 8]``; also what is none."""
+        if not len(self.whole) == len(self.offset) == len(self.shape):
+            return f"shape {list(self.shape)} at {list(self.offset)} of {list(self.whole)}"
         ranges = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offset, self.shape, strict=True))
         return f"[{ranges}] of {list(self.whole)}"
 

@@ -61,7 +61,8 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
     """Return the part of a DTensor that this rank holds; of a replicated one, all of it.
 
     Raises:
-        UnsupportedValueError: its values are partial sums, or what is here is no box; names ``path``.
+        UnsupportedValueError: its values are partial sums, or what is here is no box, or nothing is here of a scalar;
+            names ``path``.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedValueError(
@@ -72,7 +73,11 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         # A rank outside the mesh has an empty part, whatever the mesh would give it.
-        return TensorShard(local, tuple(tensor.shape), (0,) * tensor.ndim)
+        if not tensor.ndim:
+            raise UnsupportedValueError(
+                path, "a scalar has no empty part, and this rank is not in its mesh; leave it out of the state here"
+            )
+        return TensorShard(local.new_empty((0,) * tensor.ndim), tuple(tensor.shape), (0,) * tensor.ndim)
     spans = [[range(size)] for size in tensor.shape]
     for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if not placement.is_replicate():

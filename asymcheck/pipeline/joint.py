@@ -29,7 +29,8 @@ from asymcheck.ranks.sharing import decode_owners, share_out
 from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.types import CheckpointRef, SaveId
 
-_BEGUN, _DIGESTS, _STORED, _COMMITTED = range(4)
+_SAVES = "saves"
+_DIGESTS, _STORED, _COMMITTED = range(1, 4)
 _SHARED_FOR = 100
 """After so many saves the ranks look anew at what they have in common."""
 _DIVERGED_MAX = 8
@@ -83,24 +84,18 @@ class Joint:
             self._since_shared += 1
         turn = Turn(number, request.step, request.save_id, generation, plan.record(), anew)
         said = {**dataclasses.asdict(turn), "save_id": request.save_id.hex()}
-        self._session.post((number, _BEGUN), json.dumps(said).encode())
+        self._session.open(number, _SAVES, request.step, _DIGESTS if anew else _STORED, said)
         return turn
 
-    def follow(self, number: int, request: SaveRequest) -> Turn:
-        """Take part in the save that rank 0 begins.
+    def follow(self, _number: int, request: SaveRequest) -> Turn:
+        """Take part in the save that rank 0 begins; its number is that which rank 0 has given it.
 
         Raises:
             RanksError: rank 0 does not begin it, or begins another one.
         """
         what = f"save of step {request.step} of run {self._run!r}"
-        said = json.loads(self._session.hear((number, _BEGUN), what))
-        turn = Turn(**{**said, "save_id": SaveId(bytes.fromhex(said["save_id"]))})
-        if turn.step != request.step:
-            raise RankFailedError(
-                f"rank 0 saves step {turn.step} where rank {self._session.rank} saves step {request.step}: all ranks "
-                "have to call step() with the same steps"
-            )
-        return turn
+        _, said = self._session.follow(_SAVES, request.step, what)
+        return Turn(**{**said, "save_id": SaveId(bytes.fromhex(said["save_id"]))})
 
     def next_number(self) -> int:
         """Return the number of the save that is about to begin."""
@@ -108,11 +103,7 @@ class Joint:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """Tell the others that this rank has not even begun."""
-        reason = reason_of(error).encode()
-        with contextlib.suppress(RanksError):
-            for part in (_BEGUN, _DIGESTS, _STORED):
-                if part != _BEGUN or self.is_first:
-                    self._session.report((number, part), reason, failed=True)
+        self._session.give_up(number, error)
 
     # ----------------------------------------------------------------------------------------- on the commit thread
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asymcheck.errors import InvalidInputError, RankFailedError
+from asymcheck.errors import InvalidInputError
 from asymcheck.pipeline.background import Statistics
 from asymcheck.policies.interval import AutoInterval, ChosenInterval, Pace, choose, slowest
 
-Told = Callable[[Callable[[], object], str], Any]
-"""Returns on all ranks what a function makes on rank 0; with it goes, for errors, what is being done."""
+Told = Callable[[int, Callable[[], object]], Any]
+"""Returns on all ranks what a function makes on rank 0 at a step; or, to one that missed it, at an earlier step."""
 
 _MEASURED = 3
 """Checkpoints that are made early, to measure. The first makes the ring and fills caches: no matter to a median."""
@@ -28,12 +28,16 @@ class Steady:
 
     def __init__(self, every: int) -> None:
         """Take the number of steps."""
+        self._before: int | None = None
         self.chosen = ChosenInterval(every, "so it was asked for")
         """How often, and why."""
 
     def is_due(self, step: int, _now_s: float, _so_far: Statistics) -> bool:
         """Tell whether a checkpoint is to be begun."""
-        return step % self.chosen.steps == 0
+        before, self._before = self._before, step
+        # Steps may come in strides, as where several optimizers count them: a multiple in between counts, too.
+        every = self.chosen.steps
+        return step % every == 0 or (before is not None and step // every > before // every)
 
     def facts(self, _so_far: Statistics) -> None:
         """Return nothing."""
@@ -41,7 +45,9 @@ class Steady:
     def began(self, step: int) -> None:
         """Do nothing: which steps are due was clear before."""
 
-    restart = began
+    def restart(self, step: int) -> None:
+        """Say that training goes on from ``step``."""
+        self._before = step
 
 
 class Pacer:
@@ -131,17 +137,14 @@ class JointPacer(Pacer):
         """
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
         before, self._before = self._before, step
-        if before is not None and before < step < self._next:
-            return False
-        said = self._told(partial(self._say, step, so_far), f"choice of an interval at step {step}")
-        if said["step"] != step:
-            raise RankFailedError(
-                f"rank 0 is at step {said['step']} where this rank is at step {step}: all ranks have to call step() "
-                "with the same steps"
-            )
-        self._next = said["next"]
-        self.chosen = ChosenInterval(said["steps"], said["reason"])
-        return bool(said["is_due"])
+        while before is None or not before < step < self._next:
+            said = self._told(step, partial(self._say, step, so_far))
+            self._next = said["next"]
+            self.chosen = ChosenInterval(said["steps"], said["reason"])
+            if said["step"] == step:
+                return bool(said["is_due"])
+            before = said["step"]
+        return False
 
     def _say(self, step: int, so_far: Statistics) -> object:
         is_due = self._decide(step, so_far)

@@ -7,25 +7,21 @@ rank 0 gave it, so that what processes of before have left in the store is never
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
+from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
 from asymcheck.ranks.keys import Keys, in_parts
+from asymcheck.ranks.meeting import meet
 from asymcheck.ranks.ranks import Ranks
 
-_POLL_S = (0.0002, 0.05)
-"""How long is slept between two looks, at first and in the end …"""
-_POLL_OF_EACH_S = 50e-6
-"""… and more for each that looks at the same time: all of them ask one server."""
 _LATE_SHARE = 0.1
 """What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
-_ENDING_S = 10.0
-"""How long is waited in a process that is to end; likewise less for a rank that was missing the last time."""
 _SHOWN = 8
 _SAID, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
@@ -47,6 +43,9 @@ class Session:
         self._lock = threading.Lock()
         self._was_missing = threading.Event()
         self._number = 0
+        # Of the others: to which part of what rank 0 does this one has to report, and whether it may have missed some.
+        self._first: int | None = None
+        self._is_behind = False
         self._reported: tuple[Round, int] | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
@@ -62,16 +61,7 @@ class Session:
             RankFailedError: they differ in what they are about to do.
         """
         keys = ranks.connect()
-        meeting = f"{run}/meet"
-        mine = json.dumps({"token": os.urandom(8).hex(), "terms": dict(terms)}).encode()
-        clock = _Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
-        if ranks.rank == 0:
-            name = os.urandom(8).hex()
-            keys.put(meeting, name.encode())
-            _receive(ranks, keys, f"{meeting}/{name}", mine, clock)
-        else:
-            name = _arrive(ranks, keys, meeting, mine, clock)
-        return cls(ranks, keys, f"{run}/{name}", [])
+        return cls(ranks, keys, f"{run}/{meet(ranks, keys, run, terms)}", [])
 
     def for_thread(self) -> Session:
         """Return this session for another thread, which then waits without holding this one up."""
@@ -80,10 +70,90 @@ class Session:
         other.is_ending = self.is_ending
         return other
 
+    # -------------------------------------------------------------- what is done together next, on the training thread
+
     def next_number(self) -> int:
-        """Return the number of what is done together next. On the training thread, in the same order on all ranks."""
-        self._number += 1
-        return self._number
+        """Return the number of what is done together next. Rank 0 counts it now, others when they hear of it."""
+        self._number += self.is_first
+        return self._number if self.is_first else self._number + 1
+
+    def open(self, number: int, does: str, step: int | None, first: int | None, said: object) -> None:
+        """Tell all others, as rank 0, what is done together now; they report to part ``first``, if to any."""
+        self.post((number, 0), json.dumps({"does": does, "step": step, "first": first, "said": said}).encode())
+
+    def follow(self, does: str, step: int | None, what: str, *, old_counts: bool = False) -> tuple[int, Any]:
+        """Wait until rank 0 does the same; return its number, and what rank 0 says of it.
+
+        A rank that may have missed something passes over what rank 0 has done without it, but for the same thing at an
+        earlier step where ``old_counts``.
+
+        Raises:
+            RanksMissingError: rank 0 does nothing in time; what it does later will be passed over.
+            RankFailedError: it failed, or does something else.
+        """
+        while True:
+            word = self._next_word(what)
+            if (word["does"], word["step"]) == (does, step):
+                self._is_behind = False
+                return self._number, word["said"]
+            is_ahead = step is not None and word["step"] is not None and word["step"] > step
+            is_passed = self._is_behind and not is_ahead
+            if is_passed and old_counts and word["does"] == does:
+                return self._number, word["said"]
+            theirs, mine = _named(word["does"], word["step"]), _named(does, step)
+            error = RankFailedError(
+                f"rank 0 {theirs} where rank {self.rank} {mine}: all ranks have to call the same methods with the "
+                "same steps"
+            )
+            self.give_up(self._number, error)
+            if not is_passed:
+                self._is_behind = True
+                raise error
+
+    def begin(
+        self, does: str, step: int | None, first: int | None, say: Callable[[], object], what: str
+    ) -> tuple[int, Any]:
+        """Do something together: return its number, and on all ranks what ``say`` makes on rank 0.
+
+        Raises:
+            RanksError: as :meth:`follow`; what rank 0 said of an earlier step counts.
+        """
+        if not self.is_first:
+            return self.follow(does, step, what, old_counts=True)
+        number = self.next_number()
+        said = say()
+        self.open(number, does, step, first, said)
+        return number, said
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """Tell the others that this rank takes no part, also when rank 0 has not begun yet; what fails then is told."""
+        reason = reason_of(error).encode()
+        with contextlib.suppress(RanksError):
+            if self.is_first:
+                self.report((number, 0), reason, failed=True)
+                return
+            if number > self._number:
+                was_behind, self._is_behind = self._is_behind, True
+                # Whom nobody answered asks no more, and who is interrupted waits for nobody.
+                if isinstance(error, Exception) and not isinstance(error, RanksError):
+                    self._next_word("giving up")
+                    self._is_behind = was_behind
+            if number <= self._number and self._first is not None:
+                first, self._first = self._first, None
+                self.report((self._number, first), reason, failed=True)
+
+    def _next_word(self, what: str) -> Any:  # noqa: ANN401 - what JSON can say
+        number, self._first = self._number + 1, None
+        try:
+            word = json.loads(self.hear((number, 0), what))
+        except RanksMissingError:
+            self._is_behind = True
+            raise
+        except RankFailedError:
+            self._number = number
+            raise
+        self._number, self._first = number, word["first"]
+        return word
 
     # ---------------------------------------------------------------------------------------------- what rank 0 says
 
@@ -105,7 +175,7 @@ class Session:
         clock = self._clock(self.world_size, timeout_s)
         if not clock.wait(lambda: self._keys.has([key])):
             self._was_missing.set()
-            raise _missing([0], what, clock.waited_s)
+            raise missing_error([0], what, clock.waited_s)
         self._was_missing.clear()
         (said,) = self._keys.get([key])
         tag, value = said[:1], said[1:]
@@ -113,7 +183,7 @@ class Session:
             raise RankFailedError(value.decode())
         if tag == _MISSING:
             found = json.loads(value)
-            raise _missing(found["ranks"], what, found["waited_s"])
+            raise missing_error(found["ranks"], what, found["waited_s"])
         if tag == _EACH:
             value = self._keys.take(f"{key}/to/{self.rank}")
         return value
@@ -183,7 +253,7 @@ class Session:
                     self._was_missing.set()
                     said = {"ranks": missing, "waited_s": clock.waited_s}
                     self._post(self._key(at), _MISSING + json.dumps(said).encode(), at)
-                    raise _missing(missing, what, clock.waited_s)
+                    raise missing_error(missing, what, clock.waited_s)
             found += self._keys.get(some)
         self._was_missing.clear()
         failures = [f"rank {rank}: {one[1:].decode()}" for rank, one in enumerate(found) if one[:1] == _FAILED]
@@ -200,13 +270,13 @@ class Session:
             self._keys.put(self._report_key(at, self.rank), b"")
             return
         keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
-        clock = self._clock(1, min(self._ranks.timeout_s, _ENDING_S))
+        clock = self._clock(1, min(self._ranks.timeout_s, ENDING_S))
         if all(clock.wait(partial(self._keys.has, some)) for some in in_parts(keys)):
             self._forget_before(at)
         self._keys.drop(keys)
 
-    def _clock(self, lookers: int, timeout_s: float) -> _Clock:
-        return _Clock(timeout_s, lookers, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
+    def _clock(self, lookers: int, timeout_s: float) -> Clock:
+        return Clock(timeout_s, lookers, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
 
     # ------------------------------------------------------------------------------------------------------- keys
 
@@ -229,102 +299,8 @@ class Session:
         self._keys.drop(heard)
 
 
-class _Clock:
-    """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
-
-    def __init__(
-        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
-    ) -> None:
-        self._began = time.monotonic()
-        self._timeout_s, self._ending_s = timeout_s * share_of_patience, _ENDING_S * share_of_patience
-        self._is_ending = is_ending
-        self._ending_since: float | None = None
-        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def wait(self, is_there: Callable[[], bool]) -> bool:
-        """Return whether it was there in time."""
-        while not is_there():
-            if self._is_over():
-                # Once more: this process may have stood still for all of the time.
-                return is_there()
-            time.sleep(self._pause_s)
-            self._pause_s = min(self._pause_s * 1.2, self._pause_max_s)
-        return True
-
-    def _is_over(self) -> bool:
-        now = time.monotonic()
-        if self._ending_since is None and self._is_ending():
-            self._ending_since = now
-        return now - self._began > self._timeout_s or (
-            self._ending_since is not None and now - self._ending_since > self._ending_s
-        )
-
-
-def _arrive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: _Clock) -> str:
-    """Report to the meeting that rank 0 opened; return its name when rank 0 has answered this very report."""
-    reported = ""
-    answer = b""
-
-    def is_answered() -> bool:
-        nonlocal reported, answer
-        if not keys.has([meeting]):
-            return False
-        # What lies there may be of processes that have ended: then a new name comes, and no answer to the old one.
-        name = keys.get([meeting])[0].decode()
-        if name != reported:
-            keys.put(f"{meeting}/{name}/{ranks.rank}", mine)
-            reported = name
-        key = f"{meeting}/{name}/to/{ranks.rank}"
-        answer = keys.get([key])[0] if keys.has([key]) else b""
-        return answer.startswith(json.loads(mine)["token"].encode())
-
-    if not clock.wait(is_answered):
-        raise _missing([0], "finding each other", clock.waited_s)
-    keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
-    refusal = answer[len(json.loads(mine)["token"]) :]
-    if refusal:
-        raise RankFailedError(refusal.decode())
-    return reported
-
-
-def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: _Clock) -> None:
-    """Wait for the reports of all ranks, compare them with this one's, and answer each."""
-    places = [f"{meeting}/{rank}" for rank in range(1, ranks.world_size)]
-    found = [json.loads(mine)]
-    for some in in_parts(places):
-        if not clock.wait(partial(keys.has, some)):
-            missing = [rank for rank, place in enumerate(places, 1) if not keys.has([place])]
-            raise _missing(missing or [0], "finding each other", clock.waited_s)
-        found += map(json.loads, keys.get(some))
-    terms = found[0]["terms"]
-    others = [rank for rank, one in enumerate(found) if one["terms"] != terms]
-    refusal = ""
-    if others:
-        refusal = (
-            f"ranks that save together have to do so in the same way: rank {others[0]} has "
-            f"{found[others[0]]['terms']}, rank 0 has {terms}"
-        )
-    for rank, one in enumerate(found[1:], 1):
-        keys.put(f"{meeting}/to/{rank}", (one["token"] + refusal).encode())
-    if refusal:
-        raise RankFailedError(refusal)
-
-
-def _missing(missing: Sequence[int], what: str, waited_s: float) -> RanksMissingError:
-    ranks = ", ".join(map(str, missing[:_SHOWN]))
-    if len(missing) > _SHOWN:
-        ranks += f" and {len(missing) - _SHOWN} more"
-    noun = "rank" if len(missing) == 1 else "ranks"
-    remedy = "each rank has to make its Checkpointer and call the same methods in the same order"
-    if what != "finding each other":
-        remedy = "look there for what ended or held it up"
-    else:
-        remedy += "; pass ranks=None to save one rank alone"
-    return RanksMissingError(f"{what}: {noun} {ranks} did not answer within {waited_s:.1f} s; {remedy}", missing)
+def _named(does: str, step: int | None) -> str:
+    return does if step is None else f"{does} step {step}"
 
 
 def reason_of(error: BaseException) -> str:

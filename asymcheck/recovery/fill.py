@@ -239,7 +239,9 @@ class Filler:
                 self._problems.append(f"{join_name((*path, key))}: is not in {self._stored_where}")
         if self._grows and path:
             # Of what ranks have, the own counts: what others have besides is theirs.
-            for key in mappings[0].keys() - current.keys():
+            for key in mappings[0]:
+                if key in current:
+                    continue
                 shapes = [one[key] for one in mappings if key in one]
                 finishes[key] = self._made(merge(shapes), (*path, key))
 

@@ -24,6 +24,7 @@ from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
 from asymcheck.verify.findings import Finding, Severity
+from asymcheck.verify.wholes import Wholes
 
 _TENSORS_SHOWN = 3
 
@@ -122,6 +123,7 @@ class _Checker:
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
+            wholes = Wholes() if listing.is_complete and listing.world_size > 1 else None
             for manifest_name in listing.manifests:
                 try:
                     manifest = self.tier.manifests.read(run, listing.ref, manifest_name)
@@ -130,8 +132,26 @@ class _Checker:
                     raise
                 except AsymcheckError as error:
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
+                    wholes = None
                 else:
                     self._note(manifest, name)
+                    if wholes is not None:
+                        wholes.add(manifest)
+            if wholes is not None:
+                self._lacking(wholes, where)
+
+    def _lacking(self, wholes: Wholes, where: str) -> None:
+        """No invariant: ranks like those that saved it get back what each had, but nobody else does (§10.5)."""
+        found = dict(wholes.lacking())
+        if found:
+            first, lacks = next(iter(found.items()))
+            more = f", nor do those of {len(found) - 1} more tensors" if len(found) > 1 else ""
+            message = (
+                f"the parts of tensor {first} do not make up the whole{more}: {lacks}; only as many ranks as saved it "
+                "can restore it, each its own part"
+            )
+            tensors = tuple(found)[:_TENSORS_SHOWN]
+            self.findings.append(Finding("partial-tensor", Severity.WARNING, "", where, message, (), tensors))
 
     def _note(self, manifest: Manifest, checkpoint: str) -> None:
         names = manifest.names()

@@ -26,7 +26,7 @@ class Finding:
     severity: Severity
     """How much it matters."""
     invariant: str
-    """Number of the broken invariant in SPEC.md §9."""
+    """Number of the broken invariant in SPEC.md §9; empty when none is broken."""
     where: str
     """The file, and the place in it."""
     message: str

@@ -57,6 +57,7 @@ LAYERS = (
             "pruning",
             "complaints",
             "last_step",
+            "outcomes",
             "remotes",
             "restores",
             "together",

@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from asymcheck import Store, StoreConfig, TensorShard
 from asymcheck.errors import StateMismatchError, UnsupportedValueError
+from asymcheck.partition.boxes import Box
 from asymcheck.partition.shards import shard_of
 from asymcheck.pipeline.request import new_save_id
 from tests.boxes.ranks import as_rank, cut_in_grid, distributed, local_of, save_rank, save_ranks
@@ -197,3 +199,38 @@ def test_what_is_here_of_a_dtensor_is_told_as_torch_cuts_it() -> None:
                 first, count = shard.offset[0], shard.local.shape[0]
                 assert shard.local.tolist() == full[first : first + count].tolist()
     assert seen > 100
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 0, 3)])
+def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Of as many dimensions as the tensor, whatever torch gives it; it is saved, and read again."""
+    full = _numbered(shape, torch.float32)
+    save_id = new_save_id()
+    with Store.open(tmp_path / "store", config=SMALL) as store:
+        for rank in range(2):
+            with as_rank(rank, 2):
+                state = {"w": _on_first_rank(torch.zeros_like(full) if rank else full)}
+                save_rank(store, state, 0, rank, 2, save_id)
+                assert store.load(into=state, rank=rank) == state if rank else True
+        plain = torch.zeros_like(full)
+        store.load(into={"w": plain})
+        assert tensor_bytes(plain) == tensor_bytes(full)
+
+
+def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:
+    """It has no empty part."""
+    with as_rank(1, 2), pytest.raises(UnsupportedValueError, match=r"x: .*this rank is not in its mesh"):
+        shard_of(_on_first_rank(torch.zeros(())), "x")
+
+
+def test_a_box_that_is_none_has_a_name() -> None:
+    """For the error that says so."""
+    assert str(Box((4, 6), (0, 0), (0,))) == "shape [0] at [0, 0] of [4, 6]"
+
+
+def _on_first_rank(full: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    part = zeros(full.shape, dtype=full.dtype, device_mesh=mesh, placements=[Replicate()])
+    if mesh.get_coordinate() is not None:
+        part.to_local().copy_(full)
+    return part

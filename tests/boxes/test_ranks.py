@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Store, StoreConfig, TensorShard
+from asymcheck import Severity, Store, StoreConfig, TensorShard
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -281,3 +281,24 @@ def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path
                 assert store.load(rank=rank)["step"] == 1  # type: ignore[index]  # a mapping, as saved
         with pytest.raises(InconsistentCheckpointError, match="manifests of ranks 1 are missing"):
             store.load(2, rank=0)
+
+
+def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
+    """Ranks like those that saved it get back what they had, nobody else does; under another name it may be whole."""
+    with Store.open(store_path, config=SMALL) as store:
+        full = torch.arange(12.0).reshape(4, 3)
+        sound = [{"w": TensorShard(full[i : i + 2].clone(), (4, 3), (i, 0)), "own": torch.ones(i + 1)} for i in (0, 2)]
+        save_ranks(store, sound, 1)
+        # One rank has all of it, or the other calls its part by another name too.
+        save_ranks(store, [{"w": full}, {"w": TensorShard(full[:2], (4, 3), (0, 0))}], 2)
+        tied = TensorShard(full[2:], (4, 3), (2, 0))
+        save_ranks(store, [{"w": TensorShard(full[:2], (4, 3), (0, 0))}, {"v": tied, "w": tied}], 3)
+        assert store.verify() == []
+        broken = [{"w": TensorShard(full[:2] + rank, (4, 3), (0, 0)), "x": full} for rank in range(2)]
+        save_ranks(store, broken, 4)
+        (finding,) = store.verify()
+        assert (finding.kind, finding.severity, finding.tensors) == ("partial-tensor", Severity.WARNING, ("w",))
+        assert "tensor w do not make up the whole: [2:4, 0:3] of [4, 3] is in none of the parts" in finding.message
+        assert store.verify(3) == []
+        with pytest.raises(StateMismatchError):
+            store.load(4)

@@ -1,7 +1,7 @@
 """The training loop's side: when it saves, what it restores, and which line of training it is on."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def _state(value: float = 0.0) -> dict[str, Any]:
     return {"x": torch.full((2000,), value), "epoch": int(value), "nested": {"count": int(value)}}
 
 
-def _train(store: Store, steps: range, **options: Any) -> list[int]:  # noqa: ANN401 - passed on
+def _train(store: Store, steps: Sequence[int], **options: Any) -> list[int]:  # noqa: ANN401 - passed on
     """Run a loop whose state is its step number; return the steps saved."""
     state = _state()
     saved = []
@@ -64,6 +64,19 @@ def test_it_saves_every_so_many_steps(store: Store, every: int, expected: list[i
     assert _train(store, range(8), every=every) == expected
     assert [checkpoint.step for checkpoint in store.checkpoints()] == expected
     assert store.checkpoints()[-1].metrics == {"loss": 1.0 / (expected[-1] + 1)}
+
+
+def test_steps_in_strides_are_saved_as_often(store: Store) -> None:
+    """A multiple that was stepped over counts for the step after it, also when it is the first after a restore."""
+    assert _train(store, [1, 3, 5, 7, 9, 11, 13, 20, 21], every=4) == [5, 9, 13, 20]
+    state = _state()
+    with Checkpointer(store, state, every=4) as checkpointer:
+        checkpointer.restore(13)
+        begun = []
+        for step in (15, 17, 19, 21):
+            state["x"].fill_(step)
+            begun += [step] * checkpointer.step(step)
+    assert begun == [17, 21]
 
 
 @pytest.mark.parametrize("every", [0, -1])

@@ -35,3 +35,14 @@ def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Pa
         assert store.load(into=part) == {"kept": {}}
         with pytest.raises(StateMismatchError, match=r"history: a list of 1 is given, but a list of 2 is stored"):
             store.load(into={"history": [torch.zeros(1)]})
+
+
+def test_what_mappings_get_back_comes_in_the_order_in_which_it_was_stored(store_path: Path) -> None:
+    """Not in that of a hash, which is another one in each process, and on each rank."""
+    names = [f"loss of epoch {number}" for number in range(9, 0, -1)]
+    with Store.open(store_path) as store:
+        store.save({"history": {"first": 0, **dict.fromkeys(names, 1)}, "w": torch.zeros(3)}, step=1)
+        state: dict[str, object] = {"history": {"first": 0}, "w": torch.zeros(3)}
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.restore()
+    assert list(state["history"]) == ["first", *names]  # type: ignore[call-overload]  # as above

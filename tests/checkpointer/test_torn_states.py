@@ -152,8 +152,7 @@ def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig)
         background.wait("nvme")
         with pytest.raises(LostCheckpointError, match="step 0"):
             checkpointer.step(1)
-        # Reported once; the step is taken when it is asked for again.
-        assert checkpointer.step(1)
+        # Reported once; the checkpoint of this step was begun all the same.
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import AbandonedCheckpointsWarning, Store
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
@@ -124,6 +124,39 @@ def test_not_resumed_unless_asked(tmp_path: Path) -> None:
         assert first.losses == second.losses
         with pytest.raises(CheckpointNotFoundError):
             fit(tmp_path, AsymcheckCallback(store, resume=7))
+
+
+class Adversaries(LightningModule):
+    """Two optimizers, of which the second begins some batches later: what Lightning counts goes 4, 5, 7, 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - as Lightning has it
+        """One for each layer."""
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in self.layers]
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        """One batch."""
+        for layer, optimizer in list(zip(self.layers, self.optimizers(), strict=True))[: 1 if index < 5 else 2]:
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0]).square().mean())
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated", "ignore:The '.*_dataloader' does not have many workers"
+)
+def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
+    """Also where the number of their steps is never a multiple of what was asked for."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with Store.open(tmp_path / "store") as store:
+        callback = AsymcheckCallback(store, every=10)
+        trainer = Trainer(**quiet, max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=[callback])
+        trainer.fit(Adversaries(), DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=1))
+        assert [item.step for item in store.checkpoints()] == [11, 21, 31, 35]
 
 
 @pytest.mark.slow

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
-from asymcheck.errors import RankFailedError
 from asymcheck.pipeline.background import Statistics
 from asymcheck.pipeline.pacing import JointPacer, Pacer
 from asymcheck.policies.interval import AutoInterval, Pace
@@ -127,15 +124,15 @@ class Channel:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def say(self, make: Callable[[], object], _what: str) -> Any:  # noqa: ANN401 - as Told has it
+    def say(self, _step: int, make: Callable[[], object]) -> Any:  # noqa: ANN401 - as Told has it
         """On rank 0."""
         self.said.append(make())
         return self.said[-1]
 
-    def listener(self) -> Callable[[Callable[[], object], str], Any]:
+    def listener(self) -> Callable[[int, Callable[[], object]], Any]:
         """On another."""
         said = iter(self.said)
-        return lambda _make, _what: next(said)
+        return lambda _step, _make: next(said)
 
 
 def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
@@ -160,12 +157,19 @@ def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
     assert len(channel.said) < 30
 
 
-def test_ranks_at_different_steps_are_told_so() -> None:
-    """Rather than to save different ones."""
+def test_a_rank_that_missed_a_word_takes_the_next_step_from_it() -> None:
+    """It asks no more than the others do, of whom nobody asks before that step."""
     channel = Channel()
-    JointPacer(AutoInterval(), channel.say).is_due(3, 0.0, Statistics())
-    with pytest.raises(RankFailedError, match="rank 0 is at step 3 where this rank is at step 4"):
-        JointPacer(AutoInterval(), channel.listener()).is_due(4, 0.0, Statistics())
+    first = JointPacer(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
+    begun = Training(first, step_s=1.0, stall_s=0.1).run(0, 60)
+    late = JointPacer(AutoInterval(), channel.listener())
+    steps = {said["step"]: said["next"] for said in channel.said}
+    missed = begun[-2]
+    channel.said[:] = [said for said in channel.said if said["step"] >= missed]
+    assert [late.is_due(step, 0.0, Statistics()) for step in range(missed + 1, steps[missed] + 1)] == [
+        *([False] * (steps[missed] - missed - 1)),
+        True,
+    ]
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import asymcheck
 from asymcheck import Checkpointer, Ranks, Store
 from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.errors import AsymcheckError, OutOfSpaceError
+from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
 from asymcheck.pipeline.drain import Drain
 from tests.ranks.training import Training, digest_of
 
@@ -219,10 +220,50 @@ def failures(folder: Path) -> dict[str, object]:
                     found["waited"] = time.monotonic() - began
                     found["missing in the commit"] = texts
                 time.sleep(0 if RANK == 0 else 2.5)
-                found["missing in step"] = raised(lambda: ckpt.step(2)) if RANK == 1 else None
+                with noted() as more:
+                    found["missing in step"] = [raised(lambda: ckpt.step(2)), more] if RANK == 1 else None
         if RANK == 0:
             alone = checkpointer(folder, store, state, ranks=ranks_of(folder, 0.5), run="alone")
             found["missing at the start"] = raised(alone.restore)
+    return found
+
+
+def caught(folder: Path) -> dict[str, object]:
+    """Errors that one rank raises, and its caller catches: the ranks stay in step, and nothing else is lost."""
+    training = Training()
+    state = training.state()
+    refused: set[int] = set()
+
+    def refuse(report: asymcheck.CheckpointReport) -> None:
+        if report.step in refused:
+            message = f"step {report.step} is not liked"
+            raise InvalidInputError(message)
+
+    with opened(folder) as store:
+        found: dict[str, object] = {}
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30), on_checkpoint=refuse) as ckpt:
+            refused |= {1} if RANK == 1 else {2}
+            steps = []
+            for step in range(7):
+                training.train(step, 0)
+                metrics = {"loss": cast(float, "unknown") if step == 4 and RANK == 1 else 0.5}
+                steps.append(raised(partial(ckpt.step, step, metrics)))
+                # What has become of it is known here, and not told yet.
+                store.settle()
+            found["steps"] = steps
+            refused |= {6} if RANK == 1 else set()
+            found["restored"] = [raised(ckpt.restore), raised(lambda: getattr(ckpt.restore(), "step", None))]
+            training.train(7, 0)
+            ckpt.step(7)
+            refused |= {7} if RANK == 0 else set()
+            found["rolled back"] = [raised(ckpt.rollback), raised(lambda: ckpt.rollback().step)]
+            refused |= {8} if RANK == 1 else set()
+            found["saved"] = [raised(lambda: ckpt.save(8)), raised(lambda: ckpt.save(9).step)]
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30)) as ckpt:
+            found["other steps"] = [raised(lambda: ckpt.restore(3 if RANK else None)), raised(lambda: ckpt.restore(3))]
+        assert ckpt._together is not None
+        found["left"] = ckpt._together._session is None
+        found["stored"] = [one.step for one in store.checkpoints() if one.complete]
     return found
 
 
@@ -365,7 +406,7 @@ def tell(found: dict[str, object]) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    one.__name__: one for one in (replicas, sharded, divergence, failures, paced, killed, stuck)
+    one.__name__: one for one in (replicas, sharded, divergence, failures, caught, paced, killed, stuck)
 }
 
 

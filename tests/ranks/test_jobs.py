@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(meeting: Meeting, folder: Path) -> Told:
     """What two ranks told of all scenarios, in one launch: most of the time goes into starting processes."""
-    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,paced", 2, folder).wait())
+    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,paced", 2, folder).wait())
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,44 @@ def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
     assert "step 1 of run 'late'" in lost[0]
     assert "rank 1 did not answer" in lost[0]
     assert str(first["missing at the start"]).startswith("RanksMissingError: finding each other: rank 1 did not answer")
-    assert "RankFailedError" in str(second["missing in step"])
+    outcome, texts = cast(tuple[str, list[str]], second["missing in step"])
+    assert outcome == "returned False"
+    assert texts[0].startswith("LostCheckpointWarning: step 2 of run 'late' was not saved: rank 0 saves step 1")
+
+
+def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
+    """Whatever one rank raises alone; the others hear of it at once where that concerns them."""
+    first, second = (rank["caught"] for rank in two)
+    disliked = "InvalidInputError: step {} is not liked"
+    lost = "step 4 of run 'default' was not saved: rank 1: InvalidInputError: metric 'loss' is 'unknown'"
+    begun = "returned True"
+    steps = cast(list[str], first["steps"])
+    assert steps[5].startswith(f"LostCheckpointError: {lost}")
+    assert [*steps[:5], steps[6]] == [begun, begun, begun, disliked.format(2), begun, begun]
+    steps = cast(list[str], second["steps"])
+    assert steps[4].startswith("InvalidInputError: metric 'loss' is 'unknown'")
+    assert [*steps[:4], *steps[5:]] == [begun, begun, disliked.format(1), begun, begun, begun]
+    assert second["restored"] == [disliked.format(6), "returned 6"]
+    assert first["rolled back"] == [disliked.format(7), "returned 7"]
+    for number, heard in ((6, first["restored"]), (7, second["rolled back"])):
+        refusal, again = cast(list[str], heard)
+        assert refusal.startswith("RankFailedError: ")
+        assert disliked.format(number) in refusal
+        assert again == f"returned {number}"
+    saved, again = cast(list[str], first["saved"])
+    assert saved.startswith("returned <Checkpoint 'default' step 8,")
+    assert again == "returned 9"
+    assert second["saved"] == [disliked.format(8), "returned 9"]
+    assert first["stored"] == second["stored"] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told) -> None:
+    """On all ranks; the next restore is one of all."""
+    for rank in two:
+        refusal, restored = cast(list[str], rank["caught"]["other steps"])
+        assert "rank 0 restores the newest checkpoint where rank 1 restores step 3" in refusal
+        assert restored.startswith("returned <Checkpoint 'default' step 3,")
+        assert rank["caught"]["left"]
 
 
 def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:

@@ -166,7 +166,7 @@ def test_a_rank_that_was_missing_is_waited_for_again() -> None:
 
 def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it would wait else."""
-    monkeypatch.setattr("asymcheck.ranks.session._ENDING_S", 0.05)
+    monkeypatch.setattr("asymcheck.ranks.clock.ENDING_S", 0.05)
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=1000)
     other = sessions[0].for_thread()
     other.is_ending = lambda: True
@@ -200,6 +200,90 @@ def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
         return session.agree((1, 1), b"new%d" % rank, joined, "test")
 
     assert each(3, work) == [b"new0+new1+new2"] * 3
+
+
+class _Lagging(_Counting):
+    """A store by which a rank hears of its first meeting when rank 0 has opened the second one."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Report, and come back late."""
+        meeting = self._store.get("run/meet")
+        self._store.set(key, value)
+        while key.count("/") == 3 and not self.asked["late"] and self._store.get("run/meet") == meeting:
+            threading.Event().wait(0.001)
+        self.asked["late"] += 1
+
+
+def test_ranks_that_meet_twice_come_into_the_same_sessions() -> None:
+    """Also one that hears of the second meeting before it has looked for its answer in the first."""
+    shared = dist.HashStore()
+    ranks = [Ranks(0, 3, shared), Ranks(1, 3, _Lagging(shared)), Ranks(2, 3, shared)]
+
+    def work(rank: int) -> list[bytes]:
+        sessions = [Session.join(ranks[rank], "run", _TERMS) for _ in range(2)]
+        return [session.agree((1, 1), b"%d" % rank, joined, "test") for session in sessions]
+
+    assert each(3, work) == [[b"0+1+2"] * 2] * 3
+
+
+def do(session: Session, step: int) -> str:
+    """Do something together at a step, to which all report; return what came of it."""
+    try:
+        number, said = (
+            session.begin("saves", step, 1, lambda: None, f"save of step {step}")
+            if (session.is_first)
+            else session.follow("saves", step, f"save of step {step}")
+        )
+        assert said is None
+        return session.agree((number, 1), b"%d" % step, joined, f"save of step {step}").decode()
+    except RanksError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() -> None:
+    """What was done without it is lost, by name, and nothing after that."""
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
+    assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not answer")
+    assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not answer")
+    mismatch = "rank 0 saves step 1 where rank 1 saves step 2"
+    for step in (2, 3):
+        assert each(2, lambda rank: do(sessions[rank], step)) == [f"{step}+{step}"] * 2  # noqa: B023 - used at once
+    sessions = sessions_of(dist.HashStore(), 2)
+    first, second = each(2, lambda rank: do(sessions[rank], 1 + rank))
+    assert first.startswith(f"RankFailedError: rank 1: {mismatch}")
+    assert second.startswith(f"RankFailedError: {mismatch}")
+    # From now on it knows.
+    sessions[0].open(sessions[0].next_number(), "saves", 2, 1, None)
+    assert each(2, lambda rank: do(sessions[rank], 3)) == ["3+3"] * 2
+
+
+def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() -> None:
+    """And is there for the next."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    refusal = InvalidInputError("no number")
+
+    def work(rank: int) -> str:
+        if rank == 2:
+            sessions[2].give_up(sessions[2].next_number(), refusal)
+            return ""
+        return do(sessions[rank], 1)
+
+    assert each(3, work)[:2] == ["RankFailedError: rank 2: InvalidInputError: no number"] * 2
+    sessions[0].give_up(sessions[0].next_number(), refusal)
+    assert do(sessions[1], 2) == do(sessions[2], 2) == "RankFailedError: rank 0: InvalidInputError: no number"
+    assert each(3, lambda rank: do(sessions[rank], 3)) == ["3+3+3"] * 3
+
+
+def test_a_restore_is_taken_for_nothing_else() -> None:
+    """Nor that of another step."""
+    sessions = sessions_of(dist.HashStore(), 2)
+    sessions[0].begin("restores step 3", None, 1, lambda: None, "restore")
+    with pytest.raises(RankFailedError, match="rank 0 restores step 3 where rank 1 restores step 4"):
+        sessions[1].begin("restores step 4", None, 1, lambda: None, "restore")
+    sessions[0].begin("saves", 5, 1, lambda: None, "save")
+    sessions[0].begin("restores step 4", None, 1, lambda: "found", "restore")
+    # It missed something, so that the save is passed over.
+    assert sessions[1].begin("restores step 4", None, 1, lambda: None, "restore") == (3, "found")
 
 
 def test_rank_0_leaves_last_and_nothing_stays() -> None:

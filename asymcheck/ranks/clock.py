@@ -1,0 +1,67 @@
+"""Waiting for other ranks: by looking, ever less often, up to a limit; and what is said when they do not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from asymcheck.errors import RanksMissingError
+
+_POLL_S = (0.0002, 0.05)
+"""How long is slept between two looks, at first and in the end …"""
+_POLL_OF_EACH_S = 50e-6
+"""… and more for each that looks at the same time: all of them ask one server."""
+ENDING_S = 10.0
+"""How long is waited in a process that is to end; likewise less for a rank that was missing the last time."""
+_SHOWN = 8
+
+
+class Clock:
+    """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
+
+    def __init__(
+        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
+    ) -> None:
+        """Begin to wait; ``is_ending``: this process is to end. The share of patience is that of both limits."""
+        self._began = time.monotonic()
+        self._timeout_s, self._ending_s = timeout_s * share_of_patience, ENDING_S * share_of_patience
+        self._is_ending = is_ending
+        self._ending_since: float | None = None
+        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has waited."""
+        return time.monotonic() - self._began
+
+    def wait(self, is_there: Callable[[], bool]) -> bool:
+        """Return whether it was there in time."""
+        while not is_there():
+            if self._is_over():
+                # Once more: this process may have stood still for all of the time.
+                return is_there()
+            time.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 1.2, self._pause_max_s)
+        return True
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if self._ending_since is None and self._is_ending():
+            self._ending_since = now
+        return now - self._began > self._timeout_s or (
+            self._ending_since is not None and now - self._ending_since > self._ending_s
+        )
+
+
+def missing_error(missing: Sequence[int], what: str, waited_s: float) -> RanksMissingError:
+    """Return what says that ranks did not come, and what to do."""
+    ranks = ", ".join(map(str, missing[:_SHOWN]))
+    if len(missing) > _SHOWN:
+        ranks += f" and {len(missing) - _SHOWN} more"
+    noun = "rank" if len(missing) == 1 else "ranks"
+    remedy = "each rank has to make its Checkpointer and call the same methods in the same order"
+    if what != "finding each other":
+        remedy = "look there for what ended or held it up"
+    else:
+        remedy += "; pass ranks=None to save one rank alone"
+    return RanksMissingError(f"{what}: {noun} {ranks} did not answer within {waited_s:.1f} s; {remedy}", missing)

@@ -182,9 +182,7 @@ class Checkpointer:
     def rollback(self) -> Checkpoint:
         """Bring the state back from the newest checkpoint on the line that is complete in memory.
 
-        No byte of it is read from a disk.
-
-        Opens a new generation, as :meth:`restore` does.
+        No byte of it is read from a disk. Opens a new generation, as :meth:`restore` does.
 
         Raises:
             CheckpointNotFoundError: none is in memory.
@@ -224,8 +222,7 @@ class Checkpointer:
         One is begun when ``step`` is a multiple of ``every`` or has passed one, or when the chosen interval is over.
 
         Raises:
-            LostCheckpointError: an earlier one could not be stored, unless ``on_error`` is ``"warn"``. That of this
-                step is begun all the same.
+            LostCheckpointError: an earlier one was not stored, unless ``on_error`` is ``"warn"``; this one is begun.
             PruneError: those that ``keep`` does not keep could not be removed, likewise. Once for each reason.
             RanksError: other ranks do not come, or do something else, likewise once the first was begun.
             UnsupportedValueError, InvalidInputError: something in the state, or an argument, cannot be stored.

@@ -27,6 +27,7 @@ from asymcheck.verify.findings import Finding, Severity
 from asymcheck.verify.wholes import Wholes
 
 _TENSORS_SHOWN = 3
+_ATTEMPTS = 3
 
 
 @dataclasses.dataclass
@@ -335,4 +336,11 @@ def verify(
     Returns:
         Findings, none when all is well. What a concurrent save is writing is not reported as damage.
     """
-    return _Checker(tier, run, step, progress, deep=deep).check()
+    listed, findings = set(tier.pack_ids()), _Checker(tier, run, step, progress, deep=deep).check()
+    for _ in range(_ATTEMPTS - 1):
+        now = set(tier.pack_ids())
+        if now == listed or all(one.severity != Severity.ERROR for one in findings):
+            break
+        # What is missing may have been copied into another pack meanwhile, or deleted with its checkpoint.
+        listed, findings = now, _Checker(tier, run, step, progress, deep=deep).check()
+    return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Retention, Store, StoreConfig
-from asymcheck.errors import StorageError
+from asymcheck.errors import LockTimeoutError, StorageError
 from asymcheck.events import Event, observe
 from asymcheck.pipeline.needed import Needed
 from asymcheck.tiers.files import Files, translated
@@ -238,3 +239,55 @@ def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> Non
         needed = Needed(tier)
         needed.look()
         assert (needed.live(), needed.unread, needed.problem) == (wanted, 1, None)
+
+
+def _collect_after(monkeypatch: pytest.MonkeyPatch, name: str, store: Store) -> None:
+    """Have a store collected right after a method of the tier is called for the first time."""
+    whole = getattr(NvmeTier, name)
+    done: list[object] = []
+
+    def called(self: NvmeTier, *arguments: object, **options: object) -> object:
+        found = whole(self, *arguments, **options)
+        if not done:
+            done.append(found)
+            store.gc()
+        return found
+
+    monkeypatch.setattr(NvmeTier, name, called)
+
+
+def test_a_base_is_found_where_a_collection_has_put_it(
+    store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the list of packs and the look into them."""
+    eager = dataclasses.replace(CONFIG, repack_waste=0.1)
+    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+        _collect_after(monkeypatch, "pack_ids", store)
+        restored = reader.restore()
+        assert (restored.checkpoint.step, restored.skipped) == (2, ())
+        assert torch.equal(restored.state["weights"], weights)
+
+
+@pytest.mark.usefixtures("weights")
+def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it moves is not missing."""
+    eager = dataclasses.replace(CONFIG, repack_waste=0.1)
+    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+        _collect_after(monkeypatch, "open_pack", store)
+        assert reader.verify() == []
+
+
+def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
+    """Nothing is known to be wrong with it."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": _noise(1)}, step=1)
+        (old,) = (store_path / "packs").iterdir()
+        store.save({"noise": _noise(2)}, step=2)
+        (new,) = {*(store_path / "packs").iterdir()} - {old}
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(store_path, config=impatient, read_only=True) as reader:
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
+            assert held
+            with pytest.raises(LockTimeoutError, match="was locked"):
+                reader.restore()
+        assert reader.restore().checkpoint.step == 2

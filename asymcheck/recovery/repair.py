@@ -170,9 +170,9 @@ class _Repairer:
             done += ["the damaged pack removed"] if replaced.removed else []
             self._done.append(Repair("pack", where, found, ", ".join(done)))
         if not replaced.removed:
-            message = (
-                f"the device did not give {len(pack.unread)} frames ({_first(pack.wrong)}); all others lie elsewhere"
-            )
+            refused = f"the device did not give {len(pack.unread)} frames ({_first(pack.wrong)})" if pack.unread else ""
+            baseless = f"the bases of {len(pack.baseless)} frames are lost" if pack.baseless else ""
+            message = f"{' and '.join(filter(None, (refused, baseless)))}; all others lie elsewhere"
             remedy = "replace the device; remove the file when nothing on it is needed any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 

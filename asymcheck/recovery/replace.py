@@ -65,7 +65,7 @@ class Replacement:
             if content.names[sequence] not in elsewhere
         }
         # What the device did not give may be there another day.
-        self._keep = bool(content.unread)
+        self._keep = bool(content.unread or content.baseless)
         self._entered = False
 
     def carry_out(self) -> Replaced:

@@ -44,7 +44,9 @@ class PackContent:
     rescued: set[int] = dataclasses.field(default_factory=set)
     """Those of them whose payload has the digest all the same, so that nothing is lost with the rest of the frame."""
     unread: set[int] = dataclasses.field(default_factory=set)
-    """Those of them that the device did not give, or whose base is lost: they may be intact."""
+    """Those of them that the device did not give: they may be intact."""
+    baseless: set[int] = dataclasses.field(default_factory=set)
+    """Frames that break no rule, but cannot be decoded for want of a base; garbage, or the base may come back."""
 
     @property
     def is_sound(self) -> bool:
@@ -53,11 +55,15 @@ class PackContent:
 
     def promised(self) -> list[int]:
         """Return the frames that a save may rely on."""
-        return [] if self.damage else [i for i in range(len(self.names)) if i not in self.wrong]
+        return (
+            [] if self.damage else [i for i in range(len(self.names)) if i not in self.wrong and i not in self.baseless]
+        )
 
     def intact(self) -> list[int]:
         """Return the frames whose partition can be had."""
-        return [i for i in range(len(self.names)) if i not in self.wrong or i in self.rescued]
+        return [
+            i for i in range(len(self.names)) if i in self.rescued or (i not in self.wrong and i not in self.baseless)
+        ]
 
     def lost(self) -> list[int]:
         """Return the frames whose partition cannot be had from here."""
@@ -82,7 +88,12 @@ class Survey:
 
     def places(self) -> dict[Digest, PackId]:
         """Return for each partition one sound pack that holds it."""
-        return {name: pack_id for pack_id, pack in self.packs.items() if pack.is_sound for name in pack.names}
+        return {
+            pack.names[sequence]: pack_id
+            for pack_id, pack in self.packs.items()
+            if pack.is_sound
+            for sequence in pack.promised()
+        }
 
 
 def read_indexes(tier: NvmeTier) -> Survey:
@@ -162,10 +173,9 @@ def _check(
             read_checked(Copy(pack, sequence), name, slot, read_base)
     except UnsupportedFormatError:
         raise
-    except BaseDamagedError as error:
-        # Nothing is wrong with this frame, and the next save may bring its base back.
-        content.wrong[sequence] = str(error)
-        content.unread.add(sequence)
+    except BaseDamagedError:
+        # Nothing is wrong with this frame. Whoever needs it is told; else its base was garbage as it is.
+        content.baseless.add(sequence)
     except FormatError as error:
         content.wrong[sequence] = str(error)
         with contextlib.suppress(FormatError, StorageError):

@@ -250,7 +250,7 @@ class _Checker:
         for sequence in wanted:
             where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
             try:
-                _check_content(pack, sequence, names[sequence], slot, where, self.read_base)
+                _check_content(pack, sequence, names[sequence], slot, where, self._reader_for(names[sequence]))
             except UNKNOWING:
                 raise
             except AsymcheckError as error:
@@ -261,6 +261,10 @@ class _Checker:
             done += int(pack.entries["stored_length"][sequence])
             if self.progress is not None:
                 self.progress(done, total)
+
+    def _reader_for(self, name: Digest) -> BaseReader | None:
+        """Return what reads the base of a frame; None where it may be gone, for no checkpoint needs the frame."""
+        return None if name in self.bases and name not in self.needs else self.read_base
 
     def _partitions(self) -> None:
         """I2: every partition that a manifest names lies somewhere intact."""
@@ -310,11 +314,14 @@ class _Checker:
             self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
 
 
-def _check_content(pack: OpenPack, sequence: int, name: Digest, slot: Slot, where: str, read_base: BaseReader) -> None:
+def _check_content(
+    pack: OpenPack, sequence: int, name: Digest, slot: Slot, where: str, read_base: BaseReader | None
+) -> None:
     frame = pack.read_frame(sequence, slot)
     descriptor, payload = check_frame(frame, pack.header.pack_id, sequence, where)
     check_entry(pack.entries[sequence], descriptor, where)
-    decode_checked(name, descriptor, payload, where, read_base)
+    if read_base is not None:
+        decode_checked(name, descriptor, payload, where, read_base)
 
 
 def _incomplete(listing: CheckpointFiles) -> str:

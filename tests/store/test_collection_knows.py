@@ -291,3 +291,26 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
             with pytest.raises(LockTimeoutError, match="was locked"):
                 reader.restore()
         assert reader.restore().checkpoint.step == 2
+
+
+def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> None:
+    """A delta that nobody needs any more lies in a pack that stays for another partition."""
+    torch.manual_seed(0)
+    state = {"weights": torch.randn(60_000) * 0.02, "kept": _noise(0, 100_000)}
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.step(0)
+            checkpointer.wait()
+            state["weights"].add_(torch.randn(60_000), alpha=1e-6)
+            state["kept"].copy_(_noise(1, 100_000))
+            checkpointer.step(1)
+            checkpointer.wait()
+        store.save({"weights": torch.randn(60_000), "kept": state["kept"]}, step=2)
+        store.delete(step=0)
+        store.delete(step=1)
+        assert store.gc().freed_packs == 1
+        assert _pack_of_the_delta(store_path)
+        assert store.verify() == []
+        repaired = store.repair()
+        assert (repaired.left, repaired.copied_partitions) == ((), 0)
+        assert store.verify() == []

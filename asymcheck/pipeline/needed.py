@@ -122,7 +122,7 @@ class Needed:
                     continue
                 except (UnsupportedFormatError, StorageError) as error:
                     self.unread += 1
-                    if pack_id not in self._bases:
+                    if pack_id not in self._bases and self._is_file(pack_id):
                         self.problem = error
                 except FormatError:
                     self.unread += 1
@@ -155,7 +155,15 @@ class Needed:
         pack that seems to be garbage. To be asked in the transaction that frees packs; ``but`` are the caller's own.
         """
         unseen = set(self._tier.pack_ids()) - self._bases.keys() - {*but}
-        return not unseen or all(transaction.pack_state(pack_id) == registry.PACK_FREED for pack_id in unseen)
+        return not any(
+            transaction.pack_state(pack_id) != registry.PACK_FREED and self._is_file(pack_id) for pack_id in unseen
+        )
+
+    def _is_file(self, pack_id: PackId) -> bool:
+        """Tell whether a pack is a file, and not a folder of its name, or a link that leads nowhere."""
+        path = self._tier.packs / layout.pack_name(pack_id)
+        with translated("look at", path):
+            return path.is_file()
 
     def live(self) -> set[Digest]:
         """Return the digests that manifests name, what these are encoded against, and so on."""

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import fs
 
 from asymcheck import Store
-from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StoreNotFoundError
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StoreNotFoundError, StructureError
 from asymcheck.tiers.remote import clients, parse_location
 from tests.remote.conftest import CONFIG, check_location, check_state, config
 
@@ -30,7 +30,7 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
     (store / "asymcheck.store").rename(store.parent / "aside")
     with Store.open(store.parent / "other", config=CONFIG) as other:
         other.save({"x": 1}, step=1)
-        with pytest.raises(StoreNotFoundError, match=r"has other files in it \(catalog\)"):
+        with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs"):
             other.push(f"file://{store}")
     assert not (store / "asymcheck.store").exists()
 

@@ -58,7 +58,9 @@ def save(state: Mapping[str, object], url: str) -> None:
     """Save a state to a folder in HDFS by ``dcp.save`` with torch's writer for fsspec."""
     where = urlsplit(url)
     writer = FsspecWriter(url)
-    cast("Any", writer.fs).fs = _FileSystem(where.hostname, where.port)
+    # fsspec keeps what it has made, and drops it in forked children, where the client waits for its threads for ever.
+    HdfsFileSystem.clear_instance_cache()
+    cast("Any", writer.fs).fs = _FileSystem(where.hostname, where.port, skip_instance_cache=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save_distributed(dict(state), storage_writer=writer)

@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -215,3 +216,22 @@ def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
     del writer
     gc.collect()
     assert closed == ["once more"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_lets_go_of_a_client_without_waiting(hdfs_url: str) -> None:
+    """A data loader worker that collects garbage: the threads by which the client ends are not there."""
+    holder = [RemoteFiles(parse_location(f"{hdfs_url}/forked"), REMOTE)]
+    holder[0].list(top(holder[0]))
+    child = os.fork()
+    if not child:
+        holder.clear()
+        gc.collect()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +65,18 @@ class _Writer(io.RawIOBase):
                 self._inner.close = _nothing
 
 
+_handlers: weakref.WeakSet[_Handler] = weakref.WeakSet()
+_inherited: list[_Handler] = []
+
+
+def _keep_in_child() -> None:
+    """Let go of no client in a forked child: its threads are not there, and it would wait for them for ever."""
+    _inherited.extend(_handlers)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
 def _nothing() -> None:
     pass
 
@@ -75,6 +89,7 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
         self._url = url
         self._options = dict(options)
         self._client = native.Client(url, self._options)
+        _handlers.add(self)
 
     def get_type_name(self) -> str:
         return "hdfs-native"

@@ -28,9 +28,11 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.goes_on = threading.Event()
         self.left = 1 << 30
-        self._reserve = os.posix_fallocate
+        self._is_first = True
+        self._reserve, self._populate = os.posix_fallocate, ring_module.populate
         monkeypatch.setattr(ring_module, "_GROWS_BY", PIECE)
         monkeypatch.setattr(os, "posix_fallocate", self.reserve)
+        monkeypatch.setattr(ring_module, "populate", self.populate)
 
     def reserve(self, descriptor: int, start: int, length: int) -> None:
         """Reserve memory, late or never."""
@@ -39,6 +41,14 @@ class Memory:
         if start + length > self.left:
             raise OSError(errno.ENOSPC, "no room")
         self._reserve(descriptor, start, length)
+
+    def populate(self, address: int, nbytes: int) -> None:
+        """Map pages; the first piece, which is there, at once."""
+        if self._is_first:
+            self._is_first = False
+        else:
+            assert self.goes_on.wait(60)
+        self._populate(address, nbytes)
 
 
 @pytest.fixture

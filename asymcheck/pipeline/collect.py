@@ -72,8 +72,9 @@ def collect(
         _trim_pool(tier)
     known = needed or Needed(tier, without)
     for attempt in range(_ATTEMPTS):
-        # What was refused may be had in a moment.
-        time.sleep(attempt * _PAUSE_S if known.problem else 0)
+        if attempt and known.problem is not None:
+            # What was refused may be had in a moment.
+            time.sleep(attempt * _PAUSE_S)
         plan = _Plan(tier, catalog, known)
         result.kept_packs = plan.kept
         if dry_run:

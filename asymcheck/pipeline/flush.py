@@ -51,12 +51,12 @@ class Flusher:
 
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
         # What may be a copy comes last, when the digest of its original is known.
-        copies = [
+        copies = {
             number
             for number, partition in enumerate(partitions)
             if originals.candidates(number) and self._encoder.looks_for(CODEC_DERIVED, self._contents(partition))
-        ]
-        others = [number for number in range(len(partitions)) if number not in {*copies}]
+        }
+        others = [number for number in range(len(partitions)) if number not in copies]
 
         def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
             name = digests[number]
@@ -76,7 +76,7 @@ class Flusher:
                     self._leaves[piece.row].release()
 
         try:
-            for numbers in (others, copies):
+            for numbers in (others, sorted(copies)):
                 work_off(
                     numbers,
                     store,

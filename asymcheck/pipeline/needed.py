@@ -53,12 +53,12 @@ class Needed:
         self._bases: dict[PackId, dict[Digest, Digest]] = {}
         self.packs: dict[PackId, HeldFrames] = {}
         """The packs that could be read and are sound."""
-        self.unmovable: set[PackId] = set()
-        """Those of them in which a frame was found to be damaged, so that not all that is needed can be copied."""
         self.unread = 0
         """How many could not: held by a writer that has just sealed them, or damaged, so that nobody can tell."""
         self.problem: AsymcheckError | None = None
-        """Why it is not known of one of them what its frames are encoded against."""
+        """Why it is not known of one of these what its frames are encoded against."""
+        self.unmovable: set[PackId] = set()
+        """Packs in which a needed frame was found to be damaged, so that not all that is needed can be copied."""
 
     @property
     def manifests(self) -> set[bytes]:
@@ -113,6 +113,7 @@ class Needed:
         there = set(present)
         self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in there}
         self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in there}
+        self.unmovable &= there
         self.unread, self.problem = 0, None
         for pack_id in present:
             if pack_id not in self.packs:
@@ -126,27 +127,32 @@ class Needed:
                         self.problem = error
                 except FormatError:
                     self.unread += 1
-                    # Nothing in it can be found, by nobody.
-                    self._bases.setdefault(pack_id, {})
 
     def _read_pack(self, pack_id: PackId) -> None:
         try:
             pack = self._tier.open_pack(pack_id, wait=False)
-        except LockTimeoutError:
+        except (FormatError, LockTimeoutError):
             # Whoever sealed it, or frees another one for it, holds it. What it has does not change any more.
-            self._bases[pack_id] = bases_in(self._tier.peek(pack_id).entries)
+            self._scan(pack_id)
             raise
         pack.close()
         if pack.damage is not None:
-            if pack_id not in self._bases:
-                # All that is left of it: what it holds may be all that there is of a live partition.
-                whole = self._tier.open_pack_to_repair(pack_id)
-                whole.close()
-                self._bases[pack_id] = bases_in(whole.entries)
+            self._scan(pack_id)
             raise pack.damage
         self._bases[pack_id] = bases_in(pack.entries)
         lengths = frame_lengths(pack.entries["stored_length"]).astype(np.int64)
         self.packs[pack_id] = HeldFrames(pack.digests(), pack.entries, lengths)
+
+    def _scan(self, pack_id: PackId) -> None:
+        """Find the bases of all that can be found in a pack, which may be all that there is of a live partition."""
+        if pack_id not in self._bases:
+            try:
+                self._bases[pack_id] = bases_in(self._tier.peek(pack_id).entries)
+            except UnsupportedFormatError:
+                raise
+            except FormatError:
+                # Nothing in it can be found, by nobody.
+                self._bases[pack_id] = {}
 
     def has_seen_all(self, transaction: Transaction, but: Collection[PackId] = ()) -> bool:
         """Tell whether it is known of all packs that are in use what their frames are encoded against.

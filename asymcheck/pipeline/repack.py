@@ -64,10 +64,11 @@ class Homes:
             with contextlib.suppress(FormatError, StorageError, MissingPartitionError), contextlib.ExitStack() as stack:
                 pack = stack.enter_context(contextlib.closing(self._tier.open_pack(place.pack_id)))
                 slot = stack.enter_context(self._tier.slots.slot(place.stored_length))
-                number = int(np.flatnonzero(pack.entries["offset"] == place.offset)[0])
-                where = f"frame {number} of pack {layout.pack_name(place.pack_id)}"
-                _checked(pack.read_frame(number, slot), place.pack_id, number, where)
-                self._sound[place] = True
+                # None when its index was damaged since it was looked at.
+                for number in np.flatnonzero(pack.entries["offset"] == place.offset).tolist():
+                    where = f"frame {number} of pack {layout.pack_name(place.pack_id)}"
+                    _checked(pack.read_frame(number, slot), place.pack_id, number, where)
+                    self._sound[place] = True
         return self._sound[place]
 
 

@@ -187,9 +187,12 @@ class RingFlusher:
         self._write_soon(moving, number)
 
     def _may_be_derived(self, capture: Capture, number: int) -> bool:
-        if not (self._encoder.wants_bases and self._bases.may_be_derived(capture, number)):
-            return False
-        return self._encoder.looks_for(CODEC_DERIVED, capture.contents(number))
+        # In this order: the originals of a plan are not even looked for where no base is wanted.
+        return (
+            self._encoder.wants_bases
+            and self._bases.may_be_derived(capture, number)
+            and self._encoder.looks_for(CODEC_DERIVED, capture.contents(number))
+        )
 
     def _queue_postponed(self, moving: Moving) -> None:
         with self._lock:

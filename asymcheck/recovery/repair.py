@@ -173,7 +173,8 @@ class _Repairer:
             refused = f"the device did not give {len(pack.unread)} frames ({_first(pack.wrong)})" if pack.unread else ""
             baseless = f"the bases of {len(pack.baseless)} frames are lost" if pack.baseless else ""
             message = f"{' and '.join(filter(None, (refused, baseless)))}; all others lie elsewhere"
-            remedy = "replace the device; remove the file when nothing on it is needed any more"
+            # A base comes back with a save of the same bytes.
+            remedy = f"{'replace the device; ' if refused else ''}remove the file when nothing on it is needed any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 
     def _lost(self, needs: Mapping[Digest, set[tuple[str, CheckpointFiles]]], have: set[Digest], found: Survey) -> None:

@@ -55,15 +55,14 @@ class PackContent:
 
     def promised(self) -> list[int]:
         """Return the frames that a save may rely on."""
-        return (
-            [] if self.damage else [i for i in range(len(self.names)) if i not in self.wrong and i not in self.baseless]
-        )
+        return [] if self.damage else self._but(self.wrong.keys() | self.baseless)
 
     def intact(self) -> list[int]:
         """Return the frames whose partition can be had."""
-        return [
-            i for i in range(len(self.names)) if i in self.rescued or (i not in self.wrong and i not in self.baseless)
-        ]
+        return self._but((self.wrong.keys() - self.rescued) | self.baseless)
+
+    def _but(self, some: set[int]) -> list[int]:
+        return [number for number in range(len(self.names)) if number not in some]
 
     def lost(self) -> list[int]:
         """Return the frames whose partition cannot be had from here."""

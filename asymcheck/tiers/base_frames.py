@@ -18,6 +18,9 @@ from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
 
+_ATTEMPTS = 3
+"""Garbage may lack its base for good, and beside a training there is always a new pack."""
+
 
 def bases_in(entries: Entries) -> dict[Digest, Digest]:
     """Return the frames of an index that need a base, with it."""
@@ -45,25 +48,33 @@ class BaseFrames:
         with self._lock:
             if self._places is None:
                 self._places = self._find()
+            if name not in self._places:
+                # Of a frame that only a scan for a repair finds.
+                self._places.update(self._lying({name}))
             return [partial(self._read, *place) for place in self._places.get(name, [])]
 
     def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        while True:
-            listed = set(self._tier.pack_ids())
-            places = self._found()
+        listed, places = set(self._tier.pack_ids()), self._found()
+        for _ in range(_ATTEMPTS - 1):
+            now = set(self._tier.pack_ids())
+            if all(places.values()) or listed >= now:
+                break
             # One that is missing may have been copied meanwhile into a pack that was not listed yet.
-            if all(places.values()) or listed.issuperset(self._tier.pack_ids()):
-                return places
+            listed, places = now, self._found()
+        return places
 
     def _found(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        places: dict[Digest, list[tuple[PackId, int]]] = {}
+        names: set[Digest] = set()
         for _, pack in self._packs():
-            places.update({base: [] for base in bases_in(pack.entries).values()})
-        if places:
-            wanted = DigestSet(as_column(sorted(places)))
-            for pack_id, pack in self._packs():
-                for frame in np.flatnonzero(wanted.numbers(pack.entries["digest"]) >= 0).tolist():
-                    places[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
+            names.update(bases_in(pack.entries).values())
+        return self._lying(names) if names else {}
+
+    def _lying(self, names: set[Digest]) -> dict[Digest, list[tuple[PackId, int]]]:
+        places: dict[Digest, list[tuple[PackId, int]]] = {name: [] for name in names}
+        wanted = DigestSet(as_column(sorted(names)))
+        for pack_id, pack in self._packs():
+            for frame in np.flatnonzero(wanted.numbers(pack.entries["digest"]) >= 0).tolist():
+                places[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
         return places
 
     def _packs(self) -> Iterator[tuple[PackId, OpenPack]]:

@@ -13,10 +13,8 @@ from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
-    InconsistentCheckpointError,
     InvalidInputError,
     OutOfSpaceError,
-    PartialRestoreError,
     SkippedCheckpointWarning,
     StateMismatchError,
     UnsupportedValueError,
@@ -307,58 +305,6 @@ def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
         assert [c.on_line for c in store.checkpoints()] == [False, False, False, True]
 
 
-def _two_large_tensors() -> dict[str, Any]:
-    """Several partitions: some are read before the damaged one is met."""
-    return {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
-
-
-def _save_random(checkpointer: Checkpointer, steps: range) -> None:
-    for step in steps:
-        for tensor in checkpointer._state.values():
-            tensor.normal_()  # type: ignore[attr-defined]  # a tensor
-        checkpointer.save(step)
-
-
-def _flip(path: Path) -> None:
-    """Damage the first frame of a pack, behind its header."""
-    data = bytearray(path.read_bytes())
-    data[4096 + 4096 + 10] ^= 1
-    path.write_bytes(data)
-
-
-def _flip_newest(store: Store) -> None:
-    _flip(max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns))
-
-
-def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:
-    """Though some tensors were filled from the damaged one already: the older one overwrites them all."""
-    state = _two_large_tensors()
-    checkpointer = Checkpointer(store, state)
-    for step in range(3):
-        state["a"].fill_(step)
-        state["b"].normal_()
-        checkpointer.save(step)
-        if step == 1:
-            expected = state["b"].clone()
-    _flip_newest(store)
-    restored = _two_large_tensors()
-    with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch.*step 2"):
-        checkpoint = Checkpointer(store, restored).restore()
-    assert checkpoint is not None
-    assert checkpoint.step == 1
-    assert torch.equal(restored["b"], expected)
-    assert set(restored["a"].tolist()) == {1.0}
-
-
-def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
-    """Who names a step gets that one or an error."""
-    checkpointer = Checkpointer(store, _two_large_tensors())
-    _save_random(checkpointer, range(2))
-    _flip_newest(store)
-    with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
-        checkpointer.restore(1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -378,31 +324,3 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     """Steps often come out of arrays."""
     assert Checkpointer(store, _state()).save(np.int64(7)).step == 7
     assert store.restore(np.int64(7)).checkpoint.step == 7
-
-
-@pytest.mark.parametrize("wanted", [None, 2])
-def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
-    """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""
-    state = _two_large_tensors()
-    checkpointer = Checkpointer(store, state)
-    for value, step in enumerate((1, 2, 2)):
-        state["a"].fill_(value)
-        state["b"].normal_()
-        checkpointer.save(step)
-    _flip_newest(store)
-    with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch"):
-        checkpoint = Checkpointer(store, state).restore(wanted)
-    assert checkpoint is not None
-    assert checkpoint.step == 2
-    assert set(state["a"].tolist()) == {1.0}
-
-
-def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) -> None:
-    """Nobody trains on with a mixture: the error says what was overwritten and that nothing older is left."""
-    checkpointer = Checkpointer(store, _two_large_tensors())
-    _save_random(checkpointer, range(2))
-    for path in (store.path / "packs").iterdir():
-        _flip(path)
-    with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
-        Checkpointer(store, _two_large_tensors()).restore()
-    assert [c.on_line for c in store.checkpoints()] == [True, True]

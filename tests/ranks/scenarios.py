@@ -7,10 +7,7 @@ import json
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -22,53 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import asymcheck
-from asymcheck import Checkpointer, Ranks, Store
-from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
+from asymcheck.errors import AsymcheckError
 from asymcheck.pipeline.drain import Drain
+from tests.ranks.failing import caught, failures
+from tests.ranks.launched import RANK, Scenario, checkpointer, noted, opened, process_group, ranks_of
 from tests.ranks.training import Training, digest_of
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-CONFIG = StoreConfig(
-    partition_bytes=8 * 1024, bundle_below_bytes=4 * 1024, inline_bytes=16, inline_total_bytes=32, slots=2
-)
 COLLECTIVES = (
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
     "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object "
     "irecv isend monitored_barrier new_group recv recv_object_list reduce reduce_scatter reduce_scatter_tensor "
     "scatter scatter_object_list send send_object_list"
 )
-
-Scenario = Callable[[Path], dict[str, object]]
-
-
-def connect() -> dist.Store:
-    """Return the store by which the ranks find each other."""
-    return dist.TCPStore("127.0.0.1", int(os.environ["MEETING"]), None, is_master=False, wait_for_workers=False)
-
-
-def ranks_of(folder: Path, timeout_s: float) -> Ranks:
-    """Return the ranks of all launches in a folder: what those before said is still there."""
-    return Ranks(RANK, WORLD, dist.PrefixStore(str(folder), connect()), timeout_s=timeout_s)
-
-
-@contextlib.contextmanager
-def process_group(folder: Path) -> Iterator[None]:
-    """Have the default process group meanwhile."""
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"{folder}/group", connect()), rank=RANK, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
-
-
-def opened(folder: Path) -> Store:
-    """Open the store of all ranks."""
-    return Store.open(folder / "store", config=CONFIG)
-
-
-def checkpointer(folder: Path, store: Store, state: dict[str, object], **more: object) -> Checkpointer:
-    """Return a Checkpointer that proves all it captures."""
-    capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
-    return Checkpointer(store, state, capture=capture, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
 
 
 def refuse_collectives() -> None:
@@ -169,140 +131,6 @@ def divergence(folder: Path) -> dict[str, object]:
             training.train(5, 0)
             ckpt.restore()
         return {"told": told, "is_same": training.digest() == before, "weight": digest_of([training.model[1].weight])}
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[str]]:
-    """Keep the warnings that come."""
-    texts: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda text, kind, *_rest: texts.append(f"{kind.__name__}: {text}")
-        yield texts
-
-
-def failures(folder: Path) -> dict[str, object]:
-    """Ranks that fail, differ, or do not come: the others say so, and go on to the next checkpoint."""
-    found: dict[str, object] = {}
-    with opened(folder) as store:
-        training = Training()
-        state = training.state()
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30), on_error="warn") as ckpt, noted() as texts:
-            training.train(0, 0)
-            ckpt.save(0)
-            training.train(1, 0)
-            with full_disk() if RANK == 1 else contextlib.nullcontext():
-                found["refused save"] = raised(lambda: ckpt.save(1))
-            # The same step again, with other bytes: another attempt.
-            training.train(2, 0)
-            second = ckpt.save(1)
-            found["attempts"] = [second.save_id, training.digest()]
-            training.train(3, 0)
-            with unstorable(state) if RANK == 1 else contextlib.nullcontext():
-                found["unstorable"] = raised(lambda: ckpt.save(3))
-            # A rank that fails to take the state fails the restore of all.
-            with unfitting(state) if RANK == 1 else contextlib.nullcontext():
-                found["unfitting"] = raised(ckpt.restore)
-            found["restored"] = raised(lambda: getattr(ckpt.restore(), "save_id", None))
-            found["restored bytes"] = training.digest()
-            training.train(4, 0)
-            found["other steps"] = raised(lambda: ckpt.save(4 + RANK))
-            found["told"] = list(texts)
-        late = ranks_of(folder, 30)
-        with checkpointer(folder, store, state, ranks=late, run="late", on_error="warn") as ckpt:
-            ckpt.save(0)
-            late.timeout_s = 1.5
-            with noted() as texts:
-                if RANK == 0:
-                    began = time.monotonic()
-                    ckpt.step(1)
-                    ckpt.wait()
-                    found["waited"] = time.monotonic() - began
-                    found["missing in the commit"] = texts
-                time.sleep(0 if RANK == 0 else 2.5)
-                with noted() as more:
-                    found["missing in step"] = [raised(lambda: ckpt.step(2)), more] if RANK == 1 else None
-        if RANK == 0:
-            alone = checkpointer(folder, store, state, ranks=ranks_of(folder, 0.5), run="alone")
-            found["missing at the start"] = raised(alone.restore)
-    return found
-
-
-def caught(folder: Path) -> dict[str, object]:
-    """Errors that one rank raises, and its caller catches: the ranks stay in step, and nothing else is lost."""
-    training = Training()
-    state = training.state()
-    refused: set[int] = set()
-
-    def refuse(report: asymcheck.CheckpointReport) -> None:
-        if report.step in refused:
-            message = f"step {report.step} is not liked"
-            raise InvalidInputError(message)
-
-    with opened(folder) as store:
-        found: dict[str, object] = {}
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30), on_checkpoint=refuse) as ckpt:
-            refused |= {1} if RANK == 1 else {2}
-            steps = []
-            for step in range(7):
-                training.train(step, 0)
-                metrics = {"loss": cast(float, "unknown") if step == 4 and RANK == 1 else 0.5}
-                steps.append(raised(partial(ckpt.step, step, metrics)))
-                # What has become of it is known here, and not told yet.
-                store.settle()
-            found["steps"] = steps
-            refused |= {6} if RANK == 1 else set()
-            found["restored"] = [raised(ckpt.restore), raised(lambda: getattr(ckpt.restore(), "step", None))]
-            training.train(7, 0)
-            ckpt.step(7)
-            refused |= {7} if RANK == 0 else set()
-            found["rolled back"] = [raised(ckpt.rollback), raised(lambda: ckpt.rollback().step)]
-            refused |= {8} if RANK == 1 else set()
-            found["saved"] = [raised(lambda: ckpt.save(8)), raised(lambda: ckpt.save(9).step)]
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30)) as ckpt:
-            found["other steps"] = [raised(lambda: ckpt.restore(3 if RANK else None)), raised(lambda: ckpt.restore(3))]
-        assert ckpt._together is not None
-        found["left"] = ckpt._together._session is None
-        found["stored"] = [one.step for one in store.checkpoints() if one.complete]
-    return found
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Let packs not be entered."""
-    enter = Drain.enter
-
-    def refused(_self: Drain) -> None:
-        message = "the disk of this test is full"
-        raise OutOfSpaceError(message)
-
-    Drain.enter = refused  # type: ignore[method-assign]  # a fault
-    yield
-    Drain.enter = enter  # type: ignore[method-assign]  # as above
-
-
-@contextlib.contextmanager
-def unstorable(state: dict[str, object]) -> Iterator[None]:
-    """Have something in the state that cannot be stored."""
-    state["object"] = object()
-    yield
-    del state["object"]
-
-
-@contextlib.contextmanager
-def unfitting(state: dict[str, object]) -> Iterator[None]:
-    """Have a tensor in the state that is of another shape."""
-    own, state["own"] = state["own"], torch.zeros(7)
-    yield
-    state["own"] = own
-
-
-def raised(call: Callable[[], object]) -> str:
-    """Return what error a call raises, or what it returned."""
-    try:
-        return f"returned {call()!r}"
-    except AsymcheckError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def paced(folder: Path) -> dict[str, object]:

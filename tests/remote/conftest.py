@@ -117,3 +117,22 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote = Zygote(tmp_path_factory.mktemp("zygote"))
     yield zygote
     zygote.close()
+
+
+@pytest.fixture
+def pushed(store: Path, folder: str) -> Path:
+    """A store whose two checkpoints were pushed to ``folder``."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+    return store
+
+
+def packs_of(folder: str) -> set[Path]:
+    """The files of all packs of a location."""
+    return set(Path(folder.removeprefix("file://"), "packs").iterdir())
+
+
+def lose_packs(store: Path) -> None:
+    """All of them."""
+    for pack in (store / "packs").iterdir():
+        pack.unlink()

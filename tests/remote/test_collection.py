@@ -18,7 +18,7 @@ from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.remote.files import Entry, RemoteFiles
 from asymcheck.types import PackId
-from tests.remote.conftest import CONFIG, check_location, config
+from tests.remote.conftest import CONFIG, check_location, config, packs_of
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
 _FRAMES = 4096
@@ -29,11 +29,6 @@ def weights(step: int) -> torch.Tensor:
     """So near to those of the step before that a delta pays."""
     base = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     return base * (1 + 1e-4 * step)
-
-
-def packs_of(folder: str) -> set[Path]:
-    """The files of all packs."""
-    return set(Path(folder.removeprefix("file://"), "packs").iterdir())
 
 
 def age(folder: str) -> None:

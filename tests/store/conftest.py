@@ -1,11 +1,14 @@
-"""An open store for each test that asks for one."""
+"""An open store for each test that asks for one, and one with a delta in it."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from asymcheck import Store
+from asymcheck import Checkpointer, Store
+from asymcheck.tiers.nvme import NvmeTier
+from tests.store.deltas import CONFIG, entries_of, noise
 
 
 @pytest.fixture
@@ -13,3 +16,22 @@ def store(store_path: Path) -> Iterator[Store]:
     """A new store with the default settings, closed after the test."""
     with Store.open(store_path) as opened:
         yield opened
+
+
+@pytest.fixture
+def weights(store_path: Path) -> torch.Tensor:
+    """Those of step 2, the only one left: a delta in a pack that is to be repacked, on a base that none names."""
+    torch.manual_seed(0)
+    state = {"weights": torch.randn(60_000) * 0.02, "noise": noise(0)}
+    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
+        for step in range(3):
+            if step == 1:
+                state["weights"].add_(torch.randn(60_000), alpha=1e-6)
+            state["noise"].copy_(noise(step))
+            checkpointer.step(step)
+            checkpointer.wait()
+        store.delete(step=0)
+        store.delete(step=1)
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    assert sum(int(entries_of(tier, pack)["kind"].any()) for pack in tier.pack_ids()) == 1
+    return state["weights"].clone()

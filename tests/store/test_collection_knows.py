@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Checkpointer, Retention, Store, StoreConfig
+from asymcheck import Checkpointer, Retention, Store
 from asymcheck.errors import LockTimeoutError, StorageError
 from asymcheck.events import Event, observe
 from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.repack import Homes
 from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.types import PackId
+from asymcheck.types import Digest, Location, PackId
 from asymcheck.verify import Severity
+from tests.store.deltas import CONFIG, PLAIN, entries_of, noise, pack_of_the_delta
 
-CONFIG = StoreConfig(compression="smallest", partition_bytes=1 << 18, bundle_below_bytes=1 << 16)
-PLAIN = StoreConfig(compression="off", partition_bytes=1 << 18, bundle_below_bytes=1 << 16)
 _CHILD = """
 import sys
 from asymcheck import Store
@@ -37,36 +37,6 @@ def hold(event):
 with Store.open(sys.argv[1]) as store, observe(hold):
     store.gc()
 """
-
-
-def _noise(seed: int, count: int = 37_000) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, generator=generator)
-
-
-@pytest.fixture
-def weights(store_path: Path) -> torch.Tensor:
-    """Those of step 2, the only one left: a delta in a pack that is to be repacked, on a base that none names."""
-    torch.manual_seed(0)
-    state = {"weights": torch.randn(60_000) * 0.02, "noise": _noise(0)}
-    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
-        for step in range(3):
-            if step == 1:
-                state["weights"].add_(torch.randn(60_000), alpha=1e-6)
-            state["noise"].copy_(_noise(step))
-            checkpointer.step(step)
-            checkpointer.wait()
-        store.delete(step=0)
-        store.delete(step=1)
-    tier = NvmeTier(store_path, CONFIG, read_only=True)
-    assert sum(int(_entries(tier, pack)["kind"].any()) for pack in tier.pack_ids()) == 1
-    return state["weights"].clone()
-
-
-def _entries(tier: NvmeTier, pack_id: bytes) -> np.ndarray:  # type: ignore[type-arg]  # of the index's rows
-    pack = tier.open_pack(pack_id)  # type: ignore[arg-type]  # an id
-    pack.close()
-    return pack.entries
 
 
 def _is_whole(store: Store, weights: torch.Tensor) -> bool:
@@ -101,12 +71,6 @@ def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
     monkeypatch.setattr(Files, "open_read", open_read)
 
 
-def _pack_of_the_delta(path: Path) -> str:
-    tier = NvmeTier(path, CONFIG, read_only=True)
-    (found,) = (pack for pack in tier.pack_ids() if _entries(tier, pack)["kind"].any())
-    return f"{found.hex()}.pack"
-
-
 @pytest.mark.parametrize("times", [1, np.inf])
 def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float
@@ -114,7 +78,7 @@ def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
     """For a moment, or for good: then it is said, and nothing is freed."""
     with Store.open(store_path, config=CONFIG) as store:
         with monkeypatch.context() as patched:
-            _refuse(patched, _pack_of_the_delta(store_path), times)
+            _refuse(patched, pack_of_the_delta(store_path), times)
             if times == 1:
                 store.gc()
             else:
@@ -127,7 +91,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monke
     """It is not incomplete: nobody knows what it is."""
     with Store.open(store_path, config=PLAIN) as store:
         for step in range(1, 5):
-            store.save({"noise": _noise(step)}, step=step)
+            store.save({"noise": noise(step)}, step=step)
         whole: Callable[[Files, Path], int] = Files.open_read
 
         def open_read(self: Files, path: Path) -> int:
@@ -147,7 +111,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monke
 
 def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
     """Two runs stored one tensor at the same time; a bit flips in a copy, and the pack with the sound one is to go."""
-    shared, small, large = _noise(1, 60_000), _noise(2, 1000), _noise(3, 200_000)
+    shared, small, large = noise(1, 60_000), noise(2, 1000), noise(3, 200_000)
     with Store.open(store_path, config=PLAIN) as store, Store.open(store_path, config=PLAIN) as other:
         done: list[Event] = []
 
@@ -161,7 +125,7 @@ def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
             store.save({"shared": shared, "small": small}, step=1, run="a")
         tier = NvmeTier(store_path, PLAIN, read_only=True)
         for pack in tier.pack_ids():
-            entries = _entries(tier, pack)
+            entries = entries_of(tier, pack)
             if shared.nbytes in entries["plain_length"] and entries["plain_length"].sum() < large.nbytes:
                 offset = int(entries["offset"][entries["plain_length"] == shared.nbytes][0])
                 path = store_path / "packs" / f"{pack.hex()}.pack"
@@ -176,14 +140,14 @@ def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
 
 def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: Path) -> None:
     """Its other frames would be, after every commit, and thrown away each time."""
-    state = {f"t{number}": _noise(number, 60_000) for number in range(8)}
+    state = {f"t{number}": noise(number, 60_000) for number in range(8)}
     with Store.open(store_path, config=PLAIN) as store:
-        store.save({**state, "zeta": _noise(9, 700_000)}, step=1)
+        store.save({**state, "zeta": noise(9, 700_000)}, step=1)
         (path,) = (store_path / "packs").iterdir()
         store.save(state, step=2)
         store.delete(step=1)
         tier = NvmeTier(store_path, PLAIN, read_only=True)
-        entries = _entries(tier, bytes.fromhex(path.stem))
+        entries = entries_of(tier, bytes.fromhex(path.stem))
         data = bytearray(path.read_bytes())
         data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
         path.write_bytes(data)
@@ -204,8 +168,8 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
     """A delta is garbage, but its pack stays; its base is stored anew, eight deltas deep; then its state is back."""
     torch.manual_seed(0)
     base = torch.randn(60_000) * 0.02
-    on_base, kept = base + torch.randn_like(base) * 1e-6, _noise(1, 100_000)
-    state = {"weights": base.clone(), "kept": _noise(0, 100_000)}
+    on_base, kept = base + torch.randn_like(base) * 1e-6, noise(1, 100_000)
+    state = {"weights": base.clone(), "kept": noise(0, 100_000)}
     with Store.open(store_path, config=CONFIG) as store:
         with Checkpointer(store, state) as checkpointer:
             checkpointer.step(0)
@@ -236,7 +200,7 @@ def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> Non
     needed = Needed(tier)
     needed.look()
     wanted = needed.live()
-    with tier.locked(store_path / "packs" / _pack_of_the_delta(store_path)) as held:
+    with tier.locked(store_path / "packs" / pack_of_the_delta(store_path)) as held:
         assert held
         needed = Needed(tier)
         needed.look()
@@ -282,9 +246,9 @@ def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeyp
 def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
     """Nothing is known to be wrong with it."""
     with Store.open(store_path, config=PLAIN) as store:
-        store.save({"noise": _noise(1)}, step=1)
+        store.save({"noise": noise(1)}, step=1)
         (old,) = (store_path / "packs").iterdir()
-        store.save({"noise": _noise(2)}, step=2)
+        store.save({"noise": noise(2)}, step=2)
         (new,) = {*(store_path / "packs").iterdir()} - {old}
     impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
     with Store.open(store_path, config=impatient, read_only=True) as reader:
@@ -295,24 +259,16 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
         assert reader.restore().checkpoint.step == 2
 
 
-def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> None:
-    """A delta that nobody needs any more lies in a pack that stays for another partition."""
-    torch.manual_seed(0)
-    state = {"weights": torch.randn(60_000) * 0.02, "kept": _noise(0, 100_000)}
-    with Store.open(store_path, config=CONFIG) as store:
-        with Checkpointer(store, state) as checkpointer:
-            checkpointer.step(0)
-            checkpointer.wait()
-            state["weights"].add_(torch.randn(60_000), alpha=1e-6)
-            state["kept"].copy_(_noise(1, 100_000))
-            checkpointer.step(1)
-            checkpointer.wait()
-        store.save({"weights": torch.randn(60_000), "kept": state["kept"]}, step=2)
-        store.delete(step=0)
-        store.delete(step=1)
-        assert store.gc().freed_packs == 1
-        assert _pack_of_the_delta(store_path)
-        assert store.verify() == []
-        repaired = store.repair()
-        assert (repaired.left, repaired.copied_partitions) == ((), 0)
-        assert store.verify() == []
+def test_a_home_that_cannot_be_found_any_more_is_none(store_path: Path) -> None:
+    """Its pack was looked at before its index was damaged; a scan finds other frames in it, or none there."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": noise(1, 60_000)}, step=1)
+    tier = NvmeTier(store_path, PLAIN, read_only=True)
+    (pack,) = tier.pack_ids()
+    entry = entries_of(tier, pack)[0]
+    name = Digest(entry["digest"].tobytes())
+    sizes = (int(entry["stored_length"]), int(entry["plain_length"]), 0, 0, 1)
+    for offset, is_sound in ((int(entry["offset"]), True), (int(entry["offset"]) + 4096, False)):
+        homes = Homes(tier)
+        homes.add([((name, bytes(16)), Location(pack, offset, *sizes, bytes(16)))])
+        assert (homes.of((name, bytes(16))) is not None) == is_sound

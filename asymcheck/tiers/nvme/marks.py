@@ -28,13 +28,13 @@ class Marks:
         """Mark that this process uses the catalog; with the catalog's lock held, as others look with it held.
 
         Raises:
-            LockTimeoutError: somebody else holds the lock on a mark of this process's name.
+            LockTimeoutError: this process has one there already, by another path to it.
         """
         path = self._path(owners.this_process())
         descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         if not try_lock(descriptor, exclusive=True):
             DESCRIPTORS.close(descriptor)
-            raise LockTimeoutError(f"{path} is locked by another process: is this one's number used there, too?")
+            raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
         self._own = path, descriptor
 
     def take_back(self) -> None:

@@ -122,13 +122,13 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
 
 
 def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
-    """Read header and index of a complete pack without its lock.
+    """Find every frame that can be found in a complete pack, without its lock.
 
-    Nobody changes them while the file has this name; of one that is recycled meanwhile they are damaged, or of another.
+    Nobody changes it while the file has this name; one that is recycled meanwhile is damaged, or another one.
 
     Raises:
         MissingPartitionError: there is no such pack.
-        FormatError: header or index are damaged, or they need a newer program.
+        FormatError: what is in it is of another pack, or needs a newer program.
     """
     path = directory / layout.pack_name(pack_id)
     try:
@@ -136,6 +136,6 @@ def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
     except FileNotFoundError as error:
         raise MissingPartitionError(f"pack {path.name} does not exist") from error
     try:
-        return find_frames(_OnDisk(files, descriptor, path), path.name, pack_id)
+        return find_frames(_OnDisk(files, descriptor, path), path.name, pack_id, thorough=True)
     finally:
         DESCRIPTORS.close(descriptor)

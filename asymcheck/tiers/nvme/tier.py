@@ -226,7 +226,7 @@ class NvmeTier:
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
 
     def peek(self, pack_id: PackId) -> PackIndex:
-        """Read header and index of a pack that is locked; see :func:`asymcheck.tiers.nvme.pack_files.peek`."""
+        """Find what is in a pack that is locked, or damaged; see :func:`asymcheck.tiers.nvme.pack_files.peek`."""
         return peek(self.files, self.packs, pack_id)
 
     def stale_temporaries(self) -> list[Path]:

@@ -1,0 +1,107 @@
+"""Deltas beside damage: what a repair can find keeps its base, and what it cannot is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.format import registry
+from asymcheck.tiers.nvme import NvmeTier, bases_in
+from asymcheck.tiers.pack_index import digests_of
+from asymcheck.types import PackId
+from asymcheck.verify import Severity
+from tests.store.deltas import CONFIG, entries_of, noise, pack_of_the_delta
+
+
+def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> None:
+    """A delta that nobody needs any more lies in a pack that stays for another partition."""
+    torch.manual_seed(0)
+    state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.step(0)
+            checkpointer.wait()
+            state["weights"].add_(torch.randn(60_000), alpha=1e-6)
+            state["kept"].copy_(noise(1, 100_000))
+            checkpointer.step(1)
+            checkpointer.wait()
+        store.save({"weights": torch.randn(60_000), "kept": state["kept"]}, step=2)
+        store.delete(step=0)
+        store.delete(step=1)
+        assert store.gc().freed_packs == 1
+        assert pack_of_the_delta(store_path)
+        assert store.verify() == []
+        repaired = store.repair()
+        assert (repaired.left, repaired.copied_partitions) == ((), 0)
+        assert store.verify() == []
+
+
+def _spoil(path: Path, *places: int) -> None:
+    data = bytearray(path.read_bytes())
+    for place in places:
+        data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("places", [(8,), (8, registry.BLOCK_BYTES)], ids=["header", "header and first frame"])
+def test_what_a_repair_could_find_in_a_damaged_pack_keeps_its_base(
+    store_path: Path, weights: torch.Tensor, places: tuple[int, ...]
+) -> None:
+    """The delta lies behind a frame that is damaged, too: a usual read of the pack does not get so far."""
+    _spoil(store_path / "packs" / pack_of_the_delta(store_path), *places)
+    with Store.open(store_path, config=CONFIG) as store:
+        store.gc()
+        store.repair()
+        store.gc()
+        assert torch.equal(store.load(step=2)["weights"], weights)
+
+
+def test_a_repair_says_of_a_damaged_pack_that_bases_are_lost(store_path: Path, weights: torch.Tensor) -> None:
+    """The device is not to blame, and the file stays: a save of the same bytes brings the base back."""
+    name = pack_of_the_delta(store_path)
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    (base,) = bases_in(entries_of(tier, bytes.fromhex(Path(name).stem))).values()
+    for pack in tier.pack_ids():
+        if base in digests_of(entries_of(tier, pack)):
+            (store_path / "packs" / f"{pack.hex()}.pack").unlink()
+    _spoil(store_path / "packs" / name, 8)
+    with Store.open(store_path, config=CONFIG) as store:
+        left = {one.kind: one for one in store.repair().left}
+        assert "the bases of 1 frames are lost" in left["unreadable-pack"].message
+        assert left["unreadable-pack"].remedy.startswith("remove the file when")
+        assert "lost-partitions" in left
+    assert (store_path / "packs" / name).exists()
+    assert len(weights) == 60_000
+
+
+def test_a_store_is_verified_in_the_end_though_packs_come_all_the_time(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a training; and garbage lacks its base for good, so that it is looked for again."""
+    torch.manual_seed(0)
+    state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state) as checkpointer:
+            for step in range(2):
+                checkpointer.step(step)
+                checkpointer.wait()
+                state["weights"].add_(torch.randn(60_000), alpha=1e-6)
+                state["kept"].copy_(noise(1, 100_000))
+        store.save({"weights": torch.randn(60_000), "kept": state["kept"]}, step=2)
+        store.delete(step=0)
+        store.delete(step=1)
+        store.gc()
+        whole = NvmeTier.pack_ids
+        listed: list[int] = []
+
+        def pack_ids(self: NvmeTier) -> list[PackId]:
+            listed.append(1)
+            assert len(listed) < 100, "it goes on and on"
+            return [*whole(self), PackId(len(listed).to_bytes(16, "big"))]
+
+        monkeypatch.setattr(NvmeTier, "pack_ids", pack_ids)
+        assert [one for one in store.verify() if one.severity != Severity.HINT] == []
+        assert store.repair().left == ()

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
 
 import asymcheck
-from asymcheck import Part
+from asymcheck import Part, TensorShard
 from asymcheck.config import StoreConfig
 from asymcheck.format.manifest import encode
 from asymcheck.tiers.nvme import NvmeTier
@@ -30,6 +30,8 @@ from benchmarks.report import Report, Row, row
 _RUN = "default"
 _SAVE_ID = "18ea000000000000" + "0123456789abcdef"
 _PIECE = 64 << 10
+_SHARDS = 4
+"""The state is sharded over so many ranks, and each shard replicated over the rest, as in hybrid sharding."""
 _WAIT_S = 1800.0
 
 
@@ -113,17 +115,23 @@ def _agreements(world_size: int, shape: Shape) -> list[Row]:
 
 
 def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
-    """Publish the manifests of all ranks, and find the checkpoint."""
-    size = shape.extents * _PIECE // shape.tensors
-    state = {f"layer{number}": torch.randn(size // 4) for number in range(shape.tensors)}
+    """Publish the manifests of all ranks, each of which has a shard or a replica of one, and find the checkpoint."""
+    shards = min(_SHARDS, world_size // 2)
+    count = shape.extents * _PIECE // shape.tensors // 4
     config = StoreConfig(partition_bytes=_PIECE, bundle_below_bytes=1024, inline_bytes=0)
     with asymcheck.Store.open(folder / "store", config=config) as store:
-        store.save(state, step=1, part=Part(0, world_size, _SAVE_ID))
+        for rank in range(shards):
+            state = {
+                f"layer{number}": TensorShard(torch.randn(count), (shards * count,), (rank * count,))
+                for number in range(shape.tensors)
+            }
+            store.save(state, step=1, part=Part(rank, world_size, _SAVE_ID))
     tier = NvmeTier(folder / "store", config, read_only=False)
     (files,) = tier.manifests.checkpoints(_RUN)
-    manifest = tier.manifests.read(_RUN, files.ref, files.manifests[0])
+    manifests = [tier.manifests.read(_RUN, files.ref, name) for name in files.manifests]
     seconds = []
-    for rank in range(1, world_size):
+    for rank in range(shards, world_size):
+        manifest = manifests[rank % shards]
         data = encode(manifest, dataclasses.replace(manifest.header, rank=rank))
         began = time.perf_counter()
         tier.manifests.publish(_RUN, files.ref, rank, world_size, data)

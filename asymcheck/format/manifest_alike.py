@@ -1,7 +1,8 @@
 """What the manifests of one checkpoint are alike in: parsed once, and kept once for all ranks.
 
 Sixteen thousand ranks have as many manifests, of which most say the same but for some offsets and digests: kept as they
-were read, they would take some gigabytes. Nothing is left unchecked: what is taken for the same has been compared.
+were read, they would take some gigabytes. Nothing is left unchecked: what is taken for the same has been compared, or
+has the same digest, by which all bytes of a store are known.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from asymcheck.errors import StructureError
 from asymcheck.format.manifest_columns import SCHEMA
 from asymcheck.format.manifest_values import flattened, list_offsets
 from asymcheck.format.strict_json import parse_json
+from asymcheck.types import Digest
 
 _BEFORE, _AFTER = b'"tree":', b',"world_size":'
 """What stands around the tree in canonical JSON; a header of another form is parsed as a whole."""
 _NAMES = [name for name in SCHEMA.names if name != "extents"]
 _EXTENTS = SCHEMA.field("extents").type
 _FIELDS = list(_EXTENTS.value_type)
+
+RowsName = tuple[Digest, Digest]
+"""The digests of a message with rows, of its metadata and of its body: what has the same has the same rows."""
 
 
 class Alike:
@@ -27,6 +32,8 @@ class Alike:
         """Begin without any."""
         self._tree: tuple[bytes, object] = b"", None
         self._columns: dict[str, pa.Array] = {}
+        self.batches: dict[RowsName, pa.RecordBatch] = {}
+        """The rows that were met and are checked."""
 
     def parse(self, text: bytes, where: str) -> object:
         """Return what :func:`parse_json` returns; the tree, if the text before had the same, is the same object.
@@ -52,8 +59,8 @@ class Alike:
             return parse_json(text, where)
         return {**fields, "tree": self._tree[1]}
 
-    def batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows that are checked, in memory of their own; columns that those before have, too, in that of them.
+    def keep(self, name: RowsName, batch: pa.RecordBatch) -> None:
+        """Keep rows that are checked, in memory of their own; columns that those before have, too, in that of them.
 
         The file that they were read from, and the header that it has twice, are not kept.
         """
@@ -65,7 +72,7 @@ class Alike:
         # Neither lists nor what is in them are null: that is one of the rules.
         values = pa.StructArray.from_arrays(fields, fields=_FIELDS)
         columns.append(pa.ListArray.from_arrays(starts, values, type=_EXTENTS))
-        return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        self.batches[name] = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
     def _column(self, name: str, column: pa.Array) -> pa.Array:
         before = self._columns.get(name)

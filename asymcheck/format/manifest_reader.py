@@ -15,7 +15,7 @@ from asymcheck.format.digest import Buffer, digest
 from asymcheck.format.digest_set import has_two_values
 from asymcheck.format.layout import is_run
 from asymcheck.format.manifest import METADATA_KEY, Manifest, ManifestHeader
-from asymcheck.format.manifest_alike import Alike
+from asymcheck.format.manifest_alike import Alike, RowsName
 from asymcheck.format.manifest_columns import SCHEMA
 from asymcheck.format.manifest_values import distinct, fixed_bytes, flattened, is_valid, list_offsets
 from asymcheck.format.record import parent_from_json, parse_id
@@ -25,6 +25,7 @@ from asymcheck.format.versions import check_reader_features, check_version
 from asymcheck.types import CheckpointRef, PackId, SaveId
 
 _DIMENSIONS_MAX = 64
+_INVALID = "not a valid Arrow IPC file"
 _FILE_MAGIC = b"ARROW1\0\0"
 _WITHOUT_NULLS = [name for name in SCHEMA.names if not SCHEMA.field(name).nullable]
 _SURE = float(1 << 62)
@@ -37,7 +38,8 @@ def decode_manifest(data: Buffer, where: str) -> Manifest:
     Raises:
         BadMagicError, StructureError, LimitError, UnsupportedVersionError, UnsupportedFeatureError
     """
-    header, batch = _open(data, where, parse_json)
+    header, rows = _open(data, where, parse_json)
+    batch = _read_rows(rows, where)
     _check_rows(batch, where)
     return Manifest(header, batch)
 
@@ -49,14 +51,27 @@ def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[
         FormatError: as :func:`decode_manifest`, of one of them.
     """
     opened = [_open(data, where, alike.parse) for data, where in files]
+    names = [(digest(rows.metadata), digest(rows.body)) for _, rows in opened]
+    new: dict[RowsName, tuple[pa.RecordBatch, str]] = {}
+    for name, (_, rows), (_, where) in zip(names, opened, files, strict=True):
+        # Replicas have the same rows: they are read and checked once.
+        if name not in new and name not in alike.batches:
+            new[name] = _read_rows(rows, where), where
+    if new:
+        _check_all(list(new.values()))
+    for name, (batch, _) in new.items():
+        alike.keep(name, batch)
+    return [Manifest(header, alike.batches[name]) for name, (header, _) in zip(names, opened, strict=True)]
+
+
+def _check_all(batches: Sequence[tuple[pa.RecordBatch, str]]) -> None:
     try:
         # The rules are rules of rows: where all keep them, each manifest does, in a fraction of the calls.
-        _check_rows(_one_batch([batch for _, batch in opened]), "")
+        _check_rows(_one_batch([batch for batch, _ in batches]), "")
     except FormatError:
         # Now which it was; or none, for two ranks may give one partition two lengths.
-        for (_, batch), (_, where) in zip(opened, files, strict=True):
+        for batch, where in batches:
             _check_rows(batch, where)
-    return [Manifest(header, alike.batch(batch)) for header, batch in opened]
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
@@ -73,30 +88,36 @@ def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def _open(data: Buffer, where: str, parse: Callable[[bytes, str], object]) -> tuple[ManifestHeader, pa.RecordBatch]:
-    """Read a manifest and check all but the rules of its rows."""
+def _open(data: Buffer, where: str, parse: Callable[[bytes, str], object]) -> tuple[ManifestHeader, pa.Message]:
+    """Read the header of a manifest and find its rows."""
     if len(data) > registry.MANIFEST_BYTES_MAX:
         raise LimitError(f"{where}: a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")
     if bytes(data[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
         # Arrow's reader looks at the magic at the end only.
         raise BadMagicError(f"{where}: not an Arrow IPC file")
     try:
-        schema, batch = _read_batch(data, where)
-        batch.validate(full=True)
-        if not batch.num_rows:
-            # Arrow does not validate the offsets of empty columns, but trusts them, and aborts when they are wrong.
-            batch = pa.RecordBatch.from_pylist([], schema=schema)
+        schema, rows = _messages(data, where)
     except (pa.ArrowException, OSError, MemoryError, StopIteration) as error:
         # StopIteration is how a message reader says that there are fewer messages than were asked for.
-        raise StructureError(f"{where}: not a valid Arrow IPC file: {error}") from error
+        raise StructureError(f"{where}: {_INVALID}: {error}") from error
     metadata = dict(schema.metadata or {})
     # A dict has lost a key that was there twice; the comparison of schemas counts the entries.
     if set(metadata) != {METADATA_KEY} or not schema.equals(SCHEMA.with_metadata(metadata), check_metadata=True):
         raise StructureError(f"{where}: the schema's metadata is not one entry 'asymcheck'")
-    return _decode_header(parse(metadata[METADATA_KEY], f"{where}: header"), where), batch
+    return _decode_header(parse(metadata[METADATA_KEY], f"{where}: header"), where), rows
 
 
-def _read_batch(data: Buffer, where: str) -> tuple[pa.Schema, pa.RecordBatch]:
+def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
+    try:
+        batch = pa.ipc.read_record_batch(rows, SCHEMA)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise StructureError(f"{where}: {_INVALID}: {error}") from error
+    # Arrow does not validate the offsets of empty columns, but trusts them, and aborts when they are wrong.
+    return batch if batch.num_rows else pa.RecordBatch.from_pylist([], schema=SCHEMA)
+
+
+def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
     # The footer is compared, but the batch is read from the messages in file order: offsets in a hostile footer are
     # never followed,
     # and a compressed body, which could claim to expand to any size, is refused before it is read.
@@ -116,7 +137,7 @@ def _read_batch(data: Buffer, where: str) -> tuple[pa.Schema, pa.RecordBatch]:
         second.metadata.to_pybytes(), where
     ):
         raise StructureError(f"{where}: the footer contradicts the schema, or the record batch is compressed")
-    return schema, pa.ipc.read_record_batch(second, schema)
+    return schema, second
 
 
 def _is_compressed(message: bytes, where: str) -> bool:

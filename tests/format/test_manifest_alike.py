@@ -54,15 +54,30 @@ def test_what_ranks_are_alike_in_is_there_once() -> None:
     first, second = decode_manifests([(data, "x") for data in files], Alike())[1:3]
     assert first.header.tree is second.header.tree
     assert first.header.rank != second.header.rank
-    addresses = [{part.address for one in manifest.columns for part in _buffers(one)} for manifest in (first, second)]
-    assert addresses[0] == addresses[1]
+    assert _addresses(first) == _addresses(second)
     for data in files:
         whole = pa.py_buffer(data)
-        assert not any(whole.address <= one < whole.address + whole.size for one in addresses[0])
+        assert not any(whole.address <= one < whole.address + whole.size for one in _addresses(first))
 
 
-def _buffers(column: pa.Array) -> list[pa.Buffer]:
-    return [buffer for buffer in column.buffers() if buffer is not None and buffer.size]
+def test_replicas_have_their_rows_once() -> None:
+    """Also where there are others between them, and when they are read later."""
+    shards = [[row("own", (rank + 1, 2), "int16")] for rank in range(2)]
+    files = [
+        (encode_manifest(dataclasses.replace(HEADER, rank=rank, world_size=6), shards[rank % 2]), "x")
+        for rank in range(6)
+    ]
+    alike = Alike()
+    found = decode_manifests(files[:4], alike) + decode_manifests(files[4:], alike)
+    assert [manifest.header.rank for manifest in found] == list(range(6))
+    for rank, manifest in enumerate(found):
+        assert manifest.rows(range(1)) == shards[rank % 2]
+        assert _addresses(manifest) == _addresses(found[rank % 2])
+
+
+def _addresses(manifest: Manifest) -> list[int]:
+    buffers = [buffer for column in manifest.columns for buffer in column.buffers()]
+    return [buffer.address for buffer in buffers if buffer is not None and buffer.size]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -72,15 +87,16 @@ def test_what_is_refused_alone_is_refused_together(seed: int) -> None:
     before, *_, after = of_ranks()
     refused = 0
     for number in range(300):
-        data = change(dice.choice(seeds()), dice)
+        original = dice.choice(seeds())
+        data = change(original, dice)
         alone: object
         try:
             alone = facts(decode_manifest(data, "the changed one"))
         except FormatError as error:
             alone = type(error), str(error)
         try:
-            files = [(before, "a"), (data, "the changed one"), (after, "b")]
-            together: object = facts(decode_manifests(files, Alike())[1])
+            files = [(before, "a"), (original, "the original"), (data, "the changed one"), (after, "b")]
+            together: object = facts(decode_manifests(files, Alike())[2])
         except FormatError as error:
             together = type(error), str(error)
             refused += 1

@@ -36,6 +36,12 @@ class Box:
         """Return the box of a tensor that no other rank has a part of."""
         return cls(shape, (0,) * len(shape), shape)
 
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def shared(cls, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        """Return a box, the same object each time: most shards of a state are the same from step to step."""
+        return cls(whole, offset, shape)
+
     @property
     def is_valid(self) -> bool:
         """Whether it lies within its whole."""

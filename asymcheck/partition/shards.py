@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,12 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return what this rank holds of a DTensor: the very memory, apart from autograd."""
+    with torch.no_grad():
+        return tensor.to_local()
+
+
 def shard_of(tensor: DTensor, path: str) -> TensorShard:
     """Return the part of a DTensor that this rank holds; of a replicated one, all of it.
 
@@ -68,9 +75,9 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
         raise UnsupportedValueError(
             path, f"the tensor has placements {tensor.placements}: reduce its partial sums first"
         )
-    with torch.no_grad():
-        local = tensor.to_local()
-    coordinate = tensor.device_mesh.get_coordinate()
+    local = local_of(tensor)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         # A rank outside the mesh has an empty part, whatever the mesh would give it.
         if not tensor.ndim:
@@ -78,18 +85,47 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
                 path, "a scalar has no empty part, and this rank is not in its mesh; leave it out of the state here"
             )
         return TensorShard(local.new_empty((0,) * tensor.ndim), tuple(tensor.shape), (0,) * tensor.ndim)
-    spans = [[range(size)] for size in tensor.shape]
-    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-        if not placement.is_replicate():
-            dim = _dimension(placement, tensor.ndim, path)
-            spans[dim] = _share(spans[dim], place, size, getattr(placement, _SPLITS, 1))
-    if tuple(map(_count, spans)) != tuple(local.shape) or any(len(span) > 1 for span in spans):
+    cuts = tuple([_cut(placement, tensor.ndim, path) for placement in tensor.placements])
+    whole = tuple(tensor.shape)
+    offset = _offset_of(whole, tuple(local.shape), cuts, tuple(coordinate), tuple(mesh.shape))
+    if offset is None:
         raise UnsupportedValueError(
             path,
-            f"with placements {tensor.placements} on a mesh of {list(tensor.device_mesh.shape)}, this rank's part of "
-            f"{list(tensor.shape)} is no box of rows that follow each other; shard a dimension that the ranks divide",
+            f"with placements {tensor.placements} on a mesh of {list(mesh.shape)}, this rank's part of "
+            f"{list(whole)} is no box of rows that follow each other; shard a dimension that the ranks divide",
         )
-    return TensorShard(local, tuple(tensor.shape), tuple(span[0].start if span else 0 for span in spans))
+    return TensorShard(local, whole, offset)
+
+
+_Cut = tuple[int, int] | None
+"""The dimension of the tensor that a dimension of the mesh cuts, and the split factor; None where it replicates."""
+
+
+# The training waits while hundreds of shards are described, of which there are few kinds. Placements themselves are no
+# keys: in some versions of torch one that splits is equal to one that does not.
+@functools.lru_cache(maxsize=4096)
+def _offset_of(
+    whole: tuple[int, ...],
+    local: tuple[int, ...],
+    cuts: tuple[_Cut, ...],
+    coordinate: tuple[int, ...],
+    mesh: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Return where the part of a rank begins; None if what it has is no box, or not of the shape ``local``."""
+    spans = [[range(size)] for size in whole]
+    for place, size, cut in zip(coordinate, mesh, cuts, strict=True):
+        if cut is not None:
+            dim, splits = cut
+            spans[dim] = _share(spans[dim], place, size, splits)
+    if tuple(map(_count, spans)) != local or any(len(span) > 1 for span in spans):
+        return None
+    return tuple(span[0].start if span else 0 for span in spans)
+
+
+def _cut(placement: Placement, dims: int, path: str) -> _Cut:
+    if placement.is_replicate():
+        return None
+    return _dimension(placement, dims, path), getattr(placement, _SPLITS, 1)
 
 
 def _dimension(placement: Placement, dims: int, path: str) -> int:

@@ -78,7 +78,7 @@ class _Walker:
             items = [self.node(item, _below(name, str(i)), depth + 1) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
             return ["l" if kind is list else "t", items]
         if kind is TensorShard or is_dtensor(value):
-            return self._shard(shard_of(value, name or "") if is_dtensor(value) else value, name or "")  # type: ignore[arg-type]  # as above
+            return self._shard(value, name or "")
         if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
             return self._tensor(value, name or "")
         if is_stateful(value) and not isinstance(value, (Mapping, type)):
@@ -105,8 +105,13 @@ class _Walker:
             return _mapping_node("d", pairs)
         # Module.state_dict() hangs the versions of its modules on the mapping; load_state_dict() looks for them there.
         metadata = getattr(value, "_metadata", None)
-        node = _mapping_node("o" if metadata is None else "m", pairs)
-        return node if metadata is None else [*node, self.node(metadata, _below(name, "_metadata"), depth)]
+        if metadata is None:
+            return _mapping_node("o", pairs)
+        return [*_mapping_node("m", pairs), self._metadata(metadata, _below(name, "_metadata"), depth)]
+
+    def _metadata(self, metadata: object, name: str, depth: int) -> Node:
+        versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 2 else None
+        return self.node(metadata, name, depth) if versions is None else _versions_node(versions)
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
         """Return the node of a key, and its part of the names below it."""
@@ -116,10 +121,14 @@ class _Walker:
             return encode_integer(key), join_name((key,))
         raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int")
 
-    def _shard(self, shard: TensorShard, name: str) -> Node:
-        if not shard.box.is_valid:
-            raise UnsupportedValueError(name, f"the shard {shard.box} does not lie within its whole tensor")
-        return self._tensor(shard.local, name, shard.box)
+    def _shard(self, value: object, name: str) -> Node:
+        if is_dtensor(value):
+            shard = shard_of(value, name)
+            return self._tensor(shard.local, name, Box.shared(shard.global_shape, shard.offset, (*shard.local.shape,)))
+        given: TensorShard = value  # type: ignore[assignment]  # all others are
+        if not given.box.is_valid:
+            raise UnsupportedValueError(name, f"the shard {given.box} does not lie within its whole tensor")
+        return self._tensor(given.local, name, given.box)
 
     def _tensor(self, value: Source, name: str, box: Box | None = None) -> Node:
         tag = "N" if isinstance(value, np.ndarray) else "T"
@@ -178,6 +187,26 @@ def _mapping_node(tag: str, pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
             for entry, (key, node) in zip(entries, pairs, strict=True)
         ],
     ]
+
+
+def _versions(metadata: object) -> tuple[str | int, ...] | None:
+    """Return the names of modules and their versions, one after the other; None if there is anything else in it."""
+    if type(metadata) is not OrderedDict:
+        return None
+    found: list[str | int] = []
+    for module, value in metadata.items():
+        version = value.get("version") if type(value) is dict and len(value) == 1 else None
+        if type(version) is not int or type(module) is not str or not module.isascii():
+            return None
+        found += (module, version)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _versions_node(versions: tuple[str | int, ...]) -> Node:
+    """Return the node of what :func:`_versions` took apart: a mapping for each module, the same in each step."""
+    metadata = zip(versions[::2], versions[1::2], strict=True)
+    return _Walker().node(OrderedDict((module, {"version": version}) for module, version in metadata), None, 0)
 
 
 def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asymcheck.errors import CaptureWarning
 from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
-from asymcheck.partition.shards import is_dtensor, shard_of
+from asymcheck.partition.shards import is_dtensor, local_of
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
@@ -101,7 +101,7 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                     yield value
                 elif isinstance(value, torch.Tensor) and is_dtensor(value):
                     # What the optimizer changes is the part that is here; the state has that very memory.
-                    yield shard_of(value, "").local
+                    yield local_of(value)
 
 
 class Fences:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import OrderedDict
 
+import pytest
 import torch
 
+from asymcheck.errors import UnsupportedValueError
 from asymcheck.partition.state import flatten
 
 TENSORS_PER_PARAMETER = 4
@@ -55,3 +58,44 @@ def test_what_is_shared_is_never_taken_for_something_else() -> None:
     trees = [repr(flatten(state).tree) for state in states]
     assert len(set(trees)) == len(states)
     assert trees == [repr(flatten(copy.copy(state)).tree) for state in states]
+
+
+def _versions(*modules: tuple[object, object]) -> OrderedDict[object, object]:
+    return OrderedDict((module, {"version": version}) for module, version in modules)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        _versions(("", 1), ("layer", 2)),
+        _versions(("layer", 2), ("", 1)),
+        _versions(("", True), ("layer", 2)),
+        _versions(("", 1.0), ("layer", 2)),
+        _versions(("", 1 << 70)),
+        _versions(("Schicht größer", 1)),
+        _versions((3, 1)),
+        _versions(),
+        OrderedDict(a={"version": 1, "more": 2}),
+        OrderedDict(a={"Version": 1}),
+        OrderedDict(a={}),
+        OrderedDict(a=OrderedDict(version=1)),
+        OrderedDict(a=[1]),
+        {"": {"version": 1}},
+        OrderedDict(a={"version": torch.ones(2)}),
+    ],
+)
+def test_versions_of_modules_are_what_a_walk_finds(metadata: object) -> None:
+    """Of those that are as always, the walk is remembered."""
+    for _ in range(2):
+        state: OrderedDict[str, object] = OrderedDict(weight=1)
+        state._metadata = metadata  # type: ignore[attr-defined]  # as torch hangs it there
+        tree = flatten({"model": state}).tree
+        assert repr(tree[1][0][1][2]) == repr(flatten(metadata).tree)  # type: ignore[index]  # a node is a nested list
+
+
+def test_a_module_whose_name_cannot_be_stored_is_named() -> None:
+    """As every other key."""
+    state: OrderedDict[str, object] = OrderedDict(weight=1)
+    state._metadata = _versions(("\ud800", 1))  # type: ignore[attr-defined]  # as torch hangs it there
+    with pytest.raises(UnsupportedValueError, match=r"cannot store state at model\._metadata"):
+        flatten({"model": state})

@@ -104,6 +104,14 @@ def test_what_is_no_number_is_refused(store: Store, value: float) -> None:
     assert directory_content(store.path) == before
 
 
+def test_a_name_that_could_not_be_read_again_is_refused(store: Store) -> None:
+    """A manifest with half a surrogate pair in it is refused by every reader: the checkpoint would be lost."""
+    before = directory_content(store.path)
+    with pytest.raises(InvalidInputError, match="not valid Unicode"):
+        store.save({"x": torch.ones(2_000)}, step=1, metrics={"loss\ud800": 1.0})
+    assert directory_content(store.path) == before
+
+
 def test_there_may_be_256_metrics_and_no_more(store: Store) -> None:
     """The limit of the format."""
     store.save({}, step=1, metrics={str(i): i for i in range(256)})

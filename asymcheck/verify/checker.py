@@ -35,6 +35,7 @@ class _Need:
     """Who needs a partition."""
 
     length: int
+    """As manifests say it, who may be wrong; 0 where nobody does."""
     checkpoints: set[str]
     tensors: list[str]
 
@@ -50,7 +51,9 @@ class _Checker:
         self.progress = progress
         self.findings: list[Finding] = []
         self.needs: dict[Digest, _Need] = {}
+        self.disputed: dict[tuple[Digest, int], _Need] = {}
         self.intact: set[Digest] = set()
+        self.unlike: set[Digest] = set()
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
         self.bases: dict[Digest, set[Digest]] = {}
         self.named: set[Digest] = set()
@@ -155,11 +158,14 @@ class _Checker:
             self.findings.append(Finding("partial-tensor", Severity.WARNING, "", where, message, (), tensors))
 
     def _note(self, manifest: Manifest, checkpoint: str) -> None:
-        names = manifest.names()
         starts = manifest.extent_starts.tolist()
-        for row, tensor in enumerate(names):
+        for row, tensor in enumerate(manifest.names()):
             for extent in manifest.extents(row) if starts[row + 1] > starts[row] else ():
-                need = self.needs.setdefault(extent.digest, _Need(extent.partition_length, set(), []))
+                name, length = extent.digest, extent.partition_length
+                need = self.needs.setdefault(name, _Need(length, set(), []))
+                if need.length != length:
+                    # One of them is wrong; the packs say which.
+                    need = self.disputed.setdefault((name, length), _Need(length, set(), []))
                 need.checkpoints.add(checkpoint)
                 if len(need.tensors) < _TENSORS_SHOWN and tensor not in need.tensors:
                     need.tensors.append(tensor)
@@ -178,7 +184,7 @@ class _Checker:
                     for name, base in bases_in(pack.entries).items():
                         self.bases.setdefault(name, set()).add(base)
                     if not self.deep:
-                        self.intact.update(pack.digests())
+                        self._found(pack, range(len(pack.entries)))
         if self.bases:
             self._need_bases()
         if not self.deep:
@@ -195,6 +201,18 @@ class _Checker:
                         self._read(pack, done, total)
             done += size
 
+    def _found(self, pack: OpenPack, frames: Iterable[int]) -> None:
+        """Note frames whose partitions can be had, by whoever names them with the length that they have."""
+        names, lengths = pack.digests(), pack.entries["plain_length"].tolist()
+        for frame in frames:
+            name, length = names[frame], lengths[frame]
+            need = self.needs.get(name)
+            if need is None or need.length in (0, length):
+                self.intact.add(name)
+            else:
+                self.unlike.add(name)
+            self.disputed.pop((name, length), None)
+
     def _need_bases(self) -> None:
         """Who needs a partition needs its base too, and the base of that."""
         self.named = set(self.needs)
@@ -206,7 +224,7 @@ class _Checker:
                 for base in self.bases[name]:
                     there = self.needs.get(base)
                     if there is None:
-                        self.needs[base] = _Need(need.length, set(need.checkpoints), list(need.tensors))
+                        self.needs[base] = _Need(0, set(need.checkpoints), list(need.tensors))
                         found.add(base)
                     elif not need.checkpoints <= there.checkpoints:
                         there.checkpoints |= need.checkpoints
@@ -247,6 +265,7 @@ class _Checker:
         slot = Slot(int(pack.entries["stored_length"].max()))
         wanted = self._wanted(pack)
         pack.expect(wanted)
+        read: list[int] = []
         for sequence in wanted:
             where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
             try:
@@ -257,10 +276,11 @@ class _Checker:
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(names[sequence], []).append((place, str(error)))
             else:
-                self.intact.add(names[sequence])
+                read.append(sequence)
             done += int(pack.entries["stored_length"][sequence])
             if self.progress is not None:
                 self.progress(done, total)
+        self._found(pack, read)
 
     def _reader_for(self, name: Digest) -> BaseReader | None:
         """Return what reads the base of a frame; None where it may be gone, for no checkpoint needs the frame."""
@@ -289,13 +309,18 @@ class _Checker:
                 Severity.ERROR,
                 "I2",
                 name.hex(),
-                f"partition {name.hex()} lies in no readable pack",
+                f"partition {name.hex()} {self._lack(name)}",
                 tuple(sorted(need.checkpoints)),
                 tuple(need.tensors),
             )
-            for name, need in self.needs.items()
-            if name not in self.intact and name not in self.damaged and self._is_missed(name)
+            for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
+            if need is not self.needs[name]
+            or (name not in self.intact and name not in self.damaged and self._is_missed(name))
         ]
+
+    def _lack(self, name: Digest) -> str:
+        is_there = name in self.intact or name in self.unlike
+        return "has not the length that the manifest says" if is_there else "lies in no readable pack"
 
     def _is_missed(self, name: Digest) -> bool:
         """Tell whether a partition is needed for itself, or by one that lies nowhere else than on it."""

@@ -19,7 +19,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import check_entry
 from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
-from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.manifests import CheckpointFiles, generations
 from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
@@ -91,10 +91,10 @@ class _Checker:
     def _heads(self, run: str) -> None:
         """I6 and I9. A head record that the line does not lead through is a loss, but not of the newest checkpoint."""
         numbers = self.tier.manifests.heads(run)
-        highest = max([1, *numbers, *(listing.ref.generation for listing in self.tier.manifests.checkpoints(run))])
+        listed = [listing.ref.generation for listing in self.tier.manifests.checkpoints(run)]
         parents: dict[int, int] = {}
         problems: dict[int, tuple[str, str]] = {}
-        for generation in range(1, highest + 1):
+        for generation in generations([*numbers, *listed]):
             try:
                 found = self.tier.manifests.read_head(run, generation)
             except UNKNOWING:
@@ -111,9 +111,11 @@ class _Checker:
                     where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
                     message = "one of two copies of the head record is damaged"
                     self._add("damaged-copy", Severity.WARNING, "I9", where, message)
-        line = {highest}
+        line = {max([1, *numbers, *listed])}
         while parents.get(min(line), 0):
             line.add(parents[min(line)])
+        if min(line) > 1 and min(line) not in {*parents, *problems}:
+            problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
         for generation, (kind, message) in problems.items():
             severity = Severity.ERROR if generation in line else Severity.WARNING
             self._add(kind, severity, "I6", f"{layout.HEADS}/{run}/{layout.head_name(generation)}", message)

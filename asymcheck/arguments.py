@@ -108,12 +108,15 @@ def check_device(device: str | torch.device | None) -> torch.device:
     """Return a device, the CPU by default.
 
     Raises:
-        InvalidInputError: torch knows none of that name.
+        InvalidInputError: torch knows none of that name, or it has no memory.
     """
     try:
-        return torch.device("cpu" if device is None else device)
+        found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(f"device {device!r:.100}: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise InvalidInputError("device 'meta': tensors there have no bytes, so that nothing could be restored")
+    return found
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

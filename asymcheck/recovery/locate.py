@@ -26,6 +26,8 @@ from asymcheck.types import Digest, PackId
 _FRAME_BITS = 32
 _FRAME_MASK = (1 << _FRAME_BITS) - 1
 _NOWHERE = -1
+_SHOWN = 8
+"""Packs that an error names: a manifest may hint at thousands that are gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +280,9 @@ class Sources:
             if isinstance(problem, (UnsupportedFormatError, LockTimeoutError)):
                 # It may be in there, and sound.
                 raise problem
-        problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
+        known = [*self._problems.values(), *self._scanned.values()]
+        problems = "".join(f"; {problem}" for problem in known[:_SHOWN])
+        problems += f"; and so with {len(known) - _SHOWN} more packs" if len(known) > _SHOWN else ""
         if lost is not None:
             raise MissingPartitionError(
                 f"partition {lost[0].hex()} needs base {lost[1].hex()}, which cannot be read from any pack{problems}",

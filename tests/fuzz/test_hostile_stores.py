@@ -10,6 +10,7 @@ from asymcheck import Part
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.tree import Node
+from asymcheck.types import PackId
 from asymcheck.verify import Severity
 from tests.damage.zygote import Zygote
 from tests.fuzz.hostile_stores import PACK_ID, STATE, new_store, put_manifest
@@ -113,6 +114,19 @@ def test_a_partition_of_another_length_than_it_has_is_missing_to_both(tmp_path: 
             assert (finding.kind, finding.severity) == ("missing-partition", Severity.ERROR)
             assert "has not the length" in finding.message
             assert [" step 2 " in name for name in finding.checkpoints] == [True]
+
+
+def test_of_thousands_of_packs_that_are_gone_an_error_names_a_few(tmp_path: Path) -> None:
+    """A manifest hints at as many as it likes."""
+    with new_store(tmp_path / "store") as store:
+        hints = tuple(PackId(number.to_bytes(16, "big")) for number in range(2000))
+        put_manifest(store, ["d", [["w", ROW]]], packs=hints)
+        assert torch.equal(store.load()["w"], STATE["w"])  # type: ignore[index]  # the state of the store
+        for path in (tmp_path / "store" / "packs").glob("*.pack"):
+            path.unlink()
+        with pytest.raises(InconsistentCheckpointError, match="and so with 1992 more packs") as caught:
+            store.load()
+        assert len(str(caught.value)) < 4000
 
 
 def test_a_pack_that_claims_more_than_its_file_has_costs_no_memory(zygote: Zygote, tmp_path: Path) -> None:

@@ -27,11 +27,18 @@ def check_location(location: object) -> Path:
         text = os.fspath(location)  # type: ignore[call-overload]  # TypeError is the answer
     except TypeError:
         text = ""
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInputError(f"location {location!r:.100}: give the path of a directory")
     if "://" in text:
         raise InvalidInputError(f"location {text!r}: a directory of a local drive is wanted here; give a path")
-    return Path(text).expanduser()
+    try:
+        # The catalog cannot be opened by another name, nor a ring say where its store is.
+        text.encode("utf-8")
+        return Path(text).expanduser()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"location {text!r:.100}: its name is not UTF-8; give another one") from error
+    except RuntimeError as error:
+        raise InvalidInputError(f"location {text!r:.100}: whose home directory is that? Give a path") from error
 
 
 def check_step(step: object) -> int:
@@ -101,19 +108,22 @@ def check_device(device: str | torch.device | None) -> torch.device:
     """Return a device, the CPU by default.
 
     Raises:
-        InvalidInputError: torch knows none of that name.
+        InvalidInputError: torch knows none of that name, or it has no memory.
     """
     try:
-        return torch.device("cpu" if device is None else device)
+        found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(f"device {device!r:.100}: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise InvalidInputError("device 'meta': tensors there have no bytes, so that nothing could be restored")
+    return found
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as numbers.
 
     Raises:
-        InvalidInputError: they are no mapping, too many, or not numbers.
+        InvalidInputError: they are no mapping, too many, or not numbers, or have a name that could not be read again.
     """
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(
@@ -123,6 +133,11 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         raise InvalidInputError(f"{len(metrics)} metrics: at most {registry.METRICS_MAX} fit")
     numbers = {}
     for name, value in metrics.items():
+        try:
+            # A lone surrogate can be written, but a reader refuses the manifest for it, and with it the checkpoint.
+            str(name).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"metric {name!r:.100}: its name is not valid Unicode; give another one") from error
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -31,6 +31,8 @@ class Chain:
     """Digests of those above."""
     deltas: int = 0
     """How many of them are deltas."""
+    lost: set[tuple[Digest, int]] = dataclasses.field(default_factory=set, compare=False)
+    """Bases that could not be had below so many deltas, on any way down from the same partition."""
 
     def below(self, frame: FrameDescriptor, where: str) -> Chain:
         """Return the chain for the base of ``frame``.
@@ -46,7 +48,7 @@ class Chain:
             raise BaseDamagedError(f"{where}: a chain of more than {registry.DELTA_DEPTH_MAX} deltas")
         if frame.base_digest in names:
             raise BaseDamagedError(f"{where}: its chain of bases leads back to {frame.base_digest.hex()}")
-        return Chain(names, deltas)
+        return Chain(names, deltas, self.lost if self.names else set())
 
 
 _WANTED = Chain()
@@ -62,6 +64,9 @@ def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseRea
     """Return a reader of bases that takes the first copy which is intact, and has intact bases itself."""
 
     def read(name: Digest, chain: Chain) -> memoryview:
+        if (name, chain.deltas) in chain.lost:
+            # Each copy of each frame above asks for it again: of a few in each place, that would be millions of ways.
+            raise BaseDamagedError("as was said of another copy")
         problems = []
         for copy in copies_of(name):
             try:
@@ -71,6 +76,7 @@ def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseRea
                 raise
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))
+        chain.lost.add((name, chain.deltas))
         raise BaseDamagedError("; ".join(problems) or "it lies in no readable pack")
 
     return read

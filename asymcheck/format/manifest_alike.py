@@ -7,6 +7,8 @@ has the same digest, by which all bytes of a store are known.
 
 from __future__ import annotations
 
+import secrets
+
 import pyarrow as pa
 
 from asymcheck.errors import StructureError
@@ -46,9 +48,10 @@ class Alike:
             return parse_json(text, where)
         # A number that the text does not have stands in for the tree. If it comes out under the key of the tree, then
         # that is what stood in this place, from its first byte to its last; else the text is not what it seemed to be.
-        mark = 1 << 64
+        # One that nobody can foresee: a text that has those that would be tried takes minutes.
+        mark = 1 << 64 | secrets.randbits(64)
         while str(mark).encode() in text:
-            mark += 1
+            mark = 1 << 64 | secrets.randbits(64)
         try:
             if text[start:end] != self._tree[0]:
                 self._tree = text[start:end], parse_json(text[start:end], where)

@@ -58,7 +58,8 @@ def _is_stored(tier: NvmeTier, run: str, ref: CheckpointRef, rank: int) -> bool:
 
 def _is_gone(tier: NvmeTier, ring: RingFile) -> bool:
     """Tell whether the store of a ring is certainly not where it was."""
-    if ring.store is None or not Path(ring.store).is_absolute():
+    if ring.store is None or not Path(ring.store).is_absolute() or "\0" in ring.store:
+        # Where it was, nobody can tell from that.
         return False
     path = Path(ring.store) / DESCRIPTOR_NAME
     try:

@@ -100,7 +100,8 @@ def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
         )
     try:
         tensor = torch.empty(row.shape, dtype=dtype, device=device)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # The latter two are what torch says of a device for which it was not built.
         raise StorageError(
             f"tensor {row.name} ({row.nbytes} bytes, {row.dtype} {list(row.shape)}) cannot be made on {device}: {error}"
         ) from error

@@ -7,6 +7,7 @@ import time
 
 from asymcheck.config import WRITER
 from asymcheck.errors import UNKNOWING, FormatError, HeadRecordError, StorageError
+from asymcheck.format import registry
 from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import NvmeTier
@@ -81,11 +82,17 @@ def check_generations(listings: list[CheckpointFiles], line: Line) -> None:
 
 
 def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> int:
-    """Open a new generation that continues from ``parent``, durably, and return its number."""
+    """Open a new generation that continues from ``parent``, durably, and return its number.
+
+    Raises:
+        HeadRecordError: there is no number left, for what would be saved under it could not be found again.
+    """
     while True:
         heads = tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in tier.manifests.checkpoints(run)]
         generation = max([0, *heads, *listed, *([parent.generation] if parent else [])]) + 1
+        if generation > registry.GENERATION_MAX:
+            raise HeadRecordError(f"run {run} has generation {generation - 1}, the last there can be; use another run")
         head = HeadRecord(run, generation, parent, time.time_ns(), WRITER)
         if tier.manifests.publish_head(head):
             return generation

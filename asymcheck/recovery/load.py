@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from asymcheck.errors import (
+    UNKNOWING,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
@@ -211,9 +212,17 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     Raises:
         DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
         PartialRestoreError: the same, when something was.
+        RemoteUnreachableError, TooManyFilesError: nothing is known; the message says what was overwritten.
     """
     try:
         fetch_all(tier, resolved, assembly)
+    except UNKNOWING as error:
+        overwritten = assembly.overwritten()
+        if overwritten:
+            # Not a PartialRestoreError: for that, an older checkpoint would be taken for this one, which may be sound.
+            message = f"{error}. {_overwritten(overwritten)}; the state is a mixture until a restore into it succeeds"
+            raise type(error)(message) from error
+        raise
     except DamagedPartitionError as error:
         overwritten = assembly.overwritten()
         if overwritten:

@@ -26,6 +26,8 @@ from asymcheck.types import Digest, PackId
 _FRAME_BITS = 32
 _FRAME_MASK = (1 << _FRAME_BITS) - 1
 _NOWHERE = -1
+_SHOWN = 8
+"""Packs that an error names: a manifest may hint at thousands that are gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +67,25 @@ class Needs:
 
     @classmethod
     def of_manifests(cls, manifests: Sequence[Manifest]) -> Needs:
-        """Return what manifests name."""
+        """Return what manifests name.
+
+        Raises:
+            MissingPartitionError: they give one partition two lengths, of which it can have but one.
+        """
         # Columns that ranks with replicas have in common lie in memory once, where they were read together.
         columns = {
             (digests.ctypes.data, lengths.ctypes.data, len(digests)): (digests, lengths)
             for digests, lengths in ((one.extent_digests, one.extent_partition_lengths) for one in manifests)
         }
-        digests, lengths = zip(*columns.values(), strict=True)
-        return cls(np.concatenate(digests), np.concatenate(lengths))
+        digests, lengths = (np.concatenate(one) for one in zip(*columns.values(), strict=True))
+        needs = cls(digests, lengths)
+        if len(columns) > 1 and len(needs.digests) < len(digests):
+            # Of one manifest that is a rule. Bytes that a partition does not have would be left as they are in memory.
+            wrong = needs.lengths[needs.digests.numbers(digests)] != lengths
+            if wrong.any():
+                name = Digest(digests[int(np.argmax(wrong))].tobytes())
+                raise MissingPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
+        return needs
 
     @classmethod
     def of_lengths(cls, lengths: Mapping[Digest, int]) -> Needs:
@@ -267,7 +280,9 @@ class Sources:
             if isinstance(problem, (UnsupportedFormatError, LockTimeoutError)):
                 # It may be in there, and sound.
                 raise problem
-        problems = "".join(f"; {problem}" for problem in (*self._problems.values(), *self._scanned.values()))
+        known = [*self._problems.values(), *self._scanned.values()]
+        problems = "".join(f"; {problem}" for problem in known[:_SHOWN])
+        problems += f"; and so with {len(known) - _SHOWN} more packs" if len(known) > _SHOWN else ""
         if lost is not None:
             raise MissingPartitionError(
                 f"partition {lost[0].hex()} needs base {lost[1].hex()}, which cannot be read from any pack{problems}",

@@ -12,6 +12,7 @@ from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.recovery.replace import Replacement
 from asymcheck.recovery.resolve import what_is_missing
 from asymcheck.recovery.survey import PackContent, Survey, survey
+from asymcheck.tiers.manifests import generations
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.types import Digest, Location, PackId, Progress
 
@@ -90,7 +91,7 @@ class _Repairer:
     def _heads(self, run: str) -> None:
         numbers = self._tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in self._tier.manifests.checkpoints(run)]
-        for generation in range(1, max([1, *numbers, *listed]) + 1):
+        for generation in generations([*numbers, *listed]):
             where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
             if generation not in numbers:
                 if generation > 1:

@@ -24,7 +24,7 @@ from asymcheck.tiers.dram_ring import RingCapture, RingFile, RingReader, left_ri
 from asymcheck.tiers.owners import describe as describe_owner
 from asymcheck.tiers.owners import is_dead
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.types import CheckpointRef, Progress
+from asymcheck.types import CheckpointRef, Digest, Progress
 
 
 def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
@@ -177,7 +177,10 @@ def _fetch(parts: Sequence[tuple[Manifest, RingReader]], placement: Placement) -
         DamagedPartitionError: a partition lies in no intact frame of the rings.
     """
     offsets = [(reader, reader.offsets()) for _, reader in parts]
-    lengths = {name: length for manifest, _ in parts for name, length in manifest.partitions().items()}
+    lengths: dict[Digest, int] = {}
+    for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):
+        if lengths.setdefault(name, length) != length:
+            raise DamagedPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
     for name in placement.wanted:
         tried = (reader.intact(places.get(name, []), name, lengths[name]) for reader, places in offsets)
         intact = next(filter(None, tried), None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from asymcheck.types import CheckpointRef, SaveId
 
 _AT_ONCE, _BYTES_AT_ONCE = 64, 16 << 20
 """So many manifests, or bytes of them, are checked at once."""
+_GENERATIONS = 1000
+"""So many generations of which nothing is there are looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +199,16 @@ def _check_path(manifest: Manifest, run: str, ref: CheckpointRef, name: Manifest
     header = manifest.header
     if (header.run, header.ref, header.rank, header.world_size) != (run, ref, name.rank, name.world_size):
         raise StructureError(f"{_where(run, ref, name)}: the header disagrees with the path")
+
+
+def generations(named: Iterable[int]) -> list[int]:
+    """Return the generations of a run, in order: those that files name, and those that were before them.
+
+    Of the latter a thousand at most: the name of one file must not make a hundred million.
+    """
+    there = {1, *named}
+    before = (generation for generation in range(1, max(there)) if generation not in there)
+    return sorted([*there, *itertools.islice(before, _GENERATIONS)])
 
 
 def listed(run: str, ref: CheckpointRef, names: list[str]) -> CheckpointFiles:

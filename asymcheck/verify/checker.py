@@ -19,7 +19,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import check_entry
 from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
-from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.manifests import CheckpointFiles, generations
 from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
@@ -35,6 +35,7 @@ class _Need:
     """Who needs a partition."""
 
     length: int
+    """As manifests say it, who may be wrong; 0 where nobody does."""
     checkpoints: set[str]
     tensors: list[str]
 
@@ -50,7 +51,9 @@ class _Checker:
         self.progress = progress
         self.findings: list[Finding] = []
         self.needs: dict[Digest, _Need] = {}
+        self.disputed: dict[tuple[Digest, int], _Need] = {}
         self.intact: set[Digest] = set()
+        self.unlike: set[Digest] = set()
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
         self.bases: dict[Digest, set[Digest]] = {}
         self.named: set[Digest] = set()
@@ -88,10 +91,10 @@ class _Checker:
     def _heads(self, run: str) -> None:
         """I6 and I9. A head record that the line does not lead through is a loss, but not of the newest checkpoint."""
         numbers = self.tier.manifests.heads(run)
-        highest = max([1, *numbers, *(listing.ref.generation for listing in self.tier.manifests.checkpoints(run))])
+        listed = [listing.ref.generation for listing in self.tier.manifests.checkpoints(run)]
         parents: dict[int, int] = {}
         problems: dict[int, tuple[str, str]] = {}
-        for generation in range(1, highest + 1):
+        for generation in generations([*numbers, *listed]):
             try:
                 found = self.tier.manifests.read_head(run, generation)
             except UNKNOWING:
@@ -108,9 +111,11 @@ class _Checker:
                     where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
                     message = "one of two copies of the head record is damaged"
                     self._add("damaged-copy", Severity.WARNING, "I9", where, message)
-        line = {highest}
+        line = {max([1, *numbers, *listed])}
         while parents.get(min(line), 0):
             line.add(parents[min(line)])
+        if min(line) > 1 and min(line) not in {*parents, *problems}:
+            problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
         for generation, (kind, message) in problems.items():
             severity = Severity.ERROR if generation in line else Severity.WARNING
             self._add(kind, severity, "I6", f"{layout.HEADS}/{run}/{layout.head_name(generation)}", message)
@@ -155,11 +160,14 @@ class _Checker:
             self.findings.append(Finding("partial-tensor", Severity.WARNING, "", where, message, (), tensors))
 
     def _note(self, manifest: Manifest, checkpoint: str) -> None:
-        names = manifest.names()
         starts = manifest.extent_starts.tolist()
-        for row, tensor in enumerate(names):
+        for row, tensor in enumerate(manifest.names()):
             for extent in manifest.extents(row) if starts[row + 1] > starts[row] else ():
-                need = self.needs.setdefault(extent.digest, _Need(extent.partition_length, set(), []))
+                name, length = extent.digest, extent.partition_length
+                need = self.needs.setdefault(name, _Need(length, set(), []))
+                if need.length != length:
+                    # One of them is wrong; the packs say which.
+                    need = self.disputed.setdefault((name, length), _Need(length, set(), []))
                 need.checkpoints.add(checkpoint)
                 if len(need.tensors) < _TENSORS_SHOWN and tensor not in need.tensors:
                     need.tensors.append(tensor)
@@ -178,7 +186,7 @@ class _Checker:
                     for name, base in bases_in(pack.entries).items():
                         self.bases.setdefault(name, set()).add(base)
                     if not self.deep:
-                        self.intact.update(pack.digests())
+                        self._found(pack, range(len(pack.entries)))
         if self.bases:
             self._need_bases()
         if not self.deep:
@@ -195,6 +203,18 @@ class _Checker:
                         self._read(pack, done, total)
             done += size
 
+    def _found(self, pack: OpenPack, frames: Iterable[int]) -> None:
+        """Note frames whose partitions can be had, by whoever names them with the length that they have."""
+        names, lengths = pack.digests(), pack.entries["plain_length"].tolist()
+        for frame in frames:
+            name, length = names[frame], lengths[frame]
+            need = self.needs.get(name)
+            if need is None or need.length in (0, length):
+                self.intact.add(name)
+            else:
+                self.unlike.add(name)
+            self.disputed.pop((name, length), None)
+
     def _need_bases(self) -> None:
         """Who needs a partition needs its base too, and the base of that."""
         self.named = set(self.needs)
@@ -206,7 +226,7 @@ class _Checker:
                 for base in self.bases[name]:
                     there = self.needs.get(base)
                     if there is None:
-                        self.needs[base] = _Need(need.length, set(need.checkpoints), list(need.tensors))
+                        self.needs[base] = _Need(0, set(need.checkpoints), list(need.tensors))
                         found.add(base)
                     elif not need.checkpoints <= there.checkpoints:
                         there.checkpoints |= need.checkpoints
@@ -247,6 +267,7 @@ class _Checker:
         slot = Slot(int(pack.entries["stored_length"].max()))
         wanted = self._wanted(pack)
         pack.expect(wanted)
+        read: list[int] = []
         for sequence in wanted:
             where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
             try:
@@ -257,10 +278,11 @@ class _Checker:
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(names[sequence], []).append((place, str(error)))
             else:
-                self.intact.add(names[sequence])
+                read.append(sequence)
             done += int(pack.entries["stored_length"][sequence])
             if self.progress is not None:
                 self.progress(done, total)
+        self._found(pack, read)
 
     def _reader_for(self, name: Digest) -> BaseReader | None:
         """Return what reads the base of a frame; None where it may be gone, for no checkpoint needs the frame."""
@@ -289,13 +311,18 @@ class _Checker:
                 Severity.ERROR,
                 "I2",
                 name.hex(),
-                f"partition {name.hex()} lies in no readable pack",
+                f"partition {name.hex()} {self._lack(name)}",
                 tuple(sorted(need.checkpoints)),
                 tuple(need.tensors),
             )
-            for name, need in self.needs.items()
-            if name not in self.intact and name not in self.damaged and self._is_missed(name)
+            for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
+            if need is not self.needs[name]
+            or (name not in self.intact and name not in self.damaged and self._is_missed(name))
         ]
+
+    def _lack(self, name: Digest) -> str:
+        is_there = name in self.intact or name in self.unlike
+        return "has not the length that the manifest says" if is_there else "lies in no readable pack"
 
     def _is_missed(self, name: Digest) -> bool:
         """Tell whether a partition is needed for itself, or by one that lies nowhere else than on it."""

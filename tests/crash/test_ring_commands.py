@@ -317,18 +317,18 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
     assert rings(deleted) == []
 
 
-@pytest.mark.parametrize("how", ["whole", "damaged", "somewhere"])
+@pytest.mark.parametrize("how", ["whole", "damaged", "nowhere", "/no\0where"])
 def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: Path, how: str) -> None:
     """As long as that store is there, readable or not, another one neither names its ring nor discards it."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2), tmp_path)
     Store.open(tmp_path / "any").close()
     if how == "damaged":
         (tmp_path / "store" / "asymcheck.store").write_bytes(b"x")
-    if how == "somewhere":
-        # A path that begins nobody knows where says nothing about what is there.
+    if "where" in how:
+        # A path that begins nobody knows where, or can be none, says nothing about what is there.
         (ring,) = rings(tmp_path)
         data = ring.read_bytes()
-        header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store="nowhere")
+        header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=how)
         ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
     words = ("gc", tmp_path / "any", "--ring-folder", folder_for_rings(tmp_path), "--discard-rings")
     assert "ring" not in run_command(*words).out

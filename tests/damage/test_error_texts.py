@@ -1,6 +1,7 @@
 """What an error says: which file, which frame, which tensor of which step, and what to do now."""
 
 import errno
+import itertools
 import os
 import re
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch
 
 from asymcheck import SkippedCheckpointWarning, Store
 from asymcheck.errors import (
+    UNKNOWING,
+    AsymcheckError,
     DamagedPartitionError,
     HeadRecordError,
     InconsistentCheckpointError,
     PartialRestoreError,
 )
+from asymcheck.recovery import fetch
 from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Files, NvmeTier
 from tests.damage.flips import content, flip, flipped
@@ -197,6 +201,29 @@ def test_a_fill_that_fails_half_way_lists_what_is_overwritten_and_what_to_restor
     flip(path, (offset + 200) * 8)
     with small.open() as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
         assert same(store.load(into=target), states[1])
+
+
+@pytest.mark.parametrize("kind", UNKNOWING)
+def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[AsymcheckError]
+) -> None:
+    """The same error, for nothing is wrong with the checkpoint; and no older one takes its place."""
+    state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(6)}
+    whole, calls = fetch.read_checked, itertools.count()
+
+    def read_checked(*arguments: object) -> memoryview:
+        if next(calls) == 3:
+            raise kind("it went away")
+        return whole(*arguments)  # type: ignore[arg-type]  # handed on
+
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        store.save(state, step=1)
+        store.save(state, step=2)
+        target = {name: torch.zeros(1000) for name in state}
+        monkeypatch.setattr(fetch, "read_checked", read_checked)
+        with pytest.raises(kind, match=r"it went away\. 3 tensors were overwritten already: t\d, .* is a mixture"):
+            store.restore(into=target, fall_back=True)
+        assert sum(bool(tensor.any()) for tensor in target.values()) == 3
 
 
 def test_a_fill_with_no_older_checkpoint_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,17 +30,19 @@ def new_store(path: Path) -> Store:
     return store
 
 
-def put_manifest(store: Store, tree: Node, rows: list[TensorRow] | None = None) -> Path:
-    """Put the sound checkpoint's manifest in place again, with another tree or other rows, under its right name."""
+def put_manifest(
+    store: Store, tree: Node, rows: list[TensorRow] | None = None, rank: int = 0, packs: Sequence[PackId] = ()
+) -> Path:
+    """Put a sound checkpoint's manifest in place again, with another tree or other rows, under its right name."""
     manifests = store._tier.manifests
-    (listing,) = manifests.checkpoints("default")
-    (name,) = listing.manifests
+    *_, listing = manifests.checkpoints("default")
+    name = listing.manifests[rank]
     folder = manifests.directory("default", listing.ref)
     manifest = manifests.read("default", listing.ref, name)
-    old = manifest.rows(range(len(manifest))) if rows is None else rows
-    data = encode_manifest(dataclasses.replace(manifest.header, tree=tree), old)
+    header, old = manifest.header, manifest.rows(range(len(manifest))) if rows is None else rows
+    data = encode_manifest(dataclasses.replace(header, tree=tree, packs=tuple(packs) or header.packs), old)
     (folder / str(name)).unlink()
-    path = folder / str(ManifestName(0, 1, digest(data)))
+    path = folder / str(ManifestName(rank, name.world_size, digest(data)))
     path.write_bytes(data)
     return path
 

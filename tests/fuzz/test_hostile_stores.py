@@ -1,13 +1,16 @@
 """Files that are intact by every checksum and make no sense all the same: every call has a named error for them."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from asymcheck import Part
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
-from asymcheck.format.manifest import TensorRow
+from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.tree import Node
+from asymcheck.types import PackId
 from asymcheck.verify import Severity
 from tests.damage.zygote import Zygote
 from tests.fuzz.hostile_stores import PACK_ID, STATE, new_store, put_manifest
@@ -87,6 +90,43 @@ def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_
             findings = store.verify()
             assert [finding.severity for finding in findings] == [Severity.ERROR]
             assert findings[0].checkpoints
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_partition_of_another_length_than_it_has_is_missing_to_both(tmp_path: Path, ranks: int, deep: bool) -> None:
+    """Also where another rank has its length right: bytes that nobody stored are not handed out."""
+    state = {"w": torch.arange(3000.0)}
+    save_id = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
+    for rank in range(ranks):
+        with new_store(tmp_path / f"store{rank}") as store:
+            for part in range(ranks):
+                store.save(state, step=2, part=Part(part, ranks, save_id) if ranks > 1 else None)
+            listing = store._tier.manifests.checkpoints("default")[-1]
+            (tensor,) = store._tier.manifests.read_all(listing)[rank].rows([0])
+            ((name, _, length, whole),) = map(dataclasses.astuple, tensor.extents)
+            extents = (Extent(name, whole, length, 2 * whole),)
+            put_manifest(store, ["d", [["w", ROW]]], [dataclasses.replace(tensor, extents=extents)], rank)
+            for of_rank in (None, *range(ranks)):
+                with pytest.raises(InconsistentCheckpointError):
+                    store.load(2, rank=of_rank)
+            (finding,) = store.verify(deep=deep)
+            assert (finding.kind, finding.severity) == ("missing-partition", Severity.ERROR)
+            assert "has not the length" in finding.message
+            assert [" step 2 " in name for name in finding.checkpoints] == [True]
+
+
+def test_of_thousands_of_packs_that_are_gone_an_error_names_a_few(tmp_path: Path) -> None:
+    """A manifest hints at as many as it likes."""
+    with new_store(tmp_path / "store") as store:
+        hints = tuple(PackId(number.to_bytes(16, "big")) for number in range(2000))
+        put_manifest(store, ["d", [["w", ROW]]], packs=hints)
+        assert torch.equal(store.load()["w"], STATE["w"])  # type: ignore[index]  # the state of the store
+        for path in (tmp_path / "store" / "packs").glob("*.pack"):
+            path.unlink()
+        with pytest.raises(InconsistentCheckpointError, match="and so with 1992 more packs") as caught:
+            store.load()
+        assert len(str(caught.value)) < 4000
 
 
 def test_a_pack_that_claims_more_than_its_file_has_costs_no_memory(zygote: Zygote, tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asymcheck import Store
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import HeadRecordError
+from asymcheck.format import registry
 from asymcheck.format.record import HeadRecord
 from asymcheck.recovery.line import Line, begin_generation, read_line
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef, SaveId
+from asymcheck.verify import Severity
+from asymcheck.verify.checker import verify
 
 Ref = CheckpointRef
 
@@ -98,6 +102,25 @@ def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
     """The next is above every head record of the run, and above the parent."""
     assert [begin_generation(tier, "run", parent) for parent in (None, None, _ref(7, 1), None)] == [1, 2, 8, 9]
     assert begin_generation(tier, "other", None) == 1
+
+
+def test_the_last_generation_has_no_next_one(tier: NvmeTier) -> None:
+    """Its number would have nine digits: nobody would find again what is saved under it."""
+    _open(tier, registry.GENERATION_MAX, None)
+    with pytest.raises(HeadRecordError, match="the last there can be"):
+        begin_generation(tier, "run", None)
+
+
+def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTier) -> None:
+    """A verification and a repair name those that are missing on the line, and some of the others."""
+    _open(tier, registry.GENERATION_MAX, _ref(50_000_000, 1))
+    found = verify(tier)
+    assert {finding.kind for finding in found} == {"missing-head"}
+    assert len(found) == 1001
+    (error,) = [finding for finding in found if finding.severity == Severity.ERROR]
+    assert "generation 50000000 has no head record" in error.message
+    with Store.open(tier.root) as store:
+        assert len(store.repair().left) == 1000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asymcheck import Store
+from asymcheck.errors import InvalidInputError, StorageError
 from tests.store.equality import assert_same, tensor_bytes
 
 
@@ -210,6 +211,14 @@ def test_new_tensors_are_made_on_the_device_asked_for(store: Store) -> None:
         assert isinstance(loaded, dict)
         assert loaded["x"].device == loaded["large"].device == torch.device("cpu")
         assert isinstance(loaded["array"], np.ndarray)
+
+
+@pytest.mark.parametrize("device", ["xpu", "hpu", "mps", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_an_error_of_ours(store: Store, device: str) -> None:
+    """Whatever torch says of it: that it was built without, that a module is missing, or nothing at all."""
+    store.save({"x": torch.ones(3)}, step=1)
+    with pytest.raises((InvalidInputError, StorageError), match=device):
+        store.load(device=device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -122,6 +122,15 @@ def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["nul\0", "no-utf-8-\udcff", "~nobody-of-this-name/store"])
+def test_a_name_that_no_catalog_can_have_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Not by the first save, and not by an error of the system or of LMDB."""
+    location = name if name.startswith("~") else tmp_path / name
+    with pytest.raises(InvalidInputError, match="location"):
+        Store.open(location)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("location", "reason"),
     [

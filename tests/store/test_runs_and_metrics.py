@@ -43,6 +43,18 @@ def test_a_run_cannot_be_named_so(store: Store, run: str) -> None:
     assert directory_content(store.path) == before
 
 
+@pytest.mark.parametrize("run", [None, 5, b"run"])
+def test_what_is_no_name_at_all_is_refused_in_the_same_words(store: Store, run: str) -> None:
+    """And not by whatever is done with it first."""
+    for call in (
+        lambda: store.save({}, step=1, run=run),
+        lambda: store.load(run=run),
+        lambda: store.delete(1, run=run),
+    ):
+        with pytest.raises(InvalidInputError, match="run name"):
+            call()
+
+
 def test_runs_do_not_see_each_other(store: Store) -> None:
     """Listed together, loaded and deleted apart."""
     for run in ("b", "a"):
@@ -101,6 +113,14 @@ def test_what_is_no_number_is_refused(store: Store, value: float) -> None:
     before = directory_content(store.path)
     with pytest.raises(InvalidInputError, match="metric 'loss'"):
         store.save({"x": torch.ones(2_000_000)}, step=1, metrics={"loss": value})
+    assert directory_content(store.path) == before
+
+
+def test_a_name_that_could_not_be_read_again_is_refused(store: Store) -> None:
+    """A manifest with half a surrogate pair in it is refused by every reader: the checkpoint would be lost."""
+    before = directory_content(store.path)
+    with pytest.raises(InvalidInputError, match="not valid Unicode"):
+        store.save({"x": torch.ones(2_000)}, step=1, metrics={"loss\ud800": 1.0})
     assert directory_content(store.path) == before
 
 

@@ -156,6 +156,21 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     assert store.verify() == []
 
 
+def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: CaptureConfig) -> None:
+    """Few windows would have partitions that are larger than the ring, from the first plan of them on."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = Loop(
+        {"model": model, "optimizer": optimizer},
+        lambda step: update(optimizer, model(torch.full((2, 1024), float(step))).square().mean()),
+    )
+    kinds = []
+    loop.between = lambda checkpointer: kinds.append(checkpointer._background._timing._plan.kind)
+    with pytest.warns(CaptureWarning, match="stream"):
+        assert_every_step_is_right(store, loop, 8, sized(config, 1 << 20))
+    assert kinds[-1] == "asymmetric"
+
+
 def _grows_in_its_first_step() -> Loop:
     """Training that is saved before its first step, too: moments of 4 MB appear with it."""
     model = torch.nn.Linear(700, 700)
@@ -204,7 +219,7 @@ def test_a_ring_that_cannot_be_larger_stays(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short, nothing is made durable for nothing."""
-    monkeypatch.setattr(background, "_default_bytes", lambda *_arguments: 8 << 20)
+    monkeypatch.setattr(background, "default_bytes", lambda *_arguments: 8 << 20)
     loop = _grows_in_its_first_step()
     seen = []
     loop.between = lambda _checkpointer: seen.append(rings(tmp_path))

@@ -110,6 +110,7 @@ class Background:
         self._modules: list[nn.Module] = []
         self._lanes = Lanes(config.staging_bytes)
         self._unfenced: Capture | None = None
+        self._short: Ring | None = None
         self.statistics = Statistics()
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
@@ -225,6 +226,7 @@ class Background:
                 self._flusher.make_room_for,
                 self._config.proof,
             )
+        self._warn_of_short_ring()
         return self._capturer
 
     def _is_outgrown(self, size: int, needed: int) -> bool:
@@ -258,6 +260,13 @@ class Background:
         ring = Ring(folder, header)
         self.statistics.ring_bytes = size
         return ring
+
+    def _warn_of_short_ring(self) -> None:
+        ring = self._ring
+        if ring is not None and ring.refused is not None and ring is not self._short:
+            self._short = ring
+            what = "fewer checkpoints can be resumed from memory, and training waits for the store more often"
+            warn_user(f"{ring.refused}; as long as that is so, {what}", CaptureWarning)
 
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
@@ -353,7 +362,7 @@ class Background:
                 self._capturer.close()
                 keep = not self._flusher.close()
                 self._ring.close(keep=keep)
-            self._capturer = self._flusher = self._ring = None
+            self._capturer = self._flusher = self._ring = self._short = None
 
 
 def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:

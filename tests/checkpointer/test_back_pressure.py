@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ from asymcheck.errors import (
     LostCheckpointWarning,
 )
 from asymcheck.pipeline import background
+from asymcheck.tiers.dram_ring import ring as ring_module
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -154,6 +157,24 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
             expected[step] = copy_of(loop.state)
     assert_stored(store, expected)
     assert store.verify() == []
+
+
+def test_training_goes_on_with_the_memory_that_is_there(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have taken the rest while the ring was made: every step is saved, and a warning says what that costs."""
+    reserve = os.posix_fallocate
+
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        if offset and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".ring"):
+            raise OSError(errno.ENOSPC, "no room")
+        reserve(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(ring_module, "_GROWS_BY", 80 << 10)
+    _, _, loop = linear_loop()
+    with pytest.warns(CaptureWarning, match=r"ring_bytes.*resumed"):
+        assert_every_step_is_right(store, loop, 5, sized(config, 1 << 20))
 
 
 def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: CaptureConfig) -> None:

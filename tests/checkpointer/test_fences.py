@@ -111,3 +111,18 @@ def test_an_interrupt_in_a_fence_is_that_of_the_training(
         checkpointer.step(1)
         expected = {1: copy_of(loop.state)}
     assert_stored(store, expected)
+
+
+def test_a_load_into_the_state_waits_for_its_capture(store: Store, unproven: CaptureConfig) -> None:
+    """What was captured is the state before it was filled."""
+    model, _, loop = linear_loop()
+    expected = {}
+    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+        for step in range(2):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+            if step == 0:
+                checkpointer.wait()
+        store.load(step=0, into={"model": model})
+    assert_stored(store, expected)

@@ -138,6 +138,11 @@ class Captures(Reports):
         if background in self._backgrounds:
             self._backgrounds.remove(background)
 
+    def _fence(self) -> None:
+        """Wait until the states that are saved in the background may change: one may be what is filled."""
+        for background in tuple(self._backgrounds):
+            background.fence()
+
     def settle(self) -> None:
         """Wait until everything that is being saved in the background is durable, or lost."""
         for background in tuple(self._backgrounds):

@@ -92,6 +92,11 @@ class Complaints:
     def _lost(self, captures: Sequence[Capture]) -> str:
         """Say which checkpoints were lost, and why."""
         if len(captures) == 1:
-            return f"step {captures[0].request.step} of run {self._run!r} was not saved: {captures[0].error}"
-        each = [f"step {capture.request.step}: {capture.error}" for capture in captures]
+            return f"step {captures[0].request.step} of run {self._run!r} was not saved: {_reason(captures[0])}"
+        each = [f"step {capture.request.step}: {_reason(capture)}" for capture in captures]
         return "\n  ".join([f"{len(captures)} steps of run {self._run!r} were not saved:", *each])
+
+
+def _reason(capture: Capture) -> str:
+    # That of an interrupt has no words.
+    return str(capture.error) or type(capture.error).__name__

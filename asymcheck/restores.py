@@ -92,6 +92,8 @@ class Restores(Remotes):
         step = None if step is None else check_step(step)
         check_glob(tensors)
         wanted = Wanted(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
+        if into is not None:
+            self._fence()
         with timed("restore", 0, lambda: {"run": run}), self._source() as source:
             return self._restored(load(source, run, step, wanted), step)
 

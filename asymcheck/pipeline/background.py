@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.ownership import Fences, deferred_rows, distributed, find
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
+from asymcheck.pipeline.ring_size import ROOM_FOR_CAPTURES, cut_for_ring, default_bytes
 from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Lanes
@@ -42,11 +44,6 @@ from asymcheck.tiers.owners import this_process
 from asymcheck.types import CheckpointRef, Digest
 
 TierName = Literal["dram", "nvme"]
-_MEMORY = Path("/proc/meminfo")
-_ROOM_FOR_CAPTURES = 2
-# Manifests, and what is lost between frames of different lengths.
-_SLACK = 1.05
-_SLACK_BYTES = 4 << 20
 _WORTH_IT = 1.25
 """A ring is made anew when that makes it larger by this factor."""
 
@@ -113,6 +110,7 @@ class Background:
         self._modules: list[nn.Module] = []
         self._lanes = Lanes(config.staging_bytes)
         self._unfenced: Capture | None = None
+        self._short: Ring | None = None
         self.statistics = Statistics()
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
@@ -160,7 +158,8 @@ class Background:
     ) -> tuple[Capture, Capturer]:
         """Return a capture of a state, of which nothing is copied yet, and what is to copy it."""
         flat = flatten(state)
-        fences = self._fences or Fences(self.fence)
+        # The compiler of a compiled optimizer step must not look into the fence: it would compile the copies, too.
+        fences = self._fences or Fences(torch.compiler.disable(self.fence))
         self._fences = fences
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
@@ -187,9 +186,10 @@ class Background:
 
     def _timed(self, state: object) -> Timing:
         if self._timing is None:
+            config, folder = self._config, Path(self._config.ring_folder)
             self._timing = Timing(
-                self._config,
-                self._tier.config,
+                config,
+                cut_for_ring(self._tier.config, config.ring_bytes, folder, self._processes),
                 newest_plan(self._tier, self._run),
                 self._enter_window,
                 self._timer,
@@ -226,17 +226,18 @@ class Background:
                 self._flusher.make_room_for,
                 self._config.proof,
             )
+        self._warn_of_short_ring()
         return self._capturer
 
     def _is_outgrown(self, size: int, needed: int) -> bool:
         """Tell whether a ring of a size of our own choice has too little room by now, and a new one would have more."""
-        if self._config.ring_bytes is not None or _ROOM_FOR_CAPTURES * needed <= size:
+        if self._config.ring_bytes is not None or ROOM_FOR_CAPTURES * needed <= size:
             return False
-        return _default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _WORTH_IT * size
+        return default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _WORTH_IT * size
 
     def _make_ring(self, needed: int) -> Ring:
         folder = Path(self._config.ring_folder)
-        size = self._config.ring_bytes or _default_bytes(folder, needed, 0, self._processes)
+        size = self._config.ring_bytes or default_bytes(folder, needed, 0, self._processes)
         size = -(-size // registry.BLOCK_BYTES) * registry.BLOCK_BYTES
         if size < needed:
             warn_user(
@@ -260,17 +261,26 @@ class Background:
         self.statistics.ring_bytes = size
         return ring
 
+    def _warn_of_short_ring(self) -> None:
+        ring = self._ring
+        if ring is not None and ring.refused is not None and ring is not self._short:
+            self._short = ring
+            what = "fewer checkpoints can be resumed from memory, and training waits for the store more often"
+            warn_user(f"{ring.refused}; as long as that is so, {what}", CaptureWarning)
+
     def fence(self) -> None:
         """Wait until nothing needs the state as it is any more: it may change when this returns."""
-        if self._capturer is not None and self._timing is not None and not self._is_forked():
+        capturer, timing = self._capturer, self._timing
+        if capturer is not None and timing is not None and not self._is_forked():
             with self.held:
                 began = time.perf_counter()
-                self._capturer.fence()
+                if not capturer.fence():
+                    return
                 # Of a device it is known when it has got there: it counts for the iteration in which that shows.
                 waited = time.perf_counter() - began + self._lanes.held_s()
-                iteration = self._timing.fenced(began, waited)
+                iteration = timing.fenced(began, waited)
                 self.statistics.fence_s += waited
-                self.statistics.hooks_s = self._timing.hooks_s
+                self.statistics.hooks_s = timing.hooks_s
                 if iteration is not None and self._unfenced is not None:
                     self._unfenced.stalled_s += waited
                     _tell_of_windows(iteration, self._unfenced)
@@ -352,7 +362,7 @@ class Background:
                 self._capturer.close()
                 keep = not self._flusher.close()
                 self._ring.close(keep=keep)
-            self._capturer = self._flusher = self._ring = None
+            self._capturer = self._flusher = self._ring = self._short = None
 
 
 def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:
@@ -360,23 +370,6 @@ def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:
     for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
         detail = {**capture.named(), "window": number, "phase": phase}
         tell("window", start, end, 0, partial(dict, detail))
-
-
-def _default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
-    """Return room for two captures, but no more than half of the memory that is available when ``freed`` is.
-
-    Of that as large a part as that many ``processes`` can have that make one at the same time.
-    """
-    wanted = int(needed * _SLACK * _ROOM_FOR_CAPTURES) + _SLACK_BYTES
-    limits = [wanted]
-    with contextlib.suppress(OSError):
-        status = os.statvfs(folder)
-        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = _MEMORY.read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append((int(available.split()[1]) * 1024 // processes + freed) // 2)
-    return min(limits)
 
 
 def newest_plan(tier: NvmeTier, run: str) -> object:

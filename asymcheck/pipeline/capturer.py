@@ -32,7 +32,7 @@ _DEVICE_POLL_S = 0.002
 
 
 class Capturer:
-    """Copies captures into a ring, with one thread beside the training thread. Begin and fence on one thread only."""
+    """Copies captures into a ring, with one thread beside the training thread. Begin on one thread only."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Capturer:
         # Not the module's own generator, whose state belongs to the training.
         self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._open: Capture | None = None
+        self._training = threading.get_ident()
         self._settling = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
@@ -73,6 +74,7 @@ class Capturer:
         Raises:
             AsymcheckError: it could not be copied; the capture was given up.
         """
+        self._training = threading.get_ident()
         self.fence()
         eager = [number for number, window in enumerate(capture.plan.release) if window < 0]
         later = sorted(
@@ -145,14 +147,19 @@ class Capturer:
             self._changed.notify_all()
         return released
 
-    def fence(self) -> None:
-        """Return when the source may change: everything has been copied, or given up. This thread helps."""
-        capture = self._open
-        if capture is None:
-            return
-        with timed("fence", 0, capture.named):
-            self._wait_until_copied(capture)
-        self._open = None
+    def fence(self) -> bool:
+        """Return when the source may change: everything has been copied, or given up. This thread helps.
+
+        Any thread may call it, for any may run an optimizer. Returns whether this is the one that begins captures.
+        """
+        capture, is_training = self._open, self._training == threading.get_ident()
+        if capture is not None:
+            with timed("fence", 0, capture.named):
+                self._wait_until_copied(capture)
+            if is_training:
+                # Not on another thread: meanwhile the next capture may have been begun.
+                self._open = None
+        return is_training
 
     def _wait_until_copied(self, capture: Capture) -> None:
         with self._changed:
@@ -238,9 +245,13 @@ class Capturer:
         try:
             if capture.error is None:
                 self._copy(capture, number)
-        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+        except BaseException as error:
+            # Kept in the capture, and raised in the training loop. Ctrl-C is for that, and comes where it helps.
             self._give_up(capture, error)
-        self._to_be_completed(capture, number)
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise
+        finally:
+            self._to_be_completed(capture, number)
 
     def _copy_now(self, capture: Capture, number: int) -> None:
         partition, payload = capture.partitions[number], self._payload(capture, number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ from asymcheck.errors import (
     LostCheckpointWarning,
 )
 from asymcheck.pipeline import background
+from asymcheck.tiers.dram_ring import ring as ring_module
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -156,6 +159,39 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     assert store.verify() == []
 
 
+def test_training_goes_on_with_the_memory_that_is_there(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have taken the rest while the ring was made: every step is saved, and a warning says what that costs."""
+    reserve = os.posix_fallocate
+
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        if offset and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".ring"):
+            raise OSError(errno.ENOSPC, "no room")
+        reserve(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(ring_module, "_GROWS_BY", 80 << 10)
+    _, _, loop = linear_loop()
+    with pytest.warns(CaptureWarning, match=r"ring_bytes.*resumed"):
+        assert_every_step_is_right(store, loop, 5, sized(config, 1 << 20))
+
+
+def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: CaptureConfig) -> None:
+    """Few windows would have partitions that are larger than the ring, from the first plan of them on."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = Loop(
+        {"model": model, "optimizer": optimizer},
+        lambda step: update(optimizer, model(torch.full((2, 1024), float(step))).square().mean()),
+    )
+    kinds = []
+    loop.between = lambda checkpointer: kinds.append(checkpointer._background._timing._plan.kind)
+    with pytest.warns(CaptureWarning, match="stream"):
+        assert_every_step_is_right(store, loop, 8, sized(config, 1 << 20))
+    assert kinds[-1] == "asymmetric"
+
+
 def _grows_in_its_first_step() -> Loop:
     """Training that is saved before its first step, too: moments of 4 MB appear with it."""
     model = torch.nn.Linear(700, 700)
@@ -204,7 +240,7 @@ def test_a_ring_that_cannot_be_larger_stays(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short, nothing is made durable for nothing."""
-    monkeypatch.setattr(background, "_default_bytes", lambda *_arguments: 8 << 20)
+    monkeypatch.setattr(background, "default_bytes", lambda *_arguments: 8 << 20)
     loop = _grows_in_its_first_step()
     seen = []
     loop.between = lambda _checkpointer: seen.append(rings(tmp_path))

@@ -60,6 +60,12 @@ def test_a_forgotten_capture_has_no_entry_and_its_number_serves_again(tmp_path: 
     ring.close()
 
 
+def test_a_folder_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
+    """It says what to do."""
+    with pytest.raises(StorageError, match=r"gone is not there: make it, or give another ring_folder"):
+        make_ring(tmp_path / "gone")
+
+
 def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
     """Whole blocks, none twice; None when nothing is free; what does not fit into an empty ring is refused."""
     ring = make_ring(tmp_path)

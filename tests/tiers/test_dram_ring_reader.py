@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.errors import DigestMismatchError, FormatError, StorageError, StructureError, TruncatedError
+from asymcheck.errors import (
+    DigestMismatchError,
+    FormatError,
+    StorageError,
+    StructureError,
+    TruncatedError,
+    UnsupportedVersionError,
+)
 from asymcheck.format.digest import sum8
 from asymcheck.format.record import encode_record
 from asymcheck.format.ring import (
@@ -21,7 +28,7 @@ from asymcheck.format.ring import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.tiers.dram_ring import RingReader, reader
+from asymcheck.tiers.dram_ring import RingReader, reader, remove_unmade, unread_is
 from asymcheck.types import SaveId
 from tests.tiers.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
@@ -259,3 +266,17 @@ def test_another_save_is_another_capture(path: Path) -> None:
     change(path, DATA_OFFSET - 64, encode_entry(other))
     with RingReader(path) as one:
         assert one.captures == [CaptureEntry(DATA_OFFSET + BLOCK, SAVE, COMPLETE), other]
+
+
+def test_a_ring_of_a_newer_program_stays(path: Path) -> None:
+    """Where its captures lie is not known; to this program none is where those of its own version are."""
+    data = bytearray(path.read_bytes())
+    value = json.loads(bytes(data[:BLOCK]).partition(b"\n")[0])
+    data[: 2 * BLOCK] = encode_record({**value, "format": 2})
+    data[CAPTURES_OFFSET:DATA_OFFSET] = bytes(DATA_OFFSET - CAPTURES_OFFSET)
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedVersionError):
+        RingReader(path)
+    assert unread_is(path) == "damaged"
+    assert not remove_unmade(path)
+    assert path.read_bytes() == data

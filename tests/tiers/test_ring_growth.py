@@ -95,8 +95,10 @@ def test_memory_that_is_refused_later_is_an_error_of_who_needs_it(tmp_path: Path
     assert ring.free_bytes == FIRST + PIECE
     with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
         ring.take(FIRST + PIECE)
-    place = ring.take(FIRST)
+    place = ring.take(PIECE)
     assert place is not None
+    # There is room for it when that is given back.
+    assert ring.take(PIECE) is None
     ring.give_back(place)
     ring.close()
     assert list(tmp_path.iterdir()) == []

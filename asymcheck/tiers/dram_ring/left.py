@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from asymcheck.errors import FormatError, UnsupportedVersionError
 from asymcheck.format.layout import parse_ring_name
+from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.format.ring import CAPTURES_OFFSET
+from asymcheck.format.ring import CAPTURES_OFFSET, decode_ring_header
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
 from asymcheck.tiers.owners import is_dead
@@ -73,7 +75,7 @@ def remove_unmade(path: Path) -> bool:
         with _held(path) as descriptor:
             # Who makes a ring locks it first, so that one whose lock is had is made no further.
             if descriptor is not None:
-                if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)):
+                if _may_hold_captures(descriptor):
                     return False
                 path.unlink(missing_ok=True)
     except FileNotFoundError:
@@ -87,9 +89,20 @@ def unread_is(path: Path) -> Literal["used", "unmade", "damaged", "gone"]:
         with _held(path) as descriptor:
             if descriptor is None:
                 return "used"
-            return "damaged" if any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET)) else "unmade"
+            return "damaged" if _may_hold_captures(descriptor) else "unmade"
     except FileNotFoundError:
         return "gone"
+
+
+def _may_hold_captures(descriptor: int) -> bool:
+    """Tell whether captures may lie in a ring that cannot be read; in one of another version, they may lie anywhere."""
+    try:
+        decode_ring_header(os.pread(descriptor, RECORD_BYTES, 0), "ring")
+    except UnsupportedVersionError:
+        return True
+    except FormatError:
+        pass
+    return any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET))
 
 
 def remove_unread(path: Path) -> bool:

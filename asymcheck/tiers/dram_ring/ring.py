@@ -160,8 +160,12 @@ class Ring:
         Between the two, another process may be looking at it for that, and remove it.
         """
         while True:
-            with translated("create", self.path):
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with translated("create", self.path):
+                    descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError as error:
+                folder = self.path.parent
+                raise StorageError(f"{folder} is not there: make it, or give another ring_folder") from error
             if not wait_lock(descriptor, _LOCK_S, exclusive=True):
                 self.path.unlink(missing_ok=True)
                 os.close(descriptor)
@@ -180,6 +184,11 @@ class Ring:
             self._pinned_by = link if link.pin(self._memory) else None
 
     @property
+    def refused(self) -> AsymcheckError | None:
+        """Why not all of the memory was there, once that is known; what there was is used."""
+        return self._refused
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of data that no frame takes, of those that are reserved by now."""
         with self._changed:
@@ -190,7 +199,7 @@ class Ring:
 
         Raises:
             InvalidInputError: it would not fit into an empty ring.
-            OutOfSpaceError: none is free, and not all of the memory was there.
+            OutOfSpaceError: nor would it fit if all were free, for not all of the memory was there.
         """
         if frame_length(length) > self.header.data_bytes:
             raise InvalidInputError(
@@ -201,7 +210,8 @@ class Ring:
             while (offset := self._room.take(frame_length(length))) is None and self._growing is not None:
                 self._changed.wait()
             if offset is None:
-                if self._refused is not None:
+                # What others have becomes free, and then there is room for what the memory that is there can hold.
+                if self._refused is not None and not self._taken:
                     raise self._refused
                 return None
             slot = RingSlot(offset, length)

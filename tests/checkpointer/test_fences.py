@@ -1,0 +1,128 @@
+"""Fences in every kind of program: compiled optimizers, threads that train something else, and Ctrl-C."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import LostCheckpointError
+from asymcheck.pipeline import capturer
+from tests.checkpointer.loops import (
+    Loop,
+    assert_every_step_is_right,
+    assert_stored,
+    copy_late,
+    copy_of,
+    linear_loop,
+)
+from tests.store.equality import assert_same
+
+
+@pytest.fixture
+def unproven(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch) -> CaptureConfig:
+    """What a fence leaves out is stored torn, and not given up."""
+    copy_late(monkeypatch)
+    return dataclasses.replace(config, proof="off")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch is to lose
+@pytest.mark.parametrize("warm", [0, 2])
+def test_a_compiled_optimizer_step_waits(store: Store, unproven: CaptureConfig, warm: int) -> None:
+    """Whether it was compiled before the first capture or after; and the copies are not compiled along with it."""
+    torch.compiler.reset()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step_compiled = torch.compile(optimizer.step, backend="eager")
+
+    def iterate(step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 64), 1.0 + step)).square().mean().backward()
+        step_compiled()
+
+    for step in range(warm):
+        iterate(step)
+    assert_every_step_is_right(store, Loop({"model": model, "optimizer": optimizer}, iterate), 3, unproven)
+
+
+def test_an_optimizer_of_another_thread_ends_no_fence(
+    store: Store, unproven: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the capture that it meets, and the one that is begun meanwhile is still waited for."""
+    waits, goes_on = threading.Event(), threading.Event()
+    wait = capturer.Capturer._wait_until_copied
+
+    def slow(self: capturer.Capturer, capture: capturer.Capture) -> None:
+        wait(self, capture)
+        if threading.current_thread() is other:
+            waits.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(capturer.Capturer, "_wait_until_copied", slow)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    other = threading.Thread(target=torch.optim.SGD([parameter], 0.1).step)
+    _, _, loop = linear_loop()
+    expected = {}
+    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+        for step in range(3):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+            if step == 0:
+                other.start()
+                assert waits.wait(60)
+            if step == 1:
+                goes_on.set()
+                other.join()
+    assert_stored(store, expected)
+
+
+def test_an_interrupt_in_a_fence_is_that_of_the_training(
+    store: Store, unproven: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised where it came, the capture is given up, and training can go on."""
+    copy, raised = capturer.Capturer._copy, threading.Event()
+
+    def interrupted(self: capturer.Capturer, capture: capturer.Capture, number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raised.set()
+            raise KeyboardInterrupt
+        assert raised.wait(60)
+        copy(self, capture, number)
+
+    model, optimizer, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        before = copy_of(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(capturer.Capturer, "_copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        assert_same(copy_of(model), before, "before the optimizer's step")
+        with pytest.raises(LostCheckpointError, match=r"step 0 .*KeyboardInterrupt"):
+            checkpointer.wait()
+        loop.iterate(1)
+        checkpointer.step(1)
+        expected = {1: copy_of(loop.state)}
+    assert_stored(store, expected)
+
+
+def test_a_load_into_the_state_waits_for_its_capture(store: Store, unproven: CaptureConfig) -> None:
+    """What was captured is the state before it was filled."""
+    model, _, loop = linear_loop()
+    expected = {}
+    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+        for step in range(2):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+            if step == 0:
+                checkpointer.wait()
+        store.load(step=0, into={"model": model})
+    assert_stored(store, expected)

@@ -11,10 +11,11 @@ from asymcheck.cli import exits, output
 from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
-from asymcheck.format.layout import DESCRIPTOR_NAME, check_run
+from asymcheck.format.layout import check_run
 from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
-from asymcheck.interop.target import format_of
+from asymcheck.interop.target import format_of, is_store
 from asymcheck.store import Store
+from asymcheck.tiers.files import translated
 
 
 @click.command(
@@ -55,9 +56,10 @@ def convert(
     if step is not None:
         check_step(step)
     check_run(run)
-    if not src.exists():
-        raise NotFoundError(f"{src} does not exist")
-    if (src / DESCRIPTOR_NAME).exists():
+    with translated("look at", src):
+        if not src.exists():
+            raise NotFoundError(f"{src} does not exist")
+    if is_store(src):
         _check_no_store(dst)
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
             place = Output(dst, overwrite=overwrite)
@@ -91,5 +93,5 @@ def convert(
 
 
 def _check_no_store(dst: Path) -> None:
-    if (dst / DESCRIPTOR_NAME).exists():
+    if is_store(dst):
         raise InvalidInputError(f"{dst} is a store as well; copy the directory to copy a store")

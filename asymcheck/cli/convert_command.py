@@ -8,7 +8,7 @@ import click
 
 from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
-from asymcheck.cli.restore_command import report
+from asymcheck.cli.restore_command import SHOWN, report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format.layout import check_run
@@ -72,10 +72,11 @@ def convert(
         )
     if part is not None:
         raise InvalidInputError(f"--part chooses from a checkpoint, and {src} is no store; leave it out")
+    left_out: list[str] = []
     # What cannot be read is refused before there is a store.
     with (
         output.progress("convert") as progress,
-        foreign_state(src, progress) as state,
+        foreign_state(src, progress, left_out) as state,
         Store.open(dst) as opened,
     ):
         there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
@@ -84,6 +85,11 @@ def convert(
         output.note(
             f"{dst} had step {saved.step} of run {run!r} already, and has {len(there) + 1} of it now; this one is "
             f"save:{output.save(saved.save_id)}, and another --step keeps them apart"
+        )
+    if left_out:
+        names = ", ".join(left_out[:SHOWN]) + (" …" if len(left_out) > SHOWN else "")
+        output.note(
+            f"left out of {src}: {names}, neither the model's weights nor small files beside them; keep the folder"
         )
     if as_json:
         output.print_json(saved)

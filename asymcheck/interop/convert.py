@@ -150,13 +150,14 @@ class _Meter:
 
 
 @contextlib.contextmanager
-def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[object]:
+def foreign_state(path: Path, progress: Progress | None = None, left_out: list[str] | None = None) -> Iterator[object]:
     """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
 
     A torch file or a folder of torch's DCP keeps its structure. Of a folder of DeepSpeed, the fp32 weights, the other
     tensors of the module and the state of the optimizer are put together to whole tensors. Of a safetensors file or a
     Hugging Face folder, the tensors go under ``model``, and under ``safetensors`` the metadata and the small files of
-    the folder, so that :func:`export_checkpoint` can bring all of it back.
+    the folder, so that :func:`export_checkpoint` can bring all of it back; names of what else the folder has are
+    added to ``left_out``.
 
     Raises:
         NotFoundError: there is no such file.
@@ -176,6 +177,8 @@ def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[obje
             state = read_deepspeed_folder(path, opened)
         elif kind == "folder":
             folder = read_folder(path)
+            if left_out is not None:
+                left_out += folder.ignored
             small = {name: opened(path / name) for name in folder.others}
             files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
             state = _state_of(path, folder.tensors, folder.metadata, files, opened)

@@ -246,3 +246,14 @@ def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Pa
     outcome = call("convert", *words)
     assert outcome.status == exits.STORAGE
     assert outcome.err == f"asymcheck: look at {name}: File name too long\n"
+
+
+def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) -> None:
+    """Or it would be missed when the folder is gone: the optimizer of a Trainer, folders, links to elsewhere."""
+    folder = tmp_path / "model"
+    (folder / "onnx").mkdir(parents=True)
+    safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+    torch.save({}, folder / "optimizer.pt")
+    outcome = call("convert", folder, tmp_path / "store")
+    assert outcome.status == exits.OK
+    assert f"left out of {folder}: onnx, optimizer.pt, " in outcome.err

@@ -47,13 +47,13 @@ class ManifestName:
         return f"{self.rank:05d}-of-{self.world_size:05d}-{self.digest.hex()}.manifest"
 
 
-def check_run(run: str) -> str:
+def check_run(run: object) -> str:
     """Return ``run`` if it can name a run.
 
     Raises:
         InvalidInputError
     """
-    if not is_run(run):
+    if not isinstance(run, str) or not is_run(run):
         raise InvalidInputError(
             f"run name {run!r}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "
             f"beginning with a letter or digit, and not ending in {TEMPORARY!r}"

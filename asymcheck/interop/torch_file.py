@@ -44,6 +44,7 @@ _NEWER = "install a newer torch, or use .safetensors"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
+_PICKLE_MARK = b"\x80"
 _PROBE_BYTES = 1 << 16
 _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
 _UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
@@ -85,8 +86,8 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
     source: Any = _part(file, start, length)
     magic = source.read(len(MAGIC))
     source.seek(0)
-    # With the mark of its protocol a pickle begins. Of anything else torch would say that it may be trusted.
-    if magic != MAGIC and not magic.startswith(pickle.PROTO):
+    # So a pickle begins, with the number of its protocol. Of anything else torch would say that it may be trusted.
+    if magic != MAGIC and not magic.startswith(_PICKLE_MARK):
         raise ForeignFileError(file.path, "it is no file of torch.save(), or was cut short", _FETCH)
     with (
         refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),

@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
-from asymcheck.errors import InvalidInputError
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
 
@@ -102,6 +104,48 @@ def check_glob(pattern: object) -> None:
     """
     if not isinstance(pattern, str):
         raise InvalidInputError(f"tensors={pattern!r:.100}: give one glob of dotted names, such as 'model.*'")
+
+
+def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
+    """Return how captures are made, by default as :class:`CaptureConfig` has it.
+
+    Raises:
+        InvalidInputError: names the field. A proof of an unknown name would be none.
+        NotFoundError: there is no folder for the ring.
+    """
+    if capture is None:
+        return CaptureConfig()
+    if not isinstance(capture, CaptureConfig):
+        raise InvalidInputError(f"capture={capture!r:.100}: give asymcheck.CaptureConfig(…), or None")
+    hints = get_type_hints(CaptureConfig)
+    for name in ("proof", "schedule"):
+        known = get_args(hints[name])
+        if getattr(capture, name) not in known:
+            raise InvalidInputError(f"{name} {getattr(capture, name)!r:.100}: give {', '.join(map(repr, known))}")
+    ring_bytes, staging_bytes = _integer(capture.ring_bytes), _integer(capture.staging_bytes)
+    if capture.ring_bytes is not None and (ring_bytes is None or ring_bytes < 1):
+        raise InvalidInputError(f"ring_bytes {capture.ring_bytes!r:.100}: give an integer from 1, or None")
+    if staging_bytes is None or staging_bytes < 0:
+        raise InvalidInputError(f"staging_bytes {capture.staging_bytes!r:.100}: give an integer from 0")
+    if not isinstance(capture.ring_folder, (str, Path)):
+        raise InvalidInputError(f"ring_folder {capture.ring_folder!r:.100}: give the path of a directory")
+    if not os.path.isdir(capture.ring_folder):
+        raise NotFoundError(
+            f"ring_folder {str(capture.ring_folder)!r} is no directory; make it, in a file system in memory, or give "
+            "another"
+        )
+    return capture
+
+
+def check_on_error(on_error: object) -> bool:
+    """Tell whether what goes wrong in the background is raised; else it is a warning.
+
+    Raises:
+        InvalidInputError
+    """
+    if on_error not in ("raise", "warn"):
+        raise InvalidInputError(f"on_error={on_error!r:.100}: give 'raise' or 'warn'")
+    return on_error == "raise"
 
 
 def check_device(device: str | torch.device | None) -> torch.device:

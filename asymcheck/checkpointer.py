@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Literal
 
+from asymcheck.arguments import check_capture, check_on_error, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
@@ -98,13 +99,11 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         if type(state) is not dict:
             raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
-        if on_error not in ("raise", "warn"):
-            raise InvalidInputError(f"on_error={on_error!r}: give 'raise' or 'warn'")
         self._store, self._state, self._run = store, state, run
         pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
         pushing = None if push is None else partial(store.pushing, check_push(push), run=run, poll_s=_POLL_S)
-        self._complaints = Complaints(run, raises=on_error == "raise")
-        self._config = capture or CaptureConfig()
+        self._complaints = Complaints(run, raises=check_on_error(on_error))
+        self._config = check_capture(capture)
         self._generation: int | None = None
         self._last = LastStep()
         self._outcomes = Outcomes(self._complaints, self._last, on_checkpoint)
@@ -227,6 +226,7 @@ class Checkpointer:
             RanksError: other ranks do not come, or do something else, likewise once the first was begun.
             UnsupportedValueError, InvalidInputError: something in the state, or an argument, cannot be stored.
         """
+        step = check_step(step)
         with self._ending:
             # What one rank alone has to tell must not keep it from what all do.
             self._outcomes.note(self._background)

@@ -8,13 +8,14 @@ import click
 
 from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
-from asymcheck.cli.restore_command import report
+from asymcheck.cli.restore_command import SHOWN, report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
-from asymcheck.format.layout import DESCRIPTOR_NAME, check_run
+from asymcheck.format.layout import check_run
 from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
-from asymcheck.interop.target import format_of
+from asymcheck.interop.target import format_of, is_store
 from asymcheck.store import Store
+from asymcheck.tiers.files import translated
 
 
 @click.command(
@@ -55,9 +56,10 @@ def convert(
     if step is not None:
         check_step(step)
     check_run(run)
-    if not src.exists():
-        raise NotFoundError(f"{src} does not exist")
-    if (src / DESCRIPTOR_NAME).exists():
+    with translated("look at", src):
+        if not src.exists():
+            raise NotFoundError(f"{src} does not exist")
+    if is_store(src):
         _check_no_store(dst)
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
             place = Output(dst, overwrite=overwrite)
@@ -70,10 +72,11 @@ def convert(
         )
     if part is not None:
         raise InvalidInputError(f"--part chooses from a checkpoint, and {src} is no store; leave it out")
+    left_out: list[str] = []
     # What cannot be read is refused before there is a store.
     with (
         output.progress("convert") as progress,
-        foreign_state(src, progress) as state,
+        foreign_state(src, progress, left_out) as state,
         Store.open(dst) as opened,
     ):
         there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
@@ -83,6 +86,11 @@ def convert(
             f"{dst} had step {saved.step} of run {run!r} already, and has {len(there) + 1} of it now; this one is "
             f"save:{output.save(saved.save_id)}, and another --step keeps them apart"
         )
+    if left_out:
+        names = ", ".join(left_out[:SHOWN]) + (" …" if len(left_out) > SHOWN else "")
+        output.note(
+            f"left out of {src}: {names}, neither the model's weights nor small files beside them; keep the folder"
+        )
     if as_json:
         output.print_json(saved)
     else:
@@ -91,5 +99,5 @@ def convert(
 
 
 def _check_no_store(dst: Path) -> None:
-    if (dst / DESCRIPTOR_NAME).exists():
+    if is_store(dst):
         raise InvalidInputError(f"{dst} is a store as well; copy the directory to copy a store")

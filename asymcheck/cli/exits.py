@@ -12,6 +12,7 @@ UNREADABLE = 4
 STORAGE = 5
 WARNINGS = 6
 DEFECT = 70
+INTERRUPTED = 130
 
 HELP = """\b
 Exit status:
@@ -23,6 +24,7 @@ Exit status:
   5  the operating system refused
   6  damage was found, but no checkpoint is lost
  70  a defect of asymcheck: please report it
+130  it was interrupted
 """
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import TextIO
 
 import click
@@ -19,7 +22,7 @@ from asymcheck.cli.delete_command import delete
 from asymcheck.cli.diff_command import diff
 from asymcheck.cli.doctor_command import doctor
 from asymcheck.cli.du_command import du
-from asymcheck.cli.exits import DEFECT, STORAGE, status_of
+from asymcheck.cli.exits import DEFECT, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.gc_command import gc
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.log_command import log
@@ -54,6 +57,10 @@ class _Commands(click.Group):
         except AsymcheckError as error:
             output.note(str(error))
             ctx.exit(status_of(error))
+        except KeyboardInterrupt:
+            # Click's own status would be 1, which says that a checkpoint is lost.
+            output.note("interrupted")
+            ctx.exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -103,6 +110,10 @@ def main() -> None:
     """Run the command line."""
     # As other programs: `asymcheck log STORE | head` ends quietly when head has seen enough.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, as nohup has it
+            signal.signal(number, _end)
+    _prepare_streams()
     try:
         try:
             commands()
@@ -114,6 +125,21 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - a status of its own: Python's own would say that a checkpoint is lost
         traceback.print_exc()
         _leave(DEFECT)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    # As after an interrupt, what is half written is removed on the way out.
+    sys.exit(128 + number)
+
+
+def _prepare_streams() -> None:
+    """Replace closed streams by ones that hold nothing, and let no character be too much for a terminal's encoding."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # In this order each gets its own number, so that no file of a store does, and with it what libraries print.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _leave(status: int) -> None:

@@ -14,6 +14,7 @@ from asymcheck.cli import exits, output
 from asymcheck.config import StoreConfig
 from asymcheck.errors import InvalidInputError, SkippedCheckpointWarning
 from asymcheck.format import layout
+from asymcheck.interop.target import is_store
 from asymcheck.migration.selection import selected
 from asymcheck.migration.tally import Moved
 from asymcheck.store import Store
@@ -83,7 +84,7 @@ def pull(
     _check_one(step, everything=everything)
     if not is_uri(location):
         raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")
-    if not (store / layout.DESCRIPTOR_NAME).exists():
+    if not is_store(store):
         _check_selection(location, step, run, everything=everything)
     with Store.open(store) as opened, output.progress("pull") as progress:
         done = opened.pull(location, step, run=run, everything=everything, progress=progress)

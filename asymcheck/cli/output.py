@@ -24,6 +24,7 @@ from asymcheck.types import Checkpoint, readable_size
 
 # In a pipe nothing is cut or wrapped: the reader there is a program, or a file.
 _PIPE_WIDTH = 10_000
+_TABLE_WIDTH = 80
 _MINUTE = 60
 _SAVE_SHOWN = 12
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -45,7 +46,10 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console().print(table)
+    page = console()
+    # In less, columns are a character wide; so the terminal wraps the lines.
+    page.width = max(page.width, _TABLE_WIDTH)
+    page.print(table)
 
 
 def print_entry(heading: str, details: Sequence[str]) -> None:

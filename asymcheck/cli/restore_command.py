@@ -13,7 +13,7 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
 from asymcheck.store import Store
 
-_SHOWN = 3
+SHOWN = 3
 
 
 @click.command(epilog=exits.HELP, short_help="Write a checkpoint to a .safetensors or .pt file, or a model folder.")
@@ -118,6 +118,6 @@ def report(done: Exported, *, as_json: bool) -> None:
     at = f"{done.checkpoint.run} step {done.checkpoint.step}"
     click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {at}")
     if done.left_out:
-        names = ", ".join(done.left_out[:_SHOWN]) + (" …" if len(done.left_out) > _SHOWN else "")
+        names = ", ".join(done.left_out[:SHOWN]) + (" …" if len(done.left_out) > SHOWN else "")
         values = "value that is no tensor" if len(done.left_out) == 1 else "values that are no tensors"
         click.echo(f"left out: {len(done.left_out)} {values} ({names}); a .pt file keeps them")

@@ -21,6 +21,7 @@ from asymcheck.interop.target import check_target, format_of
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.store import Store
+from asymcheck.tiers.files import translated
 from asymcheck.types import Checkpoint, Progress
 
 SHARD_BYTES = 5_000_000_000
@@ -149,46 +150,66 @@ class _Meter:
 
 
 @contextlib.contextmanager
-def foreign_state(path: Path, progress: Progress | None = None) -> Iterator[object]:
+def foreign_state(path: Path, progress: Progress | None = None, left_out: list[str] | None = None) -> Iterator[object]:
     """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
 
     A torch file or a folder of torch's DCP keeps its structure. Of a folder of DeepSpeed, the fp32 weights, the other
     tensors of the module and the state of the optimizer are put together to whole tensors. Of a safetensors file or a
     Hugging Face folder, the tensors go under ``model``, and under ``safetensors`` the metadata and the small files of
-    the folder, so that :func:`export_checkpoint` can bring all of it back.
+    the folder, so that :func:`export_checkpoint` can bring all of it back; names of what else the folder has are
+    added to ``left_out``.
 
     Raises:
         NotFoundError: there is no such file.
         InvalidInputError: it is of no known format.
         ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
     """
-    if not path.exists():
-        raise NotFoundError(f"{path} does not exist")
+    kind = _kind_of(path)
     meter = _Meter(progress)
     with contextlib.ExitStack() as stack:
 
         def opened(name: Path) -> SourceFile:
             return stack.enter_context(SourceFile(name, meter.add))
 
-        if is_dcp_folder(path):
+        if kind == "dcp":
             state = read_dcp_folder(path, opened)
-        elif is_deepspeed_folder(path):
+        elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened)
-        elif path.is_dir():
+        elif kind == "folder":
             folder = read_folder(path)
+            if left_out is not None:
+                left_out += folder.ignored
             small = {name: opened(path / name) for name in folder.others}
             files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
             state = _state_of(path, folder.tensors, folder.metadata, files, opened)
-        elif format_of(path) == "safetensors":
+        elif kind == "safetensors":
             header = read_header(path)
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
-        elif format_of(path) == "torch":
+        elif kind == "torch":
             state = read_torch_file(opened(path))
         else:
             raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a folder")
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         yield state
+
+
+def _kind_of(path: Path) -> str:
+    """Return what is there: one of the formats of :func:`format_of`, ``dcp`` or ``deepspeed``.
+
+    Raises:
+        NotFoundError: nothing.
+        StorageError: this user may not look there.
+    """
+    with translated("look at", path):
+        if not path.exists():
+            raise NotFoundError(f"{path} does not exist")
+        if is_dcp_folder(path):
+            return "dcp"
+        if is_deepspeed_folder(path):
+            return "deepspeed"
+        # A folder with the name of a file is one, too.
+        return "folder" if path.is_dir() else format_of(path)
 
 
 def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:

@@ -29,8 +29,17 @@ _REWRITE = "save the checkpoint again, or load it with torch.distributed.checkpo
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Tell whether a folder is one of DCP."""
-    return (path / NAME).is_file()
+    """Tell whether a folder is one of DCP.
+
+    Raises:
+        ForeignFileError: it is what a killed save has left of one.
+    """
+    if (path / NAME).is_file():
+        return True
+    if any(path.glob("*.distcp")):
+        what = f"it has files of torch.distributed.checkpoint, but no {NAME}, which a save writes last"
+        raise ForeignFileError(path, what, "fetch the folder again, or give one whose save was finished")
+    return False
 
 
 def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:

@@ -23,7 +23,10 @@ from asymcheck.tiers.files import translated
 
 NAME = ".metadata"
 """By this file a folder of DCP is known."""
-_REMEDY = "load it with torch.distributed.checkpoint, and store what that gives with Store.save()"
+_REMEDY = (
+    "fetch the folder again if it is damaged, or load it with torch.distributed.checkpoint, and store what that "
+    "gives with Store.save()"
+)
 _ERRORS = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(UnicodeDecodeError, OverflowError, MemoryError, RecursionError),

@@ -84,9 +84,8 @@ def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> o
     folder = _tagged(path)
     if folder is None:
         raise InvalidInputError(f"{path} is no folder of DeepSpeed")
-    reader = _Folder(folder, opened)
     try:
-        return reader.state()
+        return _Folder(folder, opened).state()
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         what = f"it is not what engine.save_checkpoint() writes ({type(error).__name__}: {error})"
         raise ForeignFileError(folder, what, _ENGINE) from error

@@ -160,9 +160,10 @@ class Draft:
         self.path = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         self._files: list[TargetFile] = []
         self._bytes = 0
-        if not target.absolute().parent.is_dir():
-            raise InvalidInputError(f"{target.parent} is not a folder; create it first")
-        self._check_free()
+        with translated("look at", target):
+            if not target.absolute().parent.is_dir():
+                raise InvalidInputError(f"{target.parent} is not a folder; create it first")
+            self._check_free()
 
     def _check_free(self) -> None:
         is_taken = self.target.is_symlink() or self.target.exists()
@@ -227,7 +228,8 @@ class Draft:
             raise
 
     def _replace(self) -> None:
-        self._check_free()
+        with translated("look at", self.target):
+            self._check_free()
         self.check_kept({file.path.name for file in self._files})
         with translated("rename", self.path):
             if self.target.is_dir() and not self.target.is_symlink():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.layout import DESCRIPTOR_NAME
+from asymcheck.tiers.files import translated
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth", ".bin")
@@ -25,7 +26,17 @@ def format_of(path: Path) -> str:
         return "safetensors"
     if suffix in _TORCH:
         return "torch"
-    return "unknown" if _A_SUFFIX.fullmatch(suffix) and not path.is_dir() else "folder"
+    return "unknown" if _A_SUFFIX.fullmatch(suffix) and not os.path.isdir(path) else "folder"
+
+
+def is_store(path: Path) -> bool:
+    """Tell whether there is a store.
+
+    Raises:
+        StorageError: this user may not look there.
+    """
+    with translated("look at", path):
+        return (path / DESCRIPTOR_NAME).exists()
 
 
 def check_target(path: Path) -> str:
@@ -50,6 +61,12 @@ def check_target(path: Path) -> str:
         raise InvalidInputError(f"{path} {what}, where only asymcheck's own files belong; name another place")
     if os.path.isdir(path) and kind != "folder":
         raise InvalidInputError(f"{path} is a folder, and a {path.suffix} file is to be written; give another name")
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise InvalidInputError(f"{path} is no file and no folder, so it is not replaced; give another name")
+    if os.path.islink(path) and kind == "folder":
+        raise InvalidInputError(
+            f"{path} is a link, and no folder can take its place; name what it leads to: {resolved}"
+        )
     if os.path.isfile(path) and kind == "folder":
         raise InvalidInputError(
             f"{path} is a file, and a name without .safetensors or .pt stands for a folder; give another name"

@@ -44,14 +44,19 @@ _NEWER = "install a newer torch, or use .safetensors"
 # Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
+_PICKLE_MARK = b"\x80"
 _PROBE_BYTES = 1 << 16
 _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
+_UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
+_ADVICE = " In PyTorch 2.6"
 # Where Module.state_dict() hangs the versions of its modules.
 _METADATA = "_metadata"
 _LOAD_ERRORS = (
     *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError),
     *(ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile, zlib.error),
 )
+# What a file that was cut short or damaged looks like to those who read it.
+_DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
@@ -81,7 +86,13 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
     source: Any = _part(file, start, length)
     magic = source.read(len(MAGIC))
     source.seek(0)
-    with refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS):
+    # So a pickle begins, with the number of its protocol. Of anything else torch would say that it may be trusted.
+    if magic != MAGIC and not magic.startswith(_PICKLE_MARK):
+        raise ForeignFileError(file.path, "it is no file of torch.save(), or was cut short", _FETCH)
+    with (
+        refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
+        refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
+    ):
         if magic != MAGIC:
             return torch.load(source, map_location="cpu", weights_only=True)
         archive = TorchArchive(file.path, source)
@@ -121,7 +132,16 @@ def _part(file: SourceFile, start: int, length: int) -> RangedFile:
 def _problem(error: Exception) -> str:
     """Say what torch found in the file; its own words are advice to trust the file, on many lines."""
     named = _PICKLED.search(str(error))
-    return first_line(error) if named is None else f"it holds a pickled object of {named[1]}, which is never run"
+    if named is not None:
+        return f"it holds a pickled object of {named[1]}, which is never run"
+    unread = _UNREAD.search(str(error))
+    if unread is not None:
+        return f"torch.load(weights_only=True) does not read it ({unread[1].rstrip(' .')})"
+    return first_line(error).partition(_ADVICE)[0].rstrip(" .")
+
+
+def _damage(error: Exception) -> str:
+    return f"it is damaged or was cut short ({first_line(error)})"
 
 
 def _in_file(
@@ -129,7 +149,8 @@ def _in_file(
 ) -> object:
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if tensor.dtype not in TORCH_NAMES or not plain:
-        raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} and {tensor.layout}", _REMEDY)
+        kind = "quantized" if tensor.is_quantized else "negated by a flag" if tensor.is_neg() else tensor.layout
+        raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} that is {kind}", _REMEDY)
     record = _record_of(tensor, file.path, archive)
     offset = int(tensor.storage_offset() * tensor.element_size())
     extent = _extent(tensor)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Checkpointer, Store, StoreConfig
+from asymcheck import CaptureConfig, Checkpointer, Store, StoreConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
     InvalidInputError,
+    NotFoundError,
     OutOfSpaceError,
     SkippedCheckpointWarning,
     StateMismatchError,
@@ -324,3 +325,36 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     """Steps often come out of arrays."""
     assert Checkpointer(store, _state()).save(np.int64(7)).step == 7
     assert store.restore(np.int64(7)).checkpoint.step == 7
+
+
+@pytest.mark.parametrize(
+    ("capture", "problem"),
+    [
+        (3, "capture=3: give asymcheck.CaptureConfig"),
+        (CaptureConfig(proof="Full"), "proof 'Full': give 'full', 'sampled', 'off'"),  # type: ignore[arg-type]  # as users do
+        (CaptureConfig(schedule="even"), "schedule 'even': give 'asymmetric', 'symmetric', 'eager'"),  # type: ignore[arg-type]  # as users do
+        (CaptureConfig(ring_bytes="2G"), "ring_bytes '2G': give an integer"),  # type: ignore[arg-type]  # as users do
+        (CaptureConfig(ring_bytes=0), "ring_bytes 0: give an integer"),
+        (CaptureConfig(staging_bytes=-1), "staging_bytes -1: give an integer"),
+        (CaptureConfig(ring_folder="nowhere"), "ring_folder 'nowhere' is no directory; make it"),
+    ],
+)
+def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any, problem: str) -> None:  # noqa: ANN401 - whatever users pass
+    """Not in the middle of the training; and a proof of a wrong name would have been none at all."""
+    with pytest.raises((InvalidInputError, NotFoundError), match=problem):
+        Checkpointer(store, _state(), capture=capture)
+
+
+@pytest.mark.parametrize("step", ["x", None, 1.0, -1])
+def test_what_is_no_step_is_said(store: Store, step: Any) -> None:  # noqa: ANN401 - whatever users pass
+    """Also where no checkpoint is due."""
+    with pytest.raises(InvalidInputError, match="give an integer from 0"):
+        Checkpointer(store, _state(), every=7).step(step)
+
+
+def test_what_names_no_run_or_place_is_said(store: Store) -> None:
+    """In the package's own words."""
+    with pytest.raises(InvalidInputError, match="run name 3: use"):
+        store.save({"a": 1}, step=1, run=3)  # type: ignore[arg-type]  # as users do
+    with pytest.raises(InvalidInputError, match="give the path of a directory"):
+        Store.open("a\0b")

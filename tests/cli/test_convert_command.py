@@ -236,3 +236,24 @@ def test_one_is_singular(call: Call, tmp_path: Path) -> None:
     assert "m.safetensors: 1 tensor, 12 B" in outcome.out
     assert "left out: 1 value that is no tensor (epoch)" in outcome.out
     assert ": 1 tensor, 12 B\n" in call("inspect", tmp_path / "store", "--step", 1).out
+
+
+@pytest.mark.parametrize("which", ["source", "target"])
+def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Path, which: str) -> None:
+    """As where this user may not look: the words of the system, and nothing of an output."""
+    name = tmp_path / f"{'a' * 300}.pt"
+    words = (name, tmp_path / "new") if which == "source" else (store, name)
+    outcome = call("convert", *words)
+    assert outcome.status == exits.STORAGE
+    assert outcome.err == f"asymcheck: look at {name}: File name too long\n"
+
+
+def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) -> None:
+    """Or it would be missed when the folder is gone: the optimizer of a Trainer, folders, links to elsewhere."""
+    folder = tmp_path / "model"
+    (folder / "onnx").mkdir(parents=True)
+    safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+    torch.save({}, folder / "optimizer.pt")
+    outcome = call("convert", folder, tmp_path / "store")
+    assert outcome.status == exits.OK
+    assert f"left out of {folder}: onnx, optimizer.pt, " in outcome.err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import asymcheck
 from asymcheck.cli import exits
@@ -193,3 +195,11 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     lines = call("inspect", store_path, "--values").out.splitlines()
     assert lines[0] == "default step 1 generation 1: 2 plain values, 2 ranks"
     assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]
+
+
+def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps the lines; else a column would be a character wide."""
+    monkeypatch.setattr("asymcheck.cli.output.console", lambda: Console(width=40))
+    rows = [line for line in call("inspect", store).out.splitlines() if line.startswith(" default")]
+    assert len(rows) == 4
+    assert all(re.search(r" \d{4}-\d\d-\d\d ", row) for row in rows), rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import asymcheck
 from asymcheck.cli import exits
@@ -168,3 +170,43 @@ def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     done = _run(f"{sys.executable} -c '{script}' inspect {store}")
     assert done.returncode == exits.DEFECT
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_defect(store: Path, closed: str) -> None:
+    """As services start programs: what would be read is at its end, what would be printed goes nowhere."""
+    command = f"{sys.executable} -m asymcheck"
+    assert _run(f"{command} inspect {store} {closed}").returncode == exits.OK
+    assert _run(f"{command} delete {store} 10 {closed}").returncode == exits.USAGE
+
+
+def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
+    """Names and shapes are shown in escapes where its encoding lacks a character."""
+    with asymcheck.Store.open(tmp_path / "store") as opened:
+        opened.save({"ü→": torch.ones(5, 5)}, step=1)
+    ascii_only = "PYTHONIOENCODING=ascii PYTHONUTF8=0"
+    done = _run(f"{ascii_only} {sys.executable} -m asymcheck inspect {tmp_path}/store --step 1 --tensors '*'")
+    assert (done.returncode, done.stderr) == (exits.OK, "")
+    assert r"\xfc\u2192" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, exits.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
+    store: Path, tmp_path: Path, number: int, status: int
+) -> None:
+    """Click's status would be 1, which says that a checkpoint is lost."""
+    script = (
+        "import asymcheck.interop.files as f, asymcheck.cli, os, time\n"
+        "def stop(self):\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(60)\n"
+        "f.TargetFile.sync = stop\n"
+        "asymcheck.cli.main()"
+    )
+    words = ("restore", str(store), "--to", str(tmp_path / "out.pt"))
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path != store] == []

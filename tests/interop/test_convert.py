@@ -222,6 +222,37 @@ def test_what_is_no_torch_file_is_refused(store: Store, tmp_path: Path, content:
         import_checkpoint(store, tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("kept", [0, 3, 4, 700, -1])
+def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tmp_path: Path, kept: int) -> None:
+    """No other program reads it either; torch's own words would be to trust it."""
+    torch.save({"a": torch.randn(1000)}, tmp_path / "a.pt")
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:kept])
+    with pytest.raises(ForeignFileError, match=r"cut short.*; fetch or write it again"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_what_torch_says_of_a_file_is_not_to_trust_it(store: Store, tmp_path: Path) -> None:
+    """But what of it is not read."""
+    torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
+    with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\); load it in a program") as caught:
+        import_checkpoint(store, tmp_path / "a.pt")
+    assert "PyTorch 2.6" not in str(caught.value)
+    torch.save({"a": torch.randn(3, dtype=torch.complex64).conj().imag}, tmp_path / "b.pt")
+    with pytest.raises(ForeignFileError, match=r"a tensor of torch\.float32 that is negated by a flag; load it"):
+        import_checkpoint(store, tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("content", [{}, [], {"optimizer_state_dict": {"zero_stage": "x"}}])
+def test_a_folder_that_only_looks_like_one_of_deepspeed_is_refused(
+    store: Store, tmp_path: Path, content: object
+) -> None:
+    """By its path, not with a traceback."""
+    torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ForeignFileError, match=r"not what engine\.save_checkpoint"):
+        import_checkpoint(store, tmp_path)
+
+
 def test_a_pipe_is_refused(store: Store, tmp_path: Path) -> None:
     """To open it would wait for a writer."""
     os.mkfifo(tmp_path / "a.pt")

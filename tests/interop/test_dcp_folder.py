@@ -221,3 +221,10 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
         except AsymcheckError:
             refused += 1
     assert refused > 300
+
+
+def test_what_a_killed_save_leaves_is_called_so(folder: Path, store_path: Path) -> None:
+    """It has no metadata yet; it is no folder of another format."""
+    (folder / NAME).unlink()
+    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match="which a save writes last"):
+        import_checkpoint(store, folder)

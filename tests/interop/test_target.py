@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,16 @@ def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
         check_target(tmp_path / "m.pt")
     with pytest.raises(InvalidInputError, match="is a file, and a name without"):
         check_target(tmp_path / "model")
+
+
+def test_what_is_neither_file_nor_folder_stays(tmp_path: Path) -> None:
+    """A pipe or a device, and a link where a folder is to be: refused before anything is read."""
+    os.mkfifo(tmp_path / "pipe.pt")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("pipe.pt", "pipe"):
+        with pytest.raises(InvalidInputError, match="is no file and no folder"):
+            check_target(tmp_path / name)
+    with pytest.raises(InvalidInputError, match=f"name what it leads to: {tmp_path / 'real'}"):
+        check_target(tmp_path / "link")

@@ -17,6 +17,7 @@ from asymcheck.errors import (
     InvalidInputError,
     ReadOnlyStoreError,
     StoreNotFoundError,
+    StructureError,
     UnsupportedFileSystemError,
 )
 from asymcheck.tiers.nvme import catalog as catalog_module
@@ -338,3 +339,16 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
         other.save({"x": torch.arange(5001)}, step=3)
         assert [checkpoint.step for checkpoint in other.checkpoints()] == [1, 2, 3]
     assert catalog_module._open_catalogs == {}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, read_only: bool) -> None:
+    """A folder that was moved away is not a store without checkpoints, whose packs a collection would free."""
+    with Store.open(store_path) as store:
+        store.save({"a": torch.randn(100_000)}, step=1)
+    (store_path / "manifests").rename(store_path.parent / "elsewhere")
+    with pytest.raises(StructureError, match="its folder manifests is gone: put it back"):
+        Store.open(store_path, read_only=read_only)
+    (store_path.parent / "elsewhere").rename(store_path / "manifests")
+    with Store.open(store_path, read_only=read_only) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]

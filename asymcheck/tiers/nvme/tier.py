@@ -16,6 +16,7 @@ from asymcheck.errors import (
     InvalidInputError,
     ReadOnlyStoreError,
     StoreNotFoundError,
+    StructureError,
 )
 from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
@@ -68,6 +69,7 @@ class NvmeTier:
             raise ReadOnlyStoreError(
                 f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
             )
+        self._refuse_lost_manifests()
         if not read_only:
             self._make_missing_folders()
         self.manifests = ManifestFiles(self.files, root)
@@ -123,6 +125,17 @@ class NvmeTier:
     def _is_left_by_creation(self, name: str) -> bool:
         path = self.root / name
         return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
+
+    def _refuse_lost_manifests(self) -> None:
+        # Without them all packs look like garbage, and a collection would free them.
+        folder = self.root / layout.MANIFESTS
+        with translated("look at", folder):
+            if folder.exists() or not self.pack_ids():
+                return
+        raise StructureError(
+            f"store {self.root} has packs, but its folder {layout.MANIFESTS} is gone: put it back, from where it was "
+            "moved to or from a copy; only if every checkpoint was deleted, make an empty one"
+        )
 
     def _make_missing_folders(self) -> None:
         # A copy made by a tool that keeps only files, as git does, has lost the folders that were empty.

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     ClosedStoreError,
     InvalidInputError,
     ReadOnlyStoreError,
+    StorageError,
     StoreNotFoundError,
     StructureError,
     UnsupportedFileSystemError,
@@ -352,3 +353,19 @@ def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, 
     (store_path.parent / "elsewhere").rename(store_path / "manifests")
     with Store.open(store_path, read_only=read_only) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_store_that_is_taken_away_while_it_is_open_is_not_empty(store_path: Path, read_only: bool) -> None:
+    """As by an unmounted drive: who resumes must not be told that there is nothing to resume from."""
+    state = {"a": torch.randn(100_000)}
+    with Store.open(store_path) as store:
+        store.save(state, step=1)
+    with Store.open(store_path, read_only=read_only) as store:
+        store_path.rename(store_path.parent / "elsewhere")
+        for ask in (store.checkpoints, store.runs, store.load, lambda: store.restore(into=state, fall_back=True)):
+            with pytest.raises(StorageError, match=r"store .* is not there any more: was it moved"):
+                ask()
+        (store_path.parent / "elsewhere").rename(store_path)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+        assert store.checkpoints("another") == []

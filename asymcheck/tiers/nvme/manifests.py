@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from asymcheck.errors import StorageError, StructureError
 from asymcheck.events import emit
@@ -11,9 +11,34 @@ from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head, repaired_record
-from asymcheck.tiers.files import Files
+from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.types import CheckpointRef
+
+
+class _Listed:
+    """The small files of a store that is there: that nothing lies in a folder of it is never said of one that is not.
+
+    A drive that was unmounted, or a store that was moved while it is open, has no folders at all.
+    """
+
+    def __init__(self, files: Files, root: Path) -> None:
+        self._files, self._root = files, root
+
+    def list(self, path: PurePath) -> list[str]:
+        names = self._files.list(path)
+        if not names:
+            with translated("look at", self._root):
+                is_there = (self._root / layout.DESCRIPTOR_NAME).exists()
+            if not is_there:
+                raise StorageError(
+                    f"store {self._root} is not there any more: was it moved, removed, or its drive unmounted? Put it "
+                    "back, then open it again"
+                )
+        return names
+
+    def read_small(self, path: PurePath, limit: int) -> bytes | None:
+        return self._files.read_small(path, limit)
 
 
 class ManifestFiles(ManifestReader):
@@ -21,7 +46,7 @@ class ManifestFiles(ManifestReader):
 
     def __init__(self, files: Files, root: Path) -> None:
         """Work below ``root``, the store."""
-        super().__init__(files, root)
+        super().__init__(_Listed(files, root), root)
         self._files = files
         self._manifests = root / layout.MANIFESTS
         self._heads = root / layout.HEADS

@@ -14,6 +14,7 @@ from asymcheck.format.ring import COMPLETE
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
+from asymcheck.pipeline.ring_store import is_of_a_copy
 from asymcheck.tiers.dram_ring import RingPack, RingReader, left_rings, open_left, remove_unmade
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, work_off
 from asymcheck.tiers.slots import Slot
@@ -72,7 +73,9 @@ def adopting(
                     problem = f"{error}; it stays there, and takes memory until removed"
                     adopted.append(Adopted(None, None, None, problem))
                 continue
-            if reader is not None:
+            if reader is not None and is_of_a_copy(tier, reader.header.store):
+                adopted += _left_to_the_other(reader)
+            elif reader is not None:
                 readers.append(stack.enter_context(reader))
         found = [one for reader in readers for one in _found_in(reader, adopted)]
         found.sort(key=lambda one: (one.header.ref, one.header.rank))
@@ -81,6 +84,15 @@ def adopting(
         for reader in readers:
             reader.unlink()
         yield Adoption(adopted, [RingPack(reader) for reader in readers])
+
+
+def _left_to_the_other(reader: RingReader) -> list[Adopted]:
+    """Give back the ring of a store that has the id of this one, and say so if there is something in it."""
+    with reader:
+        if all(entry.state != COMPLETE for entry in reader.captures):
+            return []
+    problem = f"it is of the store {reader.header.store}, and one of the two is a copy of the other; it stays there"
+    return [Adopted(reader.header.run, None, None, f"{reader.path}: {problem}")]
 
 
 @dataclasses.dataclass(frozen=True)

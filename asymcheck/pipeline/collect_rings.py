@@ -6,9 +6,8 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from asymcheck.errors import FormatError, StorageError
-from asymcheck.format.layout import DESCRIPTOR_NAME
-from asymcheck.format.record import RECORD_BYTES, decode_descriptor
+from asymcheck.pipeline.ring_store import is_gone as is_store_gone
+from asymcheck.pipeline.ring_store import is_of_a_copy
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unmade, remove_unread
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef
@@ -43,7 +42,9 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
         if ring is None or ring.is_alive:
             continue
         is_gone = ring.store_id != store_id
-        if is_gone and not _is_gone(tier, ring):
+        if not is_gone and is_of_a_copy(tier, ring.store):
+            continue
+        if is_gone and not is_store_gone(tier, ring.store, bytes.fromhex(ring.store_id)):
             continue
         unsaved = sum(not capture.is_durable for capture in ring.captures)
         is_needless = ring.is_unmade or not (unsaved or ring.problem)
@@ -54,20 +55,6 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 
 def _is_stored(tier: NvmeTier, run: str, ref: CheckpointRef, rank: int) -> bool:
     return tier.manifests.listing(run, ref).has(rank)
-
-
-def _is_gone(tier: NvmeTier, ring: RingFile) -> bool:
-    """Tell whether the store of a ring is certainly not where it was."""
-    if ring.store is None or not Path(ring.store).is_absolute() or "\0" in ring.store:
-        # Where it was, nobody can tell from that.
-        return False
-    path = Path(ring.store) / DESCRIPTOR_NAME
-    try:
-        data = tier.files.read_small(path, RECORD_BYTES)
-        return data is None or decode_descriptor(data, str(path))[0].store_id.hex() != ring.store_id
-    except (StorageError, FormatError):
-        # Damaged, or not for this user to see; but there.
-        return False
 
 
 def _remove(ring: RingFile) -> bool:

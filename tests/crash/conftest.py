@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
 
 from asymcheck.store import Store  # noqa: E402 - as said above
 from tests.crash.actions import Action, open_store, perform  # noqa: E402 - as above
-from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready  # noqa: E402 - as above
+from tests.crash.dead_rings import CAPTURED, DURABLE, copied, kill_when_ready  # noqa: E402 - as above
 from tests.crash.trainer import train  # noqa: E402 - as above
 from tests.crash.zygote import Zygote  # noqa: E402 - as above
 
@@ -64,4 +63,4 @@ def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(dead: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    return Path(shutil.copytree(dead, tmp_path / "copy"))
+    return copied(dead, tmp_path / "copy")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
+from asymcheck.format.record import RECORD_BYTES
+from asymcheck.format.ring import decode_ring_header, encode_ring_header
 from asymcheck.tiers.dram_ring import RingReader
+from tests.checkpointer.loops import rings
 from tests.crash.states import Journal
 from tests.crash.zygote import Child, wait_until
 
@@ -17,6 +22,21 @@ def kill_when_ready(child: Child, folder: Path) -> None:
     wait_until(lambda: bool(Journal(folder / "journal").lines("ready")), "the training")
     child.kill()
     child.wait_killed()
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """Copy a folder with a store and its rings, which say then that their store is the copy."""
+    shutil.copytree(folder, target)
+    for ring in rings(target):
+        say_store(ring, str(target / "store"))
+    return target
+
+
+def say_store(ring: Path, store: str) -> None:
+    """Have a ring say that its store is elsewhere."""
+    data = ring.read_bytes()
+    header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=store)
+    ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

@@ -20,7 +20,7 @@ from asymcheck.format.ring import DATA_OFFSET, decode_ring_header, encode_ring_h
 from asymcheck.types import PackId
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.cli.conftest import Outcome, run_command
-from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest
+from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest, say_store
 from tests.crash.states import Journal
 from tests.crash.trainer import assert_restored, train, train_two_runs
 from tests.crash.zygote import Child, Zygote, wait_until
@@ -327,9 +327,7 @@ def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: P
     if "where" in how:
         # A path that begins nobody knows where, or can be none, says nothing about what is there.
         (ring,) = rings(tmp_path)
-        data = ring.read_bytes()
-        header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=how)
-        ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
+        say_store(ring, how)
     words = ("gc", tmp_path / "any", "--ring-folder", folder_for_rings(tmp_path), "--discard-rings")
     assert "ring" not in run_command(*words).out
     assert len(rings(tmp_path)) == 1

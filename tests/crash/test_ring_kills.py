@@ -21,7 +21,7 @@ from asymcheck.format.ring import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, Captur
 from asymcheck.tiers.dram_ring import RingReader, left
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
-from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest
+from tests.crash.dead_rings import CAPTURED, DURABLE, copied, flip, kill_when_ready, partition_of_newest
 from tests.crash.states import Journal, fingerprint
 from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
 from tests.crash.zygote import Child, Zygote, wait_until
@@ -147,6 +147,44 @@ def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> 
     assert_restored(folder, CAPTURED - 1)
 
 
+def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: Path) -> None:
+    """Both have one id: what the copy took would be missing where the training goes on."""
+    (ring,) = rings(folder)
+    before = ring.read_bytes()
+    copy = tmp_path / "elsewhere" / "store"
+    shutil.copytree(folder / "store", copy)
+    with Store.open(copy) as store:
+        _, _, loop = linear_loop()
+        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+        with pytest.warns(
+            SkippedCheckpointWarning, match=rf"{ring.name}: it is of the store {folder / 'store'}, and one"
+        ):
+            restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.step == DURABLE - 1
+        assert store.collect_rings(ring.parent, discard=True) == []
+    assert ring.read_bytes() == before
+    assert_restored(folder, CAPTURED - 1)
+
+
+def test_a_store_that_was_moved_takes_its_ring_up(folder: Path, tmp_path: Path) -> None:
+    """Nothing is where the ring says that its store was."""
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("store", "journal"):
+        (folder / name).rename(tmp_path / "elsewhere" / name)
+    (ring,) = rings(folder)
+    ring.parent.rename(tmp_path / "elsewhere" / ring.parent.name)
+    assert_restored(tmp_path / "elsewhere", CAPTURED - 1)
+    assert rings(tmp_path / "elsewhere") == []
+
+
+def test_a_store_by_another_name_takes_its_ring_up(folder: Path, tmp_path: Path) -> None:
+    """Through a link it is the same one."""
+    (tmp_path / "link").symlink_to(folder)
+    assert_restored(tmp_path / "link", CAPTURED - 1)
+    assert rings(folder) == []
+
+
 def test_a_ring_that_somebody_looks_at_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start does not go on without what is in memory because another process has the lock for a moment."""
     (ring,) = rings(folder)
@@ -255,7 +293,7 @@ def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> Non
     with RingReader(original) as reader:
         end = int((reader.entries["offset"] + reader.entries["stored_length"]).max()) + 4096
     for number in range(25):
-        folder = Path(shutil.copytree(dead, tmp_path / str(number)))
+        folder = copied(dead, tmp_path / str(number))
         offset = dice.randrange(RECORD_BYTES + 4096 if number % 3 == 0 else end)
         flip(rings(folder)[0], offset, dice.randrange(8))
         with pytest.WarningsRecorder(_ispytest=True) as caught:

@@ -97,6 +97,8 @@ def _tier(root: Path) -> NvmeTier:
     """The store around a file of it."""
     descriptor = Descriptor(bytes(16), 0, "tests")
     (root / layout.DESCRIPTOR_NAME).write_bytes(encode_descriptor(descriptor))
+    # Packs without it are those of a store that has lost its checkpoints.
+    (root / layout.MANIFESTS).mkdir(exist_ok=True)
     return NvmeTier(root, StoreConfig(read_lock_timeout_s=0.0), read_only=True)
 
 

@@ -593,9 +593,11 @@ class Store:
         return b"".join(parts)
 
     def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
-        """The newest checkpoint on the line (§10.3), or of that step, abandoned ones last, that can be read in full."""
-        wanted = [c for c in self.checkpoints[::-1] if (c["on_line"] if step is None else c["step"] == step)]
-        for checkpoint in sorted(wanted, key=lambda c: not c["on_line"]):
+        """The newest candidate (§10.1) that can be read in full: of those on the line, or of that step."""
+        named = [c for c in self.checkpoints[::-1] if step in (None, c["step"])]
+        abandoned = [c for c in named if step is not None and c["generation"] == named[0]["generation"]]
+        wanted = [c for c in named if c["on_line"]] or abandoned
+        for checkpoint in wanted:
             try:
                 need(checkpoint["consistent"] and rank < checkpoint["world_size"], "passed over", "inconsistent")
                 header, rows = self.manifests(checkpoint)[rank]

@@ -32,8 +32,14 @@ class Line:
         return limit is None or ref <= limit
 
 
-def read_line(tier: ReadTier, run: str, generation: int | None = None) -> Line:
+_NAME_A_STEP = "name the step to restore (step=…)"
+_NAME_ANOTHER = "it was saved more than once: name another step, or run asymcheck verify --repair --remote LOCATION"
+
+
+def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None) -> Line:
     """Follow the head records of a run from the present, or from another generation as if it were the present one.
+
+    With ``step`` an error says what to do when it is that step that is asked for.
 
     Raises:
         HeadRecordError: one that is needed is missing or damaged.
@@ -43,31 +49,27 @@ def read_line(tier: ReadTier, run: str, generation: int | None = None) -> Line:
     generation, limit = present, None
     while True:
         limits[generation] = limit
-        head = _read_head(tier, run, generation)
+        head = _read_head(tier, run, generation, step)
         if head is None or head.parent is None:
             return Line(present, limits)
         generation, limit = head.parent.generation, head.parent
 
 
-def _read_head(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
-    remedy = "name the step to restore (step=…)"
+def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> HeadRecord | None:
     try:
         found = tier.manifests.read_head(run, generation)
     except UNKNOWING:
         raise
     except (FormatError, StorageError) as error:
-        raise HeadRecordError(f"which checkpoint of run {run} is newest cannot be known: {error}; {remedy}") from error
+        raise _unknown(run, step, str(error)) from error
     if found is None:
         if generation > 1:
-            raise HeadRecordError(
-                f"which checkpoint of run {run} is newest cannot be known: generation {generation} has no head record; "
-                f"{remedy}"
-            )
+            raise _unknown(run, step, f"generation {generation} has no head record")
         return None
     return found[0]
 
 
-def check_generations(listings: list[CheckpointFiles], line: Line) -> None:
+def check_generations(listings: list[CheckpointFiles], line: Line, step: int | None = None) -> None:
     """Refuse checkpoints of a generation later than any head record: a head record has been lost.
 
     Raises:
@@ -75,10 +77,16 @@ def check_generations(listings: list[CheckpointFiles], line: Line) -> None:
     """
     for listing in listings:
         if listing.ref.generation > line.generation:
-            raise HeadRecordError(
-                f"run {listing.run} has a checkpoint of generation {listing.ref.generation}, but the newest head "
-                f"record is of generation {line.generation}: a head record was lost; name the step to restore (step=…)"
+            problem = (
+                f"it has a checkpoint of generation {listing.ref.generation}, but the newest head record is of "
+                f"generation {line.generation}: a head record was lost"
             )
+            raise _unknown(listing.run, step, problem)
+
+
+def _unknown(run: str, step: int | None, problem: str) -> HeadRecordError:
+    which, remedy = ("is newest", _NAME_A_STEP) if step is None else (f"of step {step} is meant", _NAME_ANOTHER)
+    return HeadRecordError(f"which checkpoint of run {run} {which} cannot be known: {problem}; {remedy}")
 
 
 def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> int:

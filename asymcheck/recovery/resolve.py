@@ -48,8 +48,7 @@ def candidates(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFil
     """Return the checkpoints that may be restored, the one to try first in front.
 
     Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
-    first; when it lies on no line, those of
-    the newest generation that has it.
+    first; when it lies on no line, those of the newest generation that has it.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -65,7 +64,8 @@ def candidates(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFil
         found = [listing for listing in newest_first if listing.ref.step == step]
         if len(found) > 1:
             # Only now does the line matter; a lost head record must not stop the restore of a step that is there once.
-            line = read_line(tier, run)
+            line = read_line(tier, run, step=step)
+            check_generations(listings, line, step)
             found = [listing for listing in found if listing.ref in line] or [
                 listing for listing in found if listing.ref.generation == found[0].ref.generation
             ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.errors import AsymcheckError
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from tests.spec.corpus import FORMAT_SPEC, VECTORS, Vector, vectors
 from tests.spec.frozen import Frozen, found_tensors, torn_stores, whole_stores
 
@@ -143,6 +143,22 @@ def test_it_reads_what_is_written_today(store_path: Path) -> None:
         (1, 2, False),
         (2, 2, True),
     ]
+
+
+def test_a_step_of_another_training_stands_in_for_none(store_path: Path) -> None:
+    """Of a step that is on the line and damaged, neither the library nor it takes the attempt that was abandoned."""
+    with asymcheck.Store.open(store_path) as store:
+        first = store.save({"a": 1}, step=1)
+        store.save({"a": 2}, step=2)
+        store.begin_generation(first)
+        store.save({"a": 3}, step=2)
+        _flip(next(iter(_newest(store_path).iterdir())), 3000)
+        with pytest.raises(InconsistentCheckpointError, match="step 2"):
+            store.load(2)
+        assert store.load(1) == {"a": 1}
+    refused = run(RUN, store_path, "--step", "2")
+    assert refused.returncode == 1
+    assert "no checkpoint to read" in refused.stderr
 
 
 def _flip(path: Path, offset: int) -> None:

@@ -243,6 +243,19 @@ def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
         store.load()
 
 
+def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Store) -> None:
+    """Of a step that two generations have, nobody knows which is meant; the newest one is that of the lost record."""
+    first = _save(store, 1)
+    _save(store, 2)
+    store.begin_generation(first)
+    _save(store, 2)
+    (head,) = (store.path / "heads" / "default").iterdir()
+    head.unlink()
+    with pytest.raises(HeadRecordError, match=r"of step 2 is meant cannot be known: .* was lost; .*name another step"):
+        store.load(2)
+    assert _value(store.load(1)) == "1"
+
+
 def test_the_parent_of_a_checkpoint_is_the_one_before_it_on_the_line(store: Store) -> None:
     """Within a generation, and across a restore."""
     refs = [_save(store, step).ref for step in (1, 2, 3)]

@@ -50,7 +50,11 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "durable_new/best_peer": ("≥", 1),
     },
     "restore": {"restore/limit": ("≥", 0.85), "restore/best_peer": ("≥", 1), "restore_fresh/best_peer": ("≥", 1)},
-    "stall": {"stall_p95/best_peer": ("≤", 0.1), "slowdown_every_10": ("≤", 1.02)},
+    "stall": {
+        "stall_p95/best_peer": ("≤", 0.1),
+        "slowdown_every_10": ("≤", 1.02),
+        "slowdown_every_10_of_1024_tokens": ("≤", 1.02),
+    },
     "batch": {"batch_time_at_Bstar/best": ("≤", 1.1)},
     "codec": {
         "ratio_mixed_state_single": ("≥", 1.4),

@@ -246,7 +246,8 @@ class LocalHdfs:
         )
 
     def _command(self, *words: str) -> list[str]:
-        return ["java", *_JVM, "-cp", self.classpath, *words]
+        # What a daemon that is killed leaves in its folder of temporary files goes with the rest.
+        return ["java", *_JVM, f"-Djava.io.tmpdir={self.base / 'tmp'}", "-cp", self.classpath, *words]
 
     def start(self, name: str) -> None:
         """Start a daemon: ``nn``, or ``dn1``, ``dn2`` and so on."""

@@ -227,6 +227,11 @@ class Assembly(Placement):
         catch_up(tensor.device for demand in self._filled for tensor in demand.existing)
         super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
 
+    @property
+    def demands(self) -> list[Demand]:
+        """What is wanted."""
+        return list(self._filled)
+
     def tensor(self, demand: Demand) -> torch.Tensor:
         """Return the filled tensor."""
         return self._filled[demand].tensor

@@ -20,10 +20,11 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
-from asymcheck.recovery.assemble import Assembly, Placement
+from asymcheck.recovery.assemble import Assembly, Demand, Placement
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.outlook import read_outlook
+from asymcheck.recovery.overlap import holds, overlapping
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
 from asymcheck.recovery.shape import with_tensors
@@ -210,12 +211,14 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     """Do as :func:`fetch_all` does, for tensors that may be somebody's already.
 
     Raises:
+        StateMismatchError: some share memory, and differ in the checkpoint where they do; all were overwritten.
         DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
         PartialRestoreError: the same, when something was.
         RemoteUnreachableError, TooManyFilesError: nothing is known; the message says what was overwritten.
     """
     try:
         fetch_all(tier, resolved, assembly)
+        _check_overlapping(tier, resolved, assembly.demands)
     except UNKNOWING as error:
         overwritten = assembly.overwritten()
         if overwritten:
@@ -228,6 +231,25 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
         if overwritten:
             raise PartialRestoreError(str(error), overwritten, None) from error
         raise
+
+
+def _check_overlapping(tier: ReadTier, resolved: Resolved, demands: Sequence[Demand]) -> None:
+    """Read again what was put into tensors that share some of their memory, and see that it is there."""
+    filled = [(tensor, demand) for demand in demands for tensor in demand.existing]
+    wrong = []
+    for number in overlapping([tensor for tensor, _ in filled]):
+        # One at a time: a buffer and all its views may be most of what fits into memory.
+        tensor, demand = filled[number]
+        expected = Demand(demand.row, demand.pieces)
+        assembly = Assembly([expected], torch.device("cpu"))
+        fetch_all(tier, resolved, assembly)
+        if not holds(tensor, assembly.tensor(expected)):
+            wrong.append(demand.row.name)
+    if wrong:
+        raise StateMismatchError(
+            f"{', '.join(wrong[:_SHOWN])}: shares memory with other tensors of the given state that differ from it in "
+            "the checkpoint, and holds theirs now; all were overwritten. Give each tensor memory of its own"
+        )
 
 
 def _finish(filler: Filler, assembly: Assembly) -> object:

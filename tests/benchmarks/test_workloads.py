@@ -69,7 +69,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "restore": lambda folder: restore.run(folder, quick=True, state=states.small()),
     "catalog": lambda folder: catalog.run(folder, quick=True, shape=synthetic.Shape(2000, 20)),
     "memory": lambda folder: memory.run(folder, quick=True, state=states.small()),
-    "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, {1: (3, 1)})),
+    "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, (stall.Plan(1, 3),))),
     "gpu": lambda folder: gpu.run(folder, quick=True),
     "batch": lambda folder: batch.run(folder, quick=True, state=states.small(), sizes=[4 << 20, 8 << 20]),
     "codec": lambda folder: codec.run(folder, quick=True, shape=TINY),

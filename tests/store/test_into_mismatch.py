@@ -190,6 +190,32 @@ def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
         assert tensor.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("size", [50, BIG])
+def test_tensors_that_share_some_memory_cannot_take_what_differs_there(store: Store, size: int) -> None:
+    """One of the two would hold bytes of the other; where the checkpoint has the same there, nothing is wrong."""
+    base = torch.arange(2.0 * size)
+    store.save({"a": base[:size].clone(), "b": base[size // 2 :].clone(), "c": torch.ones(3)}, step=1)
+    store.save(
+        {"a": torch.full((size,), 1.0), "b": torch.full((2 * size - size // 2,), 2.0), "c": torch.ones(3)}, step=2
+    )
+    memory = torch.zeros(2 * size)
+    into = {"a": memory[:size], "b": memory[size // 2 :], "c": torch.zeros(3)}
+    with pytest.raises(StateMismatchError, match=r"^(a|b|a, b): shares memory with other tensors of the given state"):
+        store.load(into=into)
+    memory.fill_(torch.nan)
+    store.load(step=1, into=into)
+    assert torch.equal(memory, base)
+
+
+def test_slices_between_each_other_share_nothing(store: Store) -> None:
+    """Each is filled, whatever the other holds."""
+    store.save({"even": torch.full((BIG,), torch.nan), "odd": torch.full((BIG,), 2.0)}, step=1)
+    memory = torch.zeros(BIG, 2)
+    store.load(into={"even": memory[:, 0], "odd": memory[:, 1]})
+    assert memory[:, 0].isnan().all()
+    assert memory[:, 1].eq(2.0).all()
+
+
 def test_a_module_that_ties_what_the_checkpoint_does_not_takes_the_last(store: Store) -> None:
     """As `load_state_dict` does with such a state: one of the two tensors, whole, never a mixture."""
     untied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import cast
@@ -12,6 +11,7 @@ from typing import cast
 from asymcheck import Store
 from asymcheck.cli import exits
 from tests.cli.conftest import run_command
+from tests.crash.dead_rings import copied
 from tests.ranks.job import LIMIT_S, Job, Meeting
 from tests.ranks.training import Training
 
@@ -80,7 +80,7 @@ def check_files_from_memory(where: Path) -> None:
         *("--to", where / "memory.safetensors"),
     )
     assert outcome.status == 0, outcome.err
-    shutil.copytree(where / "whole", where / "copy")
+    copied(where / "whole", where / "copy")
     with Store.open(where / "copy" / "store") as store, store.adopting(where / "copy" / "memory"):
         pass
     outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
@@ -101,7 +101,7 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
         job.until(rank, f"in-memory-{rank}")
     job.kill()
     assert newest_complete(tmp_path / "whole") == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    copied(tmp_path / "whole", tmp_path / "part")
     rings = sorted((tmp_path / "part" / "memory").iterdir())
     assert len(rings) == 2
     rings[1].unlink()

@@ -29,11 +29,12 @@ class RemoteConfig:
     deadline_s: float = 60.0
     """How long one operation may take; one of writing or reading moves at most ``piece_bytes``."""
     attempts: int = 3
-    """How often the upload of a file is begun, each time under a new temporary name."""
+    """How often the upload of a file is begun, each time under a new temporary name; how often a read is tried."""
     retry_s: float = 1.0
     """Pause before the second attempt when there was no answer; before each later one twice as long.
 
-    A DataNode that has died is given out for new files until the NameNode has noticed.
+    A DataNode that has died is given out for new files until the NameNode has noticed. All attempts of a read end in
+    ``deadline_s``.
     """
     pack_bytes: int = 256 * MIB
     """A pack is closed when it has grown to about this size: few large files are what HDFS likes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import uuid
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,19 @@ def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: s
         hdfs.wait()
         wait_until(lambda: is_readable(there), "the DataNode to tell what it has")
     check_location(there, 1, 2)
+
+
+def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there: str) -> None:
+    """A restore does not end because a DataNode was started anew in the middle of it."""
+    with Store.open(there, config=config(attempts=8, retry_s=0.2)) as opened:
+        hdfs.send("dn1", signal.SIGKILL)
+        with futures.ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(opened.load)
+            with pytest.raises(futures.TimeoutError):
+                loading.result(timeout=0.5)
+            hdfs.start("dn1")
+            check_state(loading.result(), 1)
+    hdfs.wait()
 
 
 def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:

@@ -52,9 +52,9 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
     def denied(_: object) -> object:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def refused(self: RemoteFiles, action: str, path: PurePath, call: Callable[..., object]) -> object:
+    def refused(self: RemoteFiles, action: str, path: PurePath, call: Callable[..., object], *rest: float) -> object:
         is_new = path.suffix == ".pack" and Path(path) not in before
-        return do(self, action, path, denied if is_new else call)
+        return do(self, action, path, denied if is_new else call, *rest)
 
     monkeypatch.setattr(RemoteFiles, "_do", refused)
     with Store.open(folder, config=CONFIG) as there, pytest.raises(RemoteUnreachableError, match="may not look there"):

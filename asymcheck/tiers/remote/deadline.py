@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from asymcheck.config import RemoteConfig
 from asymcheck.errors import RemoteUnreachableError
 
 _T = TypeVar("_T")
@@ -35,10 +36,30 @@ def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
 
     threading.Thread(target=run, name="asymcheck-remote", daemon=True).start()
     if not ended.wait(seconds):
-        raise RemoteUnreachableError(f"{what}: no answer in {seconds:g} s")
+        raise RemoteUnreachableError(f"{what}: no answer in {seconds:.3g} s")
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
+    """Call ``call`` with the seconds it has, and again after a failure that may pass, until the deadline.
+
+    Raises:
+        RemoteUnreachableError: as ``call`` raised it last.
+    """
+    ends, left_s, number = time.monotonic() + config.deadline_s, config.deadline_s, 1
+    while True:
+        try:
+            return call(left_s)
+        except RemoteUnreachableError as error:
+            pause_s = config.retry_s * 2 ** (number - 1)
+            left_s = ends - time.monotonic() - pause_s
+            if number >= config.attempts or left_s <= 0:
+                which = f"; attempt {number} of {config.attempts}" if number > 1 else ""
+                raise RemoteUnreachableError(f"{error}{which}") from error
+        time.sleep(pause_s)
+        number += 1
 
 
 class Rate:

@@ -30,7 +30,7 @@ from asymcheck.errors import (
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.tiers.remote.clients import Writable, connect
-from asymcheck.tiers.remote.deadline import within
+from asymcheck.tiers.remote.deadline import tried, within
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.pace import Pace
 from asymcheck.tiers.remote.refusals import refusal
@@ -87,14 +87,14 @@ class RemoteFiles:
         """Return what errors call a file."""
         return self.location.below(path.relative_to(self.top))
 
-    def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T]) -> _T:
-        """Carry out one operation, in time, with the package's errors.
+    def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T], seconds: float | None = None) -> _T:
+        """Carry out one operation, in time or in so many seconds, with the package's errors.
 
         FileNotFoundError and FileExistsError pass: whether they are errors depends on the caller.
         """
         what = f"{action} {self.url(path)}"
         try:
-            return within(self.config.deadline_s, what, lambda: call(self._client.filesystem))
+            return within(seconds or self.config.deadline_s, what, lambda: call(self._client.filesystem))
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
@@ -164,6 +164,7 @@ class RemoteFiles:
 
         Raises:
             FileNotFoundError: there is no such file, or nobody answered that knows.
+            RemoteUnreachableError: it failed ``attempts`` times, or until the deadline.
         """
 
         def read(filesystem: fs.FileSystem) -> tuple[memoryview, int]:
@@ -181,7 +182,9 @@ class RemoteFiles:
                     data = memoryview(bytes(data) + bytes(more))
                 return data, size
 
-        return self._do(f"read {length} bytes from {offset} of", path, read)
+        what = f"read {length} bytes from {offset} of"
+        # hdfs-native asks each DataNode that has a block once.
+        return tried(self.config, lambda seconds: self._do(what, path, read, seconds))
 
     def make_directory(self, path: PurePath) -> None:
         """Create a directory and what leads to it; one that is there is no error.

@@ -77,7 +77,7 @@ class Shape:
 
 _LONG = (OURS_NAME, "torch DCP async thread")
 # What one checkpoint in ten steps costs is less than what two trainings in a row differ by: it takes several.
-FULL = Shape(12, 768, (Plan(1, 12), Plan(10, 31, 3), Plan(50, 51), Plan(10, 21, 2, _CONTEXT, _LONG)))
+FULL = Shape(12, 768, (Plan(1, 12), Plan(10, 21, 2), Plan(50, 51), Plan(10, 11, 2, _CONTEXT, _LONG)))
 QUICK = Shape(2, 128, (Plan(1, 8),))
 
 

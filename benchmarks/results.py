@@ -63,6 +63,7 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "encode_speed/zipnn": ("≥", 0.8),
     },
     "bytes": {"bytes_lora/torch_save": ("≤", 0.1), "time_to_durable_with/without_policy": ("≤", 1.05)},
+    "ranks": {"commit_s_at_16384": ("≤", 10), "resolve_s_at_16384": ("≤", 10)},
     "reshard": {"reshard_time/dcp": ("≤", 1)},
     "dedupe": {"bytes_ddp4/dcp": ("≤", 1.01), "save_time_fsdp4/dcp": ("≤", 1)},
     "hdfs": {"push/raw_put": ("≥", 0.9), "restore/raw_get": ("≥", 0.9), "slowdown_while_pushing": ("≤", 1.02)},

@@ -66,7 +66,7 @@ class UnsupportedValueError(InvalidInputError):
 
 
 class StateMismatchError(InvalidInputError):
-    """The state given to fill does not fit the stored one; raised before anything is overwritten."""
+    """The state given to fill does not fit; raised before anything is overwritten, unless its tensors share memory."""
 
     kind = "state-mismatch"
 

@@ -8,7 +8,7 @@ import click
 
 from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
-from asymcheck.cli.restore_command import SHOWN, report
+from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format.layout import check_run
@@ -87,9 +87,9 @@ def convert(
             f"save:{output.save(saved.save_id)}, and another --step keeps them apart"
         )
     if left_out:
-        names = ", ".join(left_out[:SHOWN]) + (" …" if len(left_out) > SHOWN else "")
         output.note(
-            f"left out of {src}: {names}, neither the model's weights nor small files beside them; keep the folder"
+            f"left out of {src}: {output.few(left_out)}, neither the model's weights nor small files beside them; "
+            "keep the folder"
         )
     if as_json:
         output.print_json(saved)

@@ -27,6 +27,7 @@ _PIPE_WIDTH = 10_000
 _TABLE_WIDTH = 80
 _MINUTE = 60
 _SAVE_SHOWN = 12
+_NAMES_SHOWN = 3
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -126,6 +127,11 @@ def duration(nanoseconds: int) -> str:
 def count(number: int, thing: str) -> str:
     """Return a number of things, for instance ``1 checkpoint`` or ``2 checkpoints``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list that may be long."""
+    return ", ".join(names[:_NAMES_SHOWN]) + (" …" if len(names) > _NAMES_SHOWN else "")
 
 
 @contextlib.contextmanager

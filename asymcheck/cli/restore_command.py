@@ -13,8 +13,6 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
 from asymcheck.store import Store
 
-SHOWN = 3
-
 
 @click.command(epilog=exits.HELP, short_help="Write a checkpoint to a .safetensors or .pt file, or a model folder.")
 @click.argument("store", type=click.Path())
@@ -118,6 +116,5 @@ def report(done: Exported, *, as_json: bool) -> None:
     at = f"{done.checkpoint.run} step {done.checkpoint.step}"
     click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {at}")
     if done.left_out:
-        names = ", ".join(done.left_out[:SHOWN]) + (" …" if len(done.left_out) > SHOWN else "")
         values = "value that is no tensor" if len(done.left_out) == 1 else "values that are no tensors"
-        click.echo(f"left out: {len(done.left_out)} {values} ({names}); a .pt file keeps them")
+        click.echo(f"left out: {len(done.left_out)} {values} ({output.few(done.left_out)}); a .pt file keeps them")

@@ -36,7 +36,7 @@ def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
 
     threading.Thread(target=run, name="asymcheck-remote", daemon=True).start()
     if not ended.wait(seconds):
-        raise RemoteUnreachableError(f"{what}: no answer in {seconds:.3g} s")
+        raise RemoteUnreachableError(f"{what}: no answer in {round(seconds, 3):g} s")
     if failure:
         raise failure[0]
     return outcome[0]
@@ -56,8 +56,9 @@ def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
             pause_s = config.retry_s * 2 ** (number - 1)
             left_s = ends - time.monotonic() - pause_s
             if number >= config.attempts or left_s <= 0:
-                which = f"; attempt {number} of {config.attempts}" if number > 1 else ""
-                raise RemoteUnreachableError(f"{error}{which}") from error
+                if number == 1:
+                    raise
+                raise RemoteUnreachableError(f"{error}; attempt {number} of {config.attempts}") from error
         time.sleep(pause_s)
         number += 1
 

@@ -15,7 +15,7 @@ from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RanksError
 from asymcheck.last_step import LastStep
-from asymcheck.migration.beside import Beside
+from asymcheck.migration.beside import begun
 from asymcheck.migration.pushing import PushStatistics
 from asymcheck.outcomes import Outcomes
 from asymcheck.pipeline.background import Background, Statistics, TierName
@@ -24,7 +24,7 @@ from asymcheck.pipeline.ending import Ending
 from asymcheck.pipeline.pacing import pacer_of
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
-from asymcheck.policies.pushing import Push, check_push
+from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.pruning import Upkeep
 from asymcheck.ranks.ranks import Ranks, find_ranks
@@ -101,7 +101,6 @@ class Checkpointer:
             raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
         self._store, self._state, self._run = store, state, run
         pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
-        pushing = None if push is None else partial(store.pushing, check_push(push), run=run, poll_s=_POLL_S)
         self._complaints = Complaints(run, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
@@ -113,11 +112,9 @@ class Checkpointer:
         found = find_ranks(ranks)
         self._together = None if found is None else Together(store, run, found, self._ending.is_due)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
-        if self._together is not None and not self._together.is_first:
-            # Rank 0 pushes and removes, when all have committed.
-            pruner = pushing = None
         # Last: from here on a thread pushes what the training before has left.
-        self._beside = Beside(pushing)
+        pushing = partial(store.pushing, run=run, poll_s=_POLL_S)
+        self._beside = begun(pushing, push, None if found is None else found.rank)
         self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
@@ -141,7 +138,10 @@ class Checkpointer:
                 held.enter_context(self._ending)
                 self._store.settle()
                 prepare = partial(self._adopt, held)
-                return self._went_back(self._together.restore(step, self._state, prepare, self._report))
+                returned = self._together.restore(step, self._state, prepare, self._report)
+                if self._together.session().is_first_here:
+                    self._beside.start()
+                return self._went_back(returned)
             self.wait()
             self._store.settle()
             self._adopt(held)
@@ -276,8 +276,10 @@ class Checkpointer:
         background = self._store.background(self._run, self._config, self._opened, session)
         background.statistics = self._statistics
         background.held = self._ending
-        background.on_commit = partial(self._beside.after_commit, self._upkeep)
-        self._beside.start()
+        if session is None or session.is_first_here:
+            # Of the ranks that save into one store, the first removes and pushes, when all have committed.
+            background.on_commit = partial(self._beside.after_commit, self._upkeep)
+            self._beside.start()
         self._ending.arm(background)
         return background
 

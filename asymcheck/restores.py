@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,17 +11,27 @@ import torch
 
 from asymcheck.arguments import check_device, check_glob, check_rank, check_step
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import SkippedCheckpointWarning, warn_user
+from asymcheck.errors import (
+    UNKNOWING,
+    CheckpointNotFoundError,
+    FormatError,
+    InconsistentCheckpointError,
+    RecoveryError,
+    SkippedCheckpointWarning,
+    StorageError,
+    UnsupportedFormatError,
+    warn_user,
+)
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.recovery.describe import describe_loaded
-from asymcheck.recovery.load import Finish, Loaded, Wanted, load, read_first
-from asymcheck.recovery.resolve import Resolved
+from asymcheck.recovery.load import Finish, Loaded, Wanted, load, load_part, read_first
+from asymcheck.recovery.resolve import Resolved, candidates
 from asymcheck.recovery.rings import RingWanted, stream_from_rings
 from asymcheck.recovery.stream import Sink, stream
 from asymcheck.remotes import Remotes
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.types import Progress, Restored
+from asymcheck.types import Checkpoint, CheckpointRef, Progress, Restored
 
 
 class Restores(Remotes):
@@ -96,6 +106,42 @@ class Restores(Remotes):
             self._fence()
         with timed("restore", 0, lambda: {"run": run}), self._source() as source:
             return self._restored(load(source, run, step, wanted), step)
+
+    def restore_part(self, ref: CheckpointRef, *, into: object, run: str, rank: int) -> Checkpoint:
+        """Fill ``into`` with what ``rank`` saved of a checkpoint: from this store, or from the location behind it.
+
+        For jobs whose machines have a store each. It is right when all ranks do so with the same ``ref``.
+
+        Raises:
+            InconsistentCheckpointError, FormatError, RecoveryError, StorageError: it is not whole in any of them.
+            StateMismatchError: the state does not fit.
+        """
+        self._fence()
+        wanted = Wanted("*", into, check_device(None), rank=check_rank(rank), grows=True)
+        problems: list[str] = []
+        with timed("restore", 0, lambda: {"run": run}), self._source() as source:
+            # What lies here takes no question to a location that is far.
+            for tier in [self._with_memory(self._nvme), *([] if self._far is None else [source])]:
+                try:
+                    return describe_loaded(tier, load_part(tier, run, ref, wanted), is_newest=True)
+                except (UnsupportedFormatError, *UNKNOWING):
+                    raise
+                except (FormatError, RecoveryError, StorageError) as error:
+                    problems.append(str(error))
+        raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
+
+    def restorable_parts(self, run: str, step: int | None, ranks: Sequence[int]) -> list[CheckpointRef]:
+        """Return the checkpoints of a run, or of a step of it, of which these ranks have something to read.
+
+        Raises:
+            HeadRecordError: which one is newest cannot be known.
+        """
+        with self._source() as source:
+            try:
+                found = candidates(source, run, step)
+            except CheckpointNotFoundError:
+                return []
+        return [one.ref for one in found if one.world_size and all(one.has(rank % one.world_size) for rank in ranks)]
 
     def read(
         self,

@@ -5,6 +5,7 @@ It wires the ways down and up to a tier and holds no engine of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,10 @@ from typing import TypeVar
 from asymcheck.arguments import check_location, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
-from asymcheck.errors import (
-    CheckpointNotFoundError,
-)
+from asymcheck.errors import CheckpointNotFoundError, ChecksumError, StructureError, TruncatedError
 from asymcheck.events import timed
 from asymcheck.format import layout
+from asymcheck.format.record import HeadRecord
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
 from asymcheck.pipeline.commit import remove
@@ -221,6 +221,26 @@ class Store(Restores):
         What was saved after ``parent`` stays, but is no longer on the line of training.
         """
         return begin_generation(self._writable(), layout.check_run(run), None if parent is None else parent.ref)
+
+    def heads(self, run: str, *, behind: bool = False) -> list[HeadRecord]:
+        """Return the head records of a run, oldest first; one that is damaged is not among them.
+
+        With those ``behind`` this store, in the location that was given as ``remote``, if that can be had.
+        """
+        found = []
+        with self._source() if behind else contextlib.nullcontext(self._tier) as tier:
+            for generation in tier.manifests.heads(layout.check_run(run)):
+                with contextlib.suppress(ChecksumError, StructureError, TruncatedError):
+                    found.append(tier.manifests.read_head(run, generation))
+        return [one[0] for one in found if one is not None]
+
+    def take_head(self, head: HeadRecord) -> None:
+        """Begin a generation as the store of another machine of the same job has.
+
+        Raises:
+            HeadRecordError: it is another one here.
+        """
+        self._writable().manifests.take_head(head)
 
     def close(self) -> None:
         """Finish what is being saved in the background, and close the store; closing twice is no error."""

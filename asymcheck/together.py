@@ -20,14 +20,17 @@ from asymcheck.errors import (
     RecoveryError,
     UnsupportedFormatError,
 )
+from asymcheck.machines import Proposals, align, named, open_too, opened, ref_of
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.ownership import distributed
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.ranks import Ranks, Session
+from asymcheck.ranks.homes import Home
 from asymcheck.ranks.session import reason_of
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, CheckpointRef, Part, SaveId
+from asymcheck.tiers.owners import this_process
+from asymcheck.types import Checkpoint, CheckpointRef, Part
 
 _REASONS_SHOWN = 4
 
@@ -79,9 +82,13 @@ class Together:
             RankFailedError: they are about to do different things.
         """
         if self._session is None:
-            terms = {"store": self._store.store_id, "ranks": str(self._ranks.world_size)}
-            self._session = Session.join(self._ranks, self._run, terms)
-            self._session.is_ending = self._is_ending
+            terms = {"ranks": str(self._ranks.world_size)}
+            home = Home(self._store.store_id, self._ranks.node, this_process().boot_id)
+            session = Session.join(self._ranks, self._run, terms, home)
+            session.is_ending = self._is_ending
+            if session.store_ranks is not None:
+                align(session, self._store, self._run)
+            self._session = session
         return self._session
 
     def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
@@ -122,15 +129,22 @@ class Together:
         """
         session = self.session()
         does = "restores the newest checkpoint" if step is None else f"restores step {step}"
-        number, _ = session.begin(does, None, 2, lambda: None, f"restore of run {self._run!r}")
+        is_one = session.store_ranks is None
+        number, _ = session.begin(does, None, 2 if is_one else 1, lambda: None, f"restore of run {self._run!r}")
         skipped: list[str] = []
-        proposals = self._proposals(step, skipped, prepare) if self.is_first else iter(())
-        part = 1
+        proposals: Iterator[CheckpointRef] = iter(())
+        if is_one and self.is_first:
+            proposals = self._proposals(step, skipped, prepare)
+        elif not is_one:
+            common = Proposals(session, self._store, self._run, step)
+            common.gather((number, 1), prepare)
+            proposals = common.each(skipped)
+        part = 1 if is_one else 2
         while True:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            read = partial(self._read, ref, into, tell)
+            read = partial(self._read if is_one else self._read_part, ref, into, tell)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -157,7 +171,7 @@ class Together:
     ) -> CheckpointRef | None:
         """Return what rank 0 wants to restore next; None when there is nothing."""
         if not self.is_first:
-            return _ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
+            return ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
         try:
             ref = next(proposals, None)
         except CheckpointNotFoundError as error:
@@ -168,7 +182,7 @@ class Together:
         except BaseException as error:
             session.post(at, f"rank 0: {reason_of(error)}".encode(), failed=True)
             raise
-        session.post(at, json.dumps(_named(ref)).encode())
+        session.post(at, json.dumps(named(ref)).encode())
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
@@ -177,6 +191,10 @@ class Together:
         if read.ref != ref:
             raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
         return read
+
+    def _read_part(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
+        tell()
+        return self._store.restore_part(ref, into=into, run=self._run, rank=self.rank)
 
     def _try(
         self,
@@ -208,7 +226,8 @@ class Together:
             failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if one["failed"] is not None]
             if not failed and checkpoint is not None:
                 generation = self._store.begin_generation(checkpoint, run=self._run)
-                return json.dumps({"generation": generation}).encode()
+                head = None if session.store_ranks is None else opened(self._store, self._run, generation)
+                return json.dumps({"generation": generation, "head": head}).encode()
             reasons = "; ".join(failed[:_REASONS_SHOWN])
             if skipped is not None and all(one["failed"] is None or one["is_damage"] for one in found):
                 skipped.append(f"{ref}: {reasons}")
@@ -223,6 +242,8 @@ class Together:
             raise failure
         if checkpoint is None or "failed" in said:
             raise RankFailedError(f"{said['failed']}; no rank may train on from it")
+        if said["head"] is not None:
+            open_too(self._store, said["head"])
         return Returned(checkpoint, said["generation"], ())
 
     def rollback(self, background: Background | None, into: object, tell: Callable[[], object]) -> Returned:
@@ -237,15 +258,15 @@ class Together:
         session = self.session()
         what = f"rollback of run {self._run!r}"
         number, _ = session.begin("rolls back", None, 1, lambda: None, what)
-        mine = [_named(ref) for ref in (() if background is None else background.in_ring())]
+        mine = [named(ref) for ref in (() if background is None else background.in_ring())]
 
         def decide(reports: Sequence[bytes]) -> bytes:
-            everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
+            everywhere = set.intersection(*({ref_of(one) for one in json.loads(report)} for report in reports))
             on_line = self._store.line(self._run)
             newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
-            return json.dumps(_named(newest)).encode()
+            return json.dumps(named(newest)).encode()
 
-        ref = _ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
+        ref = ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
         if ref is None or background is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
@@ -294,14 +315,3 @@ def saved(capture: Capture) -> Checkpoint:
         written_bytes=capture.written_bytes,
         metrics=request.metrics,
     )
-
-
-def _named(ref: CheckpointRef | None) -> list[object] | None:
-    return None if ref is None else [ref.generation, ref.step, ref.save_id.hex()]
-
-
-def _ref_of(named: object) -> CheckpointRef | None:
-    if not isinstance(named, list):
-        return None
-    generation, step, save_id = named
-    return CheckpointRef(generation, step, SaveId(bytes.fromhex(save_id)))

@@ -21,6 +21,7 @@ from asymcheck.format.manifest_columns import (
 )
 from asymcheck.format.manifest_values import fixed_bytes, flattened, list_offsets, picked
 from asymcheck.format.record import canonical_json, parent_to_json
+from asymcheck.format.spans import Spans
 from asymcheck.format.tree import Node, encode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId
 
@@ -93,6 +94,8 @@ class ManifestHeader:
     """Packs in which the partitions lay at commit; a hint."""
     tree: Node
     """Structure of the state."""
+    store_ranks: Spans | None = None
+    """The ranks that save into the store for which it was written; None when all do."""
 
 
 class Manifest:
@@ -242,4 +245,6 @@ def _encode_header(header: ManifestHeader) -> bytes:
         "packs": [pack.hex() for pack in header.packs],
         "tree": header.tree,
     }
+    if header.store_ranks is not None:
+        fields["store_ranks"] = header.store_ranks
     return canonical_json(fields)

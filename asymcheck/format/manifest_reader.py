@@ -19,6 +19,7 @@ from asymcheck.format.manifest_alike import Alike, RowsName
 from asymcheck.format.manifest_columns import SCHEMA
 from asymcheck.format.manifest_values import distinct, fixed_bytes, flattened, is_valid, list_offsets
 from asymcheck.format.record import parent_from_json, parse_id
+from asymcheck.format.spans import read_spans
 from asymcheck.format.strict_json import parse_json
 from asymcheck.format.tree import decode_metric
 from asymcheck.format.versions import check_reader_features, check_version
@@ -186,6 +187,11 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
             plan=fields["plan"],
             packs=tuple(PackId(parse_id(pack, where)) for pack in fields["packs"]),
             tree=fields["tree"],
+            store_ranks=(
+                read_spans(fields["store_ranks"], fields["rank"], fields["world_size"])
+                if "store_ranks" in fields
+                else None
+            ),
         )
         _check_header(header, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -147,19 +147,22 @@ def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     return Descriptor(store_id, created, string(value, "writer", where), readers, writers), damaged
 
 
+def head_to_json(head: HeadRecord) -> dict[str, object]:
+    """Return the JSON form of a head record."""
+    return {
+        "kind": "head",
+        "format": registry.FORMAT_WRITE,
+        "run": head.run,
+        "generation": head.generation,
+        "parent": parent_to_json(head.parent),
+        "created_ns": head.created_ns,
+        "writer": head.writer,
+    }
+
+
 def encode_head(head: HeadRecord) -> bytes:
     """Return the bytes of a head record's file."""
-    return encode_record(
-        {
-            "kind": "head",
-            "format": registry.FORMAT_WRITE,
-            "run": head.run,
-            "generation": head.generation,
-            "parent": parent_to_json(head.parent),
-            "created_ns": head.created_ns,
-            "writer": head.writer,
-        }
-    )
+    return encode_record(head_to_json(head))
 
 
 def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
@@ -169,6 +172,15 @@ def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
         FormatError: of the kind that fits.
     """
     value, damaged = decode_record(data, "head", where)
+    return head_from_json(value, where), damaged
+
+
+def head_from_json(value: Mapping[str, object], where: str) -> HeadRecord:
+    """Read the JSON form of a head record.
+
+    Raises:
+        StructureError
+    """
     generation = integer(value, "generation", where)
     if "parent" not in value:
         raise StructureError(f"{where}: a head record without a parent says so with null")
@@ -176,7 +188,7 @@ def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
     if not 1 <= generation <= registry.GENERATION_MAX or (parent is not None and parent.generation >= generation):
         raise StructureError(f"{where}: generation {generation} cannot follow its parent")
     created = integer(value, "created_ns", where)
-    return HeadRecord(string(value, "run", where), generation, parent, created, string(value, "writer", where)), damaged
+    return HeadRecord(string(value, "run", where), generation, parent, created, string(value, "writer", where))
 
 
 def parent_to_json(parent: CheckpointRef | None) -> dict[str, object] | None:

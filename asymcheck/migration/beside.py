@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 from asymcheck.errors import AsymcheckError, UnreachableRemoteWarning, warn_user
 from asymcheck.migration.pushing import Pushing, PushStatistics
+from asymcheck.policies.pushing import Push, check_push
 from asymcheck.pruning import Pruner, Upkeep
+
+
+def begun(make: Callable[[Push], Pushing], push: Push | None, rank: int | None) -> Beside:
+    """Push as ``push`` says, if it does, with what ``make`` returns.
+
+    Of several ranks those that are to push know it when they have met; what lies there is removed by ``rank`` 0 alone.
+
+    Raises:
+        InvalidInputError: ``push`` is no such thing.
+    """
+    if push is None:
+        return Beside(None)
+    rules = check_push(push) if not rank else dataclasses.replace(check_push(push), keep=None)
+    return Beside(partial(make, rules), begins=rank is None)
 
 
 class Beside:
     """The pushing of one Checkpointer, or nothing. For the training thread, where nothing else is said."""
 
-    def __init__(self, make: Callable[[], Pushing] | None) -> None:
-        """Push with what ``make`` returns, from now on: what the last training has left is sent first."""
+    def __init__(self, make: Callable[[], Pushing] | None, *, begins: bool = True) -> None:
+        """Push with what ``make`` returns, from now on: what the last training has left is sent first.
+
+        Unless it ``begins`` now, from :meth:`start` on.
+        """
         self._make = make
-        self._pushing = None if make is None else make()
-        self._is_open = make is not None
+        self._pushing: Pushing | None = None
+        self._is_open = False
         self._told: set[str] = set()
+        if begins:
+            self.start()
 
     def start(self) -> None:
-        """Go on after :meth:`close`."""
+        """Begin, or go on after :meth:`close`."""
         if self._make is not None and not self._is_open:
             self._pushing = self._make()
             self._is_open = True

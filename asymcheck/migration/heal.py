@@ -60,8 +60,9 @@ def heal(
 
     def bring(listing: CheckpointFiles) -> None:
         # It may have been deleted since the repair saw it.
-        if here.manifests.listing(listing.run, listing.ref).manifests:
-            copy_one(there, here, catalog, listing, tally, progress)
+        known = here.manifests.listing(listing.run, listing.ref)
+        if known.manifests:
+            copy_one(there, here, catalog, listing.of_ranks(known.store_ranks), tally, progress)
 
     failed |= {name: str(error) for name, error in each(there, listings, bring).items()}
     if tally.committed:

@@ -85,13 +85,15 @@ def push(
         if run in failures:
             continue
         if run not in committed:
-            committed[run] = {found.ref: found for found in there.manifests.checkpoints(run) if found.is_complete}
+            committed[run] = {found.ref: found for found in there.manifests.checkpoints(run)}
         try:
-            found = committed[run].get(listing.ref)
-            if found is not None and present.has(found):
+            # Of several stores of one job each brings what its ranks saved.
+            parts = {ref: found.of_ranks(listing.store_ranks) for ref, found in committed[run].items()}
+            found = parts.get(listing.ref)
+            if found is not None and found.is_complete and present.has(found):
                 tally.present += 1
                 continue
-            older = _older(here, listing, committed[run])
+            older = _older(here, listing, [ref for ref, part in parts.items() if part.is_complete])
             _Push(here, there, listing, tally, progress, encoder, older).carry_out(heads)
             committed[run][listing.ref] = listing
         except (HeadRecordError, InvalidInputError) as error:

@@ -25,7 +25,7 @@ def selected(tier: ReadTier, run: str | None, step: int | None, *, everything: b
         return _all(tier, run)
     listings = candidates(tier, run or DEFAULT_RUN, step)
     skipped: list[str] = []
-    for resolved in resolve_each(tier, listings, skipped):
+    for resolved in resolve_each(tier, listings, skipped, whole=False):
         resolved.sources.close()
         for reason in skipped:
             warn_user(f"run {resolved.run!r}: passed over {reason}", SkippedCheckpointWarning)

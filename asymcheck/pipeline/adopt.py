@@ -11,6 +11,7 @@ from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionErr
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest, ManifestHeader
 from asymcheck.format.ring import COMPLETE
+from asymcheck.format.spans import ranks_in
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
@@ -154,7 +155,9 @@ def _adopt_one(
 
 def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, found: Sequence[_Found]) -> list[int]:
     there = {one.header.rank for one in found if _is_same(one.header, header)}
-    return [rank for rank in range(header.world_size) if rank not in there and not stored.has(rank)]
+    # What ranks of other machines have left is there, where nobody can look from here.
+    wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
+    return [rank for rank in wanted if rank not in there and not stored.has(rank)]
 
 
 def _is_same(one: ManifestHeader, other: ManifestHeader) -> bool:

@@ -157,6 +157,8 @@ class Background:
         self, state: object, request: SaveRequest, generation: int | None, number: int
     ) -> tuple[Capture, Capturer]:
         """Return a capture of a state, of which nothing is copied yet, and what is to copy it."""
+        if self._joint is not None:
+            request = dataclasses.replace(request, store_ranks=self._joint.store_ranks)
         flat = flatten(state)
         # The compiler of a compiled optimizer step must not look into the fence: it would compile the copies, too.
         fences = self._fences or Fences(torch.compiler.disable(self.fence))

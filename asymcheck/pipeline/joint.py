@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format.frame import frame_length
+from asymcheck.format.record import head_from_json, head_to_json
 from asymcheck.partition.schedule import Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.moving import Moving
@@ -25,8 +27,8 @@ from asymcheck.pipeline.turn import Turn
 from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
 from asymcheck.ranks.session import reason_of
-from asymcheck.ranks.sharing import decode_owners, share_out
-from asymcheck.tiers.manifests import ManifestReader
+from asymcheck.ranks.sharing import decode_owners, share_out_by_group
+from asymcheck.tiers.nvme import ManifestFiles
 from asymcheck.types import CheckpointRef, SaveId
 
 _SAVES = "saves"
@@ -54,9 +56,13 @@ class Joint:
     """This rank's part in the saves of all. :meth:`turn` is for the training thread, the rest for the commit thread."""
 
     def __init__(
-        self, session: Session, placing: Callable[[Capture], Place], manifests: ManifestReader, run: str
+        self, session: Session, placing: Callable[[Capture], Place], manifests: ManifestFiles, run: str
     ) -> None:
         """Save ``run`` with those of ``session``; on rank 0 ``placing`` says where on the line a checkpoint goes."""
+        self.store_ranks = session.store_ranks
+        """The ranks that save into this store; None when all do."""
+        self._head: Mapping[str, object] | None = None
+        self._newest_head = 0
         self._manifests = manifests
         self._session = session
         self._committing = session.for_thread()
@@ -82,7 +88,8 @@ class Joint:
             if anew:
                 self._shared_plan, self._since_shared, self._is_outdated = plan, 0, False
             self._since_shared += 1
-        turn = Turn(number, request.step, request.save_id, generation, plan.record(), anew)
+        head = None if generation is None else self._head_of(generation)
+        turn = Turn(number, request.step, request.save_id, generation, plan.record(), anew, head)
         said = {**dataclasses.asdict(turn), "save_id": request.save_id.hex()}
         self._session.open(number, _SAVES, request.step, _DIGESTS if anew else _STORED, said)
         return turn
@@ -95,7 +102,22 @@ class Joint:
         """
         what = f"save of step {request.step} of run {self._run!r}"
         _, said = self._session.follow(_SAVES, request.step, what)
+        self._take_head(said["head"])
         return Turn(**{**said, "save_id": SaveId(bytes.fromhex(said["save_id"]))})
+
+    def _head_of(self, generation: int) -> Mapping[str, object] | None:
+        """Return the head record that the stores of other machines need, too."""
+        if self.store_ranks is not None and (self._head is None or self._head["generation"] != generation):
+            found = self._manifests.read_head(self._run, generation)
+            self._head = None if found is None else head_to_json(found[0])
+        return self._head
+
+    def _take_head(self, said: Mapping[str, object] | None) -> None:
+        """Open a generation in this store, too, before anything is saved that belongs to it."""
+        head = None if said is None else head_from_json(said, "head record of rank 0")
+        if head is not None and head.generation > self._newest_head:
+            self._manifests.take_head(head)
+            self._newest_head = head.generation
 
     def next_number(self) -> int:
         """Return the number of the save that is about to begin."""
@@ -155,7 +177,8 @@ class Joint:
 
     def _share(self, capture: Capture, at: tuple[int, int]) -> None:
         report = self._replicas.report(capture)
-        owners = self._committing.agree(at, report, share_out, self._what(capture, "digests"))
+        decide = partial(share_out_by_group, groups=self._session.groups)
+        owners = self._committing.agree(at, report, decide, self._what(capture, "digests"))
         self._replicas.take(capture, decode_owners(owners))
 
     def _write_own(self, moving: Moving, writes: Writes) -> None:
@@ -179,12 +202,14 @@ class Joint:
                 "generation": place.generation,
                 "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
                 "is_void": any(json.loads(report)["is_void"] for report in set(reports)),
+                "head": self._head_of(place.generation),
             }
             return json.dumps(said).encode()
 
         is_void = not self._replicas.knows(capture)
         report = json.dumps({"is_void": is_void}).encode()
         said = json.loads(self._committing.agree(at, report, decide, self._what(capture, "partitions")))
+        self._take_head(said["head"])
         parent = said["parent"]
         if parent is not None:
             parent = CheckpointRef(parent[0], parent[1], SaveId(bytes.fromhex(parent[2])))

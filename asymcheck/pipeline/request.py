@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 
+from asymcheck.format.spans import Spans
 from asymcheck.policies.interval import Pace
 from asymcheck.types import CheckpointRef, SaveId
 
@@ -42,5 +43,7 @@ class SaveRequest:
     """How many ranks save."""
     save_id: SaveId = dataclasses.field(default_factory=new_save_id)
     """The attempt, the same for all ranks."""
+    store_ranks: Spans | None = None
+    """The ranks that save into the same store; None when all do."""
     pace: Pace | None = None
     """What this rank has measured, where an interval is chosen from that."""

@@ -41,6 +41,7 @@ def manifest_header(
         plan=plan,
         packs=tuple(packs),
         tree=tree,
+        store_ranks=request.store_ranks,
     )
 
 

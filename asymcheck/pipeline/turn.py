@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from asymcheck.types import SaveId
 
@@ -23,3 +24,5 @@ class Turn:
     """The record of the plan that all cut by."""
     shares_anew: bool
     """Whether the ranks look anew at what they have in common."""
+    head: Mapping[str, object] | None = None
+    """The head record of the generation, where machines have stores of their own."""

@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
 from functools import partial
 
 from asymcheck.errors import RankFailedError
+from asymcheck.format.spans import Spans, spans_of
 from asymcheck.ranks.clock import Clock, missing_error
+from asymcheck.ranks.homes import Home, grouped, refusal_of
 from asymcheck.ranks.keys import Keys, in_parts
 from asymcheck.ranks.ranks import Ranks
 
 
-def meet(ranks: Ranks, keys: Keys, run: str, terms: Mapping[str, str]) -> str:
-    """Find the other ranks; return the name of their session, when all are there and have the same ``terms``.
+@dataclasses.dataclass(frozen=True)
+class Met:
+    """What came of a meeting."""
+
+    name: str
+    """The name of the session."""
+    groups: tuple[Spans, ...]
+    """On rank 0: the ranks of each store. On others: those of its own alone."""
+    count: int
+    """How many stores there are."""
+
+
+def meet(ranks: Ranks, keys: Keys, run: str, terms: Mapping[str, str], home: Home) -> Met:
+    """Find the other ranks; return when all are there, have the same ``terms``, and may save where they do.
 
     Raises:
         RanksMissingError: some are not there.
         RankFailedError: they differ in what they are about to do.
     """
     meeting = f"{run}/meet"
-    mine = json.dumps({"token": os.urandom(8).hex(), "terms": dict(terms)}).encode()
+    report = {"token": os.urandom(8).hex(), "terms": dict(terms), "home": dataclasses.asdict(home)}
+    mine = json.dumps(report).encode()
     clock = Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
     if ranks.rank:
         return _arrive(ranks, keys, meeting, mine, clock)
     name = os.urandom(8).hex()
     keys.put(meeting, name.encode())
-    _receive(ranks, keys, f"{meeting}/{name}", mine, clock)
-    return name
+    groups = _receive(ranks, keys, f"{meeting}/{name}", mine, clock)
+    return Met(name, groups, len(groups))
 
 
-def _arrive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -> str:
-    """Report to the meeting that rank 0 opened; return its name when rank 0 has answered this very report."""
+def _arrive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -> Met:
+    """Report to the meeting that rank 0 opened; return when rank 0 has answered this very report."""
     reported = ""
     answer = b""
 
@@ -56,14 +72,14 @@ def _arrive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -
     if not clock.wait(is_answered):
         raise missing_error([0], "finding each other", clock.waited_s)
     keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
-    refusal = answer[len(json.loads(mine)["token"]) :]
-    if refusal:
-        raise RankFailedError(refusal.decode())
-    return reported
+    said = json.loads(answer[len(json.loads(mine)["token"]) :])
+    if said["refusal"]:
+        raise RankFailedError(said["refusal"])
+    return Met(reported, (tuple((first, last) for first, last in said["spans"]),), said["stores"])
 
 
-def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -> None:
-    """Wait for the reports of all ranks, compare them with this one's, and answer each."""
+def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -> tuple[Spans, ...]:
+    """Wait for the reports of all ranks, compare them with this one's, and answer each; return the ranks by store."""
     places = [f"{meeting}/{rank}" for rank in range(1, ranks.world_size)]
     found = [json.loads(mine)]
     for some in in_parts(places):
@@ -73,13 +89,20 @@ def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) 
         found += map(json.loads, keys.get(some))
     terms = found[0]["terms"]
     others = [rank for rank, one in enumerate(found) if one["terms"] != terms]
-    refusal = ""
+    homes = [Home(**one["home"]) for one in found]
+    refusal = refusal_of(homes)
     if others:
         refusal = (
             f"ranks that save together have to do so in the same way: rank {others[0]} has "
             f"{found[others[0]]['terms']}, rank 0 has {terms}"
         )
+    groups = tuple(spans_of(group) for group in grouped(homes))
+    answers = {
+        home.store: json.dumps({"refusal": refusal, "spans": spans, "stores": len(groups)})
+        for home, spans in ((homes[spans[0][0]], spans) for spans in groups)
+    }
     for rank, one in enumerate(found[1:], 1):
-        keys.put(f"{meeting}/to/{rank}", (one["token"] + refusal).encode())
+        keys.put(f"{meeting}/to/{rank}", (one["token"] + answers[homes[rank].store]).encode())
     if refusal:
         raise RankFailedError(refusal)
+    return groups

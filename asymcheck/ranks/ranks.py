@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ class Ranks:
         *,
         timeout_s: float = _TIMEOUT_S,
         local_size: int | None = None,
+        node: str | None = None,
     ) -> None:
         """Say who this process is, the same way on each rank.
 
@@ -39,6 +41,7 @@ class Ranks:
             timeout_s: how long a rank that is ready waits for the others, in seconds: longer than one of them may take
                 to write its part of a checkpoint, or to read it.
             local_size: how many of the ranks share the memory of this machine; all when it is not known.
+            node: the name of this machine, whose ranks save into one store; the host name by default.
 
         Raises:
             InvalidInputError
@@ -56,6 +59,9 @@ class Ranks:
         self.world_size = world_size
         self.timeout_s = float(timeout_s)
         self.local_size = max(1, min(world_size if local_size is None else local_size, world_size))
+        if node is not None and (type(node) is not str or not node):
+            raise InvalidInputError(f"node={node!r:.100}: give a name")
+        self.node = node or socket.gethostname()
         self._store = store
 
     def __repr__(self) -> str:
@@ -63,8 +69,10 @@ class Ranks:
         return f"<asymcheck.Ranks {self.rank} of {self.world_size}>"
 
     @classmethod
-    def from_torch(cls, *, timeout_s: float = _TIMEOUT_S) -> Ranks:
+    def from_torch(cls, *, timeout_s: float = _TIMEOUT_S, node: str | None = None) -> Ranks:
         """Return the ranks of ``torch.distributed``, with the store by which their processes found each other.
+
+        ``node`` names this machine; see :class:`Ranks`.
 
         Raises:
             InvalidInputError: ``torch.distributed`` is not initialised.
@@ -79,7 +87,7 @@ class Ranks:
         store = PrefixStore(_PREFIX, _get_default_store())
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         local_size = int(local) if local.isdecimal() else None
-        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s=timeout_s, local_size=local_size)
+        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s=timeout_s, local_size=local_size, node=node)
 
     def connect(self) -> Keys:
         """Return a connection to the store, for one thread."""

@@ -16,8 +16,9 @@ from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
+from asymcheck.ranks.homes import NO_HOME, Home
 from asymcheck.ranks.keys import Keys, in_parts
-from asymcheck.ranks.meeting import meet
+from asymcheck.ranks.meeting import Met, meet
 from asymcheck.ranks.ranks import Ranks
 
 _LATE_SHARE = 0.1
@@ -35,9 +36,9 @@ Decide = Callable[[Sequence[bytes]], "bytes | list[bytes]"]
 class Session:
     """Ranks that found each other. One thread uses it at a time; a further one takes :meth:`for_thread`."""
 
-    def __init__(self, ranks: Ranks, keys: Keys, name: str, posted: list[tuple[Round, str]]) -> None:
+    def __init__(self, ranks: Ranks, keys: Keys, name: str, met: Met, posted: list[tuple[Round, str]]) -> None:
         """Wrap what was agreed; use :meth:`join`."""
-        self._ranks, self._keys, self._name = ranks, keys, name
+        self._ranks, self._keys, self._name, self._met = ranks, keys, name, met
         # Of rank 0: what it has said, to be removed when everybody has heard it. Shared by all threads.
         self._posted = posted
         self._lock = threading.Lock()
@@ -49,23 +50,32 @@ class Session:
         self._reported: tuple[Round, int] | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
+        self.groups = met.groups
+        """The ranks of each store: on rank 0 of all stores, on others of its own."""
+        self.store_ranks = met.groups[0] if met.count > 1 else None
+        """The ranks that save into the store of this one; None when all do."""
+        self.is_first_here = met.groups[0][0][0] == ranks.rank
+        """Whether this is the first rank of its store, which does there what is done once."""
         self.is_ending: Callable[[], bool] = lambda: False
         """Tells whether this process is to end, and so should not wait for long."""
 
     @classmethod
-    def join(cls, ranks: Ranks, run: str, terms: Mapping[str, str]) -> Session:
+    def join(cls, ranks: Ranks, run: str, terms: Mapping[str, str], home: Home = NO_HOME) -> Session:
         """Find the other ranks: when this returns, all are there, alive, and have the same ``terms``.
+
+        ``home`` says where this one saves.
 
         Raises:
             RanksMissingError: some are not there.
             RankFailedError: they differ in what they are about to do.
         """
         keys = ranks.connect()
-        return cls(ranks, keys, f"{run}/{meet(ranks, keys, run, terms)}", [])
+        met = meet(ranks, keys, run, terms, home)
+        return cls(ranks, keys, f"{run}/{met.name}", met, [])
 
     def for_thread(self) -> Session:
         """Return this session for another thread, which then waits without holding this one up."""
-        other = Session(self._ranks, self._ranks.connect(), self._name, self._posted)
+        other = Session(self._ranks, self._ranks.connect(), self._name, self._met, self._posted)
         other._lock, other._was_missing = self._lock, self._was_missing
         other.is_ending = self.is_ending
         return other

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.errors import StructureError
+from asymcheck.format.spans import Spans, ranks_in
 
 _ROW = np.dtype([("key", "<u8"), ("length", "<u4")])
 NOBODY = -1
@@ -32,6 +33,23 @@ def decode_owners(data: bytes) -> list[int]:
     """Return the owner of each partition of a rank's report: a rank, or :data:`NOBODY`."""
     owners: list[int] = np.frombuffer(data, dtype="<i4").tolist()
     return owners
+
+
+def share_out_by_group(reports: Sequence[bytes], groups: Sequence[Spans]) -> list[bytes]:
+    """Do as :func:`share_out` does, among the ranks of each store: what lies in another one is of no use there.
+
+    Raises:
+        StructureError: a report is none.
+    """
+    if len(groups) == 1:
+        return share_out(reports)
+    verdicts = [b""] * len(reports)
+    for group in map(ranks_in, groups):
+        ranks = np.array([*group, NOBODY], dtype="<i4")
+        for rank, verdict in zip(group, share_out([reports[rank] for rank in group]), strict=True):
+            # Nobody is the last of them.
+            verdicts[rank] = ranks[np.frombuffer(verdict, dtype="<i4")].tobytes()
+    return verdicts
 
 
 def share_out(reports: Sequence[bytes]) -> list[bytes]:

@@ -26,7 +26,7 @@ from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.outlook import read_outlook
 from asymcheck.recovery.overlap import holds, overlapping
 from asymcheck.recovery.parts import Parts
-from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each
+from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each, resolve_manifests
 from asymcheck.recovery.shape import with_tensors
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
@@ -159,7 +159,8 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     """Read all tensors, and return what makes the state of them."""
     if wanted.into is None:
         return _load_anew(tier, wanted, resolved)
-    parts = Parts(resolved.manifests, (wanted.rank or 0) % len(resolved.manifests))
+    own = (wanted.rank or 0) % resolved.manifests[0].header.world_size
+    parts = Parts(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     assembly = Assembly(filler.demands, wanted.device)
     fetch_in_place(tier, resolved, assembly)
@@ -173,6 +174,34 @@ def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     fetch_all(tier, resolved, assembly)
     tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
     return partial(with_tensors, outlook.shape, tensors)
+
+
+def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> Loaded:
+    """Fill what one rank has with what it, or the one in its place, saved in a checkpoint, whether all of it is there.
+
+    That is right when each rank of the job does so with the same checkpoint.
+
+    Raises:
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError, StorageError: what the
+            rank needs is not here.
+        StateMismatchError: the state does not fit; nothing was overwritten.
+        PartialRestoreError: some of it was overwritten, and then the rest proved damaged.
+    """
+    listing = tier.manifests.listing(run, ref)
+    ranks = [name.rank for name in listing.manifests]
+    own = (wanted.rank or 0) % (listing.world_size or 1)
+    if own not in ranks or len(ranks) != len(set(ranks)):
+        raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
+    manifests = tier.manifests.read_all(listing)
+    with resolve_manifests(tier, listing, manifests).sources as sources:
+        try:
+            finish = _load_one(tier, wanted, Resolved(run, ref, manifests, sources))
+        except StateMismatchError as error:
+            if listing.is_whole:
+                raise
+            raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
+    first, *others = manifests
+    return Loaded(finish(), run, ref, first, (), tuple(others))
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:

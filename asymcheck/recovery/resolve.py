@@ -20,6 +20,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Detail, timed
 from asymcheck.format.manifest import Manifest
+from asymcheck.format.spans import named_spans
 from asymcheck.recovery.line import check_generations, read_line
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -108,10 +109,12 @@ def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> N
         raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 
 
-def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:
+def resolve_each(
+    tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], *, whole: bool = True
+) -> Iterator[Resolved]:
     """Yield the consistent ones among ``listings`` in order; append to ``skipped`` why others were passed over.
 
-    The consumer closes the ``sources`` of each.
+    The consumer closes the ``sources`` of each. Unless ``whole``, what the ranks of this store saved is enough.
 
     Raises:
         UnsupportedFormatError: a checkpoint needs a newer program.
@@ -121,7 +124,7 @@ def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[
     for listing in listings:
         try:
             with timed("find", 0, partial(_named, listing)):
-                resolved = resolve_one(tier, listing)
+                resolved = resolve_one(tier, listing, whole=whole)
             yield resolved
         except (UnsupportedFormatError, LockTimeoutError, *UNKNOWING):
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
@@ -134,13 +137,26 @@ def _named(listing: CheckpointFiles) -> Detail:
     return {"run": listing.run, "step": listing.ref.step}
 
 
-def resolve_one(tier: ReadTier, listing: CheckpointFiles) -> Resolved:
+def resolve_one(tier: ReadTier, listing: CheckpointFiles, *, whole: bool = False) -> Resolved:
     """Check that one checkpoint is consistent and open the packs that it needs.
+
+    Unless ``whole``, that of the ranks that save into this store is enough.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: it is not, and why.
     """
+    if whole and listing.is_complete and not listing.is_whole:
+        raise InconsistentCheckpointError(_is_elsewhere(listing))
     manifests = read_manifests(tier, listing)
+    return resolve_manifests(tier, listing, manifests)
+
+
+def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[Manifest]) -> Resolved:
+    """Open the packs that some manifests of a checkpoint need.
+
+    Raises:
+        MissingPartitionError, StorageError: some of it is not there.
+    """
     hints: dict[PackId, None] = {}
     for manifest in manifests:
         hints.update(dict.fromkeys(manifest.header.packs))
@@ -165,8 +181,16 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
     return f"needed by tensor {', '.join(names[:_SHOWN])}, {ref}; run asymcheck verify"
 
 
+def _is_elsewhere(listing: CheckpointFiles) -> str:
+    spans = named_spans(listing.store_ranks or ())
+    return (
+        f"this store has what ranks {spans} of {listing.world_size} saved; what the others did lies in theirs. All is "
+        "together where they push it: give that location as remote"
+    )
+
+
 def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
-    """Read the manifests of all ranks.
+    """Read the manifests of all ranks that save into this store.
 
     Raises:
         InconsistentCheckpointError: ranks are missing, or there are two of one.

@@ -16,6 +16,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_alike import Alike
 from asymcheck.format.manifest_reader import decode_manifest, decode_manifests
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
+from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.types import CheckpointRef, SaveId
 
 _AT_ONCE, _BYTES_AT_ONCE = 64, 16 << 20
@@ -34,6 +35,8 @@ class CheckpointFiles:
     """Generation, step and save id."""
     manifests: tuple[ManifestName, ...]
     """What lies there, by rank."""
+    store_ranks: Spans | None = None
+    """The ranks that save into this store, where a job has several; None for all."""
 
     @property
     def world_size(self) -> int:
@@ -42,9 +45,25 @@ class CheckpointFiles:
         return sizes.pop() if len(sizes) == 1 else 0
 
     @property
-    def is_complete(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether there is exactly one manifest for each rank."""
         return self.world_size > 0 and [name.rank for name in self.manifests] == list(range(self.world_size))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is exactly one manifest for each rank that saves into this store."""
+        if self.store_ranks is None:
+            return self.is_whole
+        ranks = [name.rank for name in self.manifests]
+        return self.world_size > 0 and len(ranks) == len(set(ranks)) and set(ranks) >= set(ranks_in(self.store_ranks))
+
+    def of_ranks(self, spans: Spans | None) -> CheckpointFiles:
+        """Return that of these ranks alone, as a store has it into which only they save; None for all ranks."""
+        if spans is None:
+            return self
+        ranks = set(ranks_in(spans))
+        names = tuple(name for name in self.manifests if name.rank in ranks)
+        return dataclasses.replace(self, manifests=names, store_ranks=spans)
 
     def has(self, rank: int) -> bool:
         """Tell whether there is a manifest of a rank."""
@@ -52,8 +71,9 @@ class CheckpointFiles:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """The ranks without a manifest."""
-        return sorted(set(range(self.world_size)) - {name.rank for name in self.manifests})
+        """The ranks of this store without a manifest."""
+        wanted = range(self.world_size) if self.store_ranks is None else ranks_in(self.store_ranks)
+        return sorted(set(wanted) - {name.rank for name in self.manifests})
 
 
 class SmallFiles(Protocol):

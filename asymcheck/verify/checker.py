@@ -129,7 +129,7 @@ class _Checker:
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
-            wholes = Wholes() if listing.is_complete and listing.world_size > 1 else None
+            wholes = Wholes() if listing.is_whole and listing.world_size > 1 else None
             for manifest_name in listing.manifests:
                 try:
                     manifest = self.tier.manifests.read(run, listing.ref, manifest_name)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path, PurePath
 
-from asymcheck.errors import StorageError, StructureError
+from asymcheck.errors import (
+    UNKNOWING,
+    FormatError,
+    HeadRecordError,
+    MissingPartitionError,
+    StorageError,
+    StructureError,
+    UnsupportedFormatError,
+)
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head, repaired_record
+from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.tiers.files import Files, translated
-from asymcheck.tiers.manifests import ManifestReader
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
 from asymcheck.types import CheckpointRef
 
 
@@ -51,6 +61,29 @@ class ManifestFiles(ManifestReader):
         self._manifests = root / layout.MANIFESTS
         self._heads = root / layout.HEADS
         self._lasting: set[Path] = set()
+        self._spans: dict[bytes, Spans | None] = {}
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Return what lies in the folder of one checkpoint, and whose manifests belong there."""
+        found = super().listing(run, ref)
+        return found if found.is_whole else dataclasses.replace(found, store_ranks=self._store_ranks(found))
+
+    def _store_ranks(self, listing: CheckpointFiles) -> Spans | None:
+        """Return which ranks save into this store, as their manifests say; None when all do, or none can be read."""
+        present = {name.rank for name in listing.manifests}
+        for name in listing.manifests:
+            if name.digest not in self._spans:
+                try:
+                    self._spans[name.digest] = self.read(listing.run, listing.ref, name).header.store_ranks
+                except UNKNOWING:
+                    raise
+                except (FormatError, MissingPartitionError, StorageError):
+                    continue
+            spans = self._spans[name.digest]
+            # One that was copied here from another place may name other ranks.
+            if spans is None or present.issuperset(ranks_in(spans)):
+                return spans
+        return next((self._spans.get(name.digest) for name in listing.manifests if name.digest in self._spans), None)
 
     def directory(self, run: str, ref: CheckpointRef) -> Path:
         """Return the folder of a checkpoint."""
@@ -153,6 +186,28 @@ class ManifestFiles(ManifestReader):
         self._files.sync_directory(directory)
         emit("head.published", f"{head.run} generation {head.generation}")
         return published
+
+    def take_head(self, head: HeadRecord) -> None:
+        """Have a head record that another store of the job has, durably.
+
+        Raises:
+            HeadRecordError: the generation has another one here: this store is of another training.
+        """
+        try:
+            found = self.read_head(head.run, head.generation)
+        except UnsupportedFormatError:
+            raise
+        except FormatError:
+            self.replace_head(head)
+            return
+        while found is None:
+            self.publish_head(head)
+            found = self.read_head(head.run, head.generation)
+        if (found[0].parent, found[0].created_ns) != (head.parent, head.created_ns):
+            raise HeadRecordError(
+                f"store {self._below} has another generation {head.generation} of run {head.run!r} than the stores of "
+                "the other machines: it was part of an attempt of which they know nothing. Remove it, or the run there"
+            )
 
     def replace_head(self, head: HeadRecord) -> None:
         """Write a head record durably in the place of one of which no copy is intact."""

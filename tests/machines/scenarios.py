@@ -1,0 +1,123 @@
+"""What the ranks of a test do whose machines have a store each. Run as a program, in one process a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Push, Ranks, Store, TensorShard
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AsymcheckError
+from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
+from tests.ranks.scenarios import mark, note, tell
+from tests.ranks.training import Training, digest_of
+
+PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
+MACHINE = RANK // PER_MACHINE
+_ROWS, _COLUMNS = 4, 256
+"""Of the part of each rank of a tensor that all have together."""
+
+
+class Job(Training):
+    """A training that is the same on all ranks, but for a tensor that each has alone and one that is cut."""
+
+    def __init__(self, seed: int = 0) -> None:
+        """Begin with numbers that follow from ``seed``."""
+        super().__init__(seed)
+        self.part = torch.full((_ROWS, _COLUMNS), float(seed))
+
+    def state(self) -> dict[str, object]:
+        """Return what is saved."""
+        cut = TensorShard(self.part, (_ROWS * WORLD, _COLUMNS), (_ROWS * RANK, 0))
+        return {**super().state(), "cut": cut}
+
+    def step(self, step: int) -> None:
+        """Take one step."""
+        self.train(step, 0)
+        self.part += (step + 1) * (RANK + 1)
+
+    def text(self) -> str:
+        """Return a digest of everything that is saved."""
+        return f"{self.digest()} {digest_of([self.part])}"
+
+
+def store_of(folder: Path, machine: int = MACHINE) -> Path:
+    """Return the store of a machine."""
+    return folder / f"machine-{machine}" / "store"
+
+
+def opened(folder: Path) -> Store:
+    """Open the store of this machine, with the location of all behind it where there is one."""
+    store_of(folder).parent.mkdir(exist_ok=True)
+    remote = os.environ.get("LOCATION")
+    return Store.open(store_of(folder), config=CONFIG, remote=remote or None)
+
+
+def ranks_of(folder: Path, timeout_s: float) -> Ranks:
+    """Return the ranks of all launches in a folder."""
+    keys = dist.PrefixStore(str(folder), connect())
+    return Ranks(RANK, WORLD, keys, timeout_s=timeout_s, local_size=PER_MACHINE, node=f"machine-{MACHINE}")
+
+
+def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: object) -> Checkpointer:
+    """Return a Checkpointer that proves all it captures, and pushes where there is a location."""
+    memory = folder / f"machine-{MACHINE}" / "memory"
+    memory.mkdir(exist_ok=True)
+    location = os.environ.get("LOCATION")
+    if location and "push" not in more:
+        more["push"] = Push(location, every=2)
+    capture = CaptureConfig(proof="full", ring_folder=str(memory))
+    return Checkpointer(store, job.state(), capture=capture, ranks=ranks, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
+
+
+def trained(folder: Path) -> dict[str, object]:
+    """Train and save so many steps, or until killed; note what the state is at each step before it is saved."""
+    found: dict[str, object] = {}
+    with opened(folder) as store, noted() as texts:
+        job = Job(seed=0)
+        ranks = ranks_of(folder, 90)
+        ckpt = checkpointer(folder, store, job, ranks, on_error="warn")
+        try:
+            restored = ckpt.restore()
+        except AsymcheckError as error:
+            return {"refused": f"{type(error).__name__}: {error}", "told": texts}
+        # Processes may start at very different times; from here on they keep together.
+        ranks.timeout_s = float(os.environ.get("PATIENCE_S", "2.0"))
+        found = {"restored": None if restored is None else restored.step, "state": job.text(), "told": texts}
+        tell(found)
+        start = 0 if restored is None else restored.step + 1
+        try:
+            for step in range(start, start + int(sys.argv[3])):
+                job.step(step)
+                note(folder, step, job.text())
+                ckpt.step(step)
+                mark(folder, f"step-{step}-{RANK}")
+                time.sleep(0.02)
+                if sum("Lost" in text for text in texts) > 1:
+                    # The other one has ended; that training goes on is enough.
+                    break
+            ckpt.wait("hdfs" if os.environ.get("LOCATION") else "nvme")
+            found["written"] = ckpt.statistics().written_bytes
+            found["pushed"] = [ckpt.pushed.pushed, ckpt.pushed.problem, ckpt.pushed.sent_bytes]
+            found["newest_there"] = ckpt.pushed.newest_step
+        except AsymcheckError as error:
+            found["ended"] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(AsymcheckError):
+            ckpt.close()
+    return found
+
+
+def main() -> None:
+    """Do what the command line says."""
+    torch.set_num_threads(1)
+    tell({"trained": trained}[sys.argv[1]](Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

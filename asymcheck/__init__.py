@@ -15,7 +15,8 @@ from asymcheck.errors import (
     StepOrderWarning,
     UnreachableRemoteWarning,
 )
-from asymcheck.migration.pushing import Pushing, PushStatistics
+from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.statistics import PushStatistics
 from asymcheck.migration.tally import Moved
 from asymcheck.partition.rng import RngState
 from asymcheck.partition.shards import TensorShard

@@ -16,7 +16,7 @@ from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RanksError
 from asymcheck.last_step import LastStep
 from asymcheck.migration.beside import begun
-from asymcheck.migration.pushing import PushStatistics
+from asymcheck.migration.statistics import PushStatistics
 from asymcheck.outcomes import Outcomes
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture
@@ -113,8 +113,7 @@ class Checkpointer:
         self._together = None if found is None else Together(store, run, found, self._ending.is_due)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on a thread pushes what the training before has left.
-        pushing = partial(store.pushing, run=run, poll_s=_POLL_S)
-        self._beside = begun(pushing, push, None if found is None else found.rank)
+        self._beside = begun(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
         self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
@@ -137,8 +136,7 @@ class Checkpointer:
             if self._together is not None:
                 held.enter_context(self._ending)
                 self._store.settle()
-                prepare = partial(self._adopt, held)
-                returned = self._together.restore(step, self._state, prepare, self._report)
+                returned = self._together.restore(step, self._state, partial(self._adopt, held), self._report)
                 if self._together.session().is_first_here:
                     self._beside.start()
                 return self._went_back(returned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from asymcheck.arguments import check_step
@@ -174,12 +175,14 @@ class Remotes(Captures):
         run: str = DEFAULT_RUN,
         every: int = 1,
         poll_s: float = 0.5,
+        prunes: bool = True,
     ) -> Pushing:
         """Push checkpoints beside a training, as they become durable; use the result in a ``with`` block around it.
 
         Those of ``run`` whose step is a multiple of ``every``, or that a :class:`Push` chooses, also those that are in
         the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics` says how many are
-        still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you.
+        still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you. Of several stores that
+        push one run to one location, only one ``prunes`` it: removes there what ``Push.keep`` does not keep.
 
         Raises:
             InvalidInputError: ``location`` or ``every`` cannot be used. Whether anybody answers there is not asked.
@@ -189,7 +192,8 @@ class Remotes(Captures):
         if not isinstance(location, Push):
             location = Push(os.fspath(location), every=every, close_s=None)
         where = parse_location(location.location)
-        return Pushing(self._tier, lambda: RemoteTier(where, self._tier.config, create=True), run, location, poll_s)
+        there = partial(RemoteTier, where, self._tier.config, create=True)
+        return Pushing(self._tier, there, run, location, poll_s, prunes=prunes)
 
     def pull(
         self,

@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -182,7 +183,14 @@ class Store(Restores):
         """
         self._writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
-        return self.pruner(run, retention).prune(time.time_ns(), dry_run=dry_run, always_collect=True)
+        pruner = self.pruner(run, retention)
+        pruner.held = partial(self._may_be_lacking, run)
+        return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
+
+    def _may_be_lacking(self, run: str) -> dict[str, str]:
+        """Return the newest two where machines have a store each: the others may not have theirs of the newest yet."""
+        newest = [one for one in self.checkpoints(run) if one.complete and one.on_line][-2:]
+        return {one.save_id: "other machines may lack a newer one" for one in newest if one.store_ranks}
 
     def collect_rings(
         self,

@@ -121,7 +121,7 @@ class Checkpoint:
     world_size: int
     """How many ranks it has."""
     complete: bool
-    """Whether the manifests of all ranks are there."""
+    """Whether the manifests of all ranks are there that save into this store."""
     on_line: bool | None
     """Whether it leads to the present; False for an abandoned branch of training, None when a head record is lost."""
     created_ns: int
@@ -132,16 +132,24 @@ class Checkpoint:
     """Bytes that its save had to write; None but for the one who saved."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Named numbers given at the save."""
+    store_ranks: tuple[tuple[int, int], ...] | None = None
+    """Where machines have a store each: first and last of each stretch of ranks whose parts belong into this one."""
 
     def __repr__(self) -> str:
         """Return what tells it from others, and what is odd about it; all fields are for programs."""
         save = self.save_id[:_SAVE_SHOWN]
         words = [f"{self.run!r} step {self.step}", f"generation {self.generation}", f"save {save}"]
-        words += [f"{self.world_size} ranks"] if self.world_size > 1 else []
+        words += [self.ranks if self.store_ranks else f"{self.world_size} ranks"] if self.world_size > 1 else []
         words += [readable_size(self.state_bytes)] if self.complete else ["incomplete or damaged"]
         words += [] if self.on_line else ["line unknown" if self.on_line is None else "abandoned"]
         words += [f"{name} {value:.6g}" for name, value in list(self.metrics.items())[:_METRICS_SHOWN]]
         return f"<Checkpoint {', '.join(words)}{', …' if len(self.metrics) > _METRICS_SHOWN else ''}>"
+
+    @property
+    def ranks(self) -> str:
+        """For people: how many ranks it has, or which of them have their part here: ``0-3 of 8``."""
+        spans = [str(first) if first == last else f"{first}-{last}" for first, last in self.store_ranks or ()]
+        return f"{', '.join(spans)} of {self.world_size}" if spans else str(self.world_size)
 
     @property
     def ref(self) -> CheckpointRef:

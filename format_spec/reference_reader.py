@@ -394,6 +394,19 @@ def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None
         need(lengths.setdefault(extent["digest"], partition) == partition, f"{what}: rule 5")
 
 
+def check_part(header: dict[str, Any], what: str) -> None:
+    """Check the keys of a manifest whose checkpoint lies in several stores (SPEC.md 7.3)."""
+    spans, bits = header.get("store_ranks", [[0, header["world_size"] - 1]]), header.get("elsewhere", "")
+    pairs = type(spans) is list and all(type(span) is list and len(span) == 2 for span in spans)
+    numbers = [number for span in spans for number in span] if pairs else []
+    need(bool(numbers) and all(type(number) is int for number in numbers), f"{what}: store_ranks")
+    rising = all(a <= b for a, b in spans) and all(a[1] + 1 < b[0] for a, b in itertools.pairwise(spans))
+    need(rising and numbers[0] >= 0 and numbers[-1] < header["world_size"], f"{what}: store_ranks")
+    rank = "store_ranks" not in header or any(a <= header["rank"] <= b for a, b in spans)
+    need(rank, f"{what}: store_ranks without its rank")
+    need(type(bits) is str and re.fullmatch("([0-9a-f]{2})*", bits) is not None, f"{what}: elsewhere")
+
+
 def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Decode the manifest (§7.3) named ``[[<run>/]<directory>/]<file>``: its header, and its rows by column."""
     run, directory, what = ("//" + name).rsplit("/", 3)[-3:]
@@ -429,6 +442,7 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
     good = all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers)
     plan = header["plan"]
     need(good and type(plan.get("number")) is int and type(plan.get("kind")) is str, f"{what}: metrics or plan")
+    check_part(header, what)
     need(len(header["metrics"]) <= METRICS_MAX, f"{what}: more than {METRICS_MAX} metrics", "limit-exceeded")
     need(len(check_tree(header["tree"], len(rows))) == len(rows), f"{what}: a row that the tree does not name")
     lengths: dict[bytes, int] = {}

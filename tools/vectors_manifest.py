@@ -131,6 +131,8 @@ def header_json(header: ManifestHeader) -> dict[str, object]:
         "plan": dict(header.plan),
         "packs": [pack.hex() for pack in header.packs],
         "tree": header.tree,
+        **({} if header.store_ranks is None else {"store_ranks": [list(span) for span in header.store_ranks]}),
+        **({"elsewhere": header.elsewhere.hex()} if header.elsewhere else {}),
     }
 
 
@@ -166,6 +168,8 @@ def manifest_vectors() -> Iterator[Vector]:
     piece = dataclasses.replace(CUT_ROW, global_shape=(80, 64), offset=(40, 0))
     ranks = header_for(["T", 0], rank=1, world_size=2)
     yield manifest("piece-of-a-rank", ranks, [piece], "rank 1 of 2 holds the lower half of a tensor")
+    part = header_for(["T", 0], rank=1, world_size=8, store_ranks=((0, 1), (6, 6)), elsewhere=b"\x05")
+    yield manifest("part-of-a-store", part, [CUT_ROW], "ranks 0, 1 and 6 of 8 save here; others bring two partitions")
     names = [inline_row(name, "uint8", (1,)) for name in ("", "same", "same", "Gewicht\u00e4\U0001f9c0", "a.b\nc")]
     tree = ["l", [["T", number] for number in range(len(names))]]
     yield manifest("names", header_for(tree), names, "names need not be distinct, nor short, nor ASCII")

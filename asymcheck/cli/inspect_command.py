@@ -119,7 +119,7 @@ def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, a
                 str(item.generation),
                 *([output.save(item.save_id)] if is_repeated else []),
                 output.moment(item.created_ns),
-                *([str(item.world_size)] if is_shared else []),
+                *([item.ranks] if is_shared else []),
                 output.size(item.state_bytes),
                 _standing(item, newest),
                 *([places.of(item)] if places is not None else []),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,9 @@ class ManifestHeader:
     """Structure of the state."""
     store_ranks: Spans | None = None
     """The ranks that save into the store for which it was written; None when all do."""
+    elsewhere: bytes = b""
+    """A bit for each of :meth:`Manifest.partitions`, lowest first: whether another store of the job brings it to where
+    all are together. A hint."""
 
 
 class Manifest:
@@ -185,6 +188,17 @@ class Manifest:
         lengths = self.extent_partition_lengths.tolist()
         return {Digest(digests[i * size : (i + 1) * size]): length for i, length in enumerate(lengths)}
 
+    def elsewhere(self) -> set[Digest]:
+        """Return the partitions that another store of the job brings to where all are together, as far as is known."""
+        bits = np.unpackbits(np.frombuffer(self.header.elsewhere, dtype=np.uint8), bitorder="little").tolist()
+        return {name for name, bit in zip(self.partitions(), bits, strict=False) if bit} if bits else set()
+
+
+def elsewhere_bits(partitions: Iterable[Digest], elsewhere: Container[Digest]) -> bytes:
+    """Return :attr:`ManifestHeader.elsewhere` of a manifest with these partitions, of which others have some."""
+    bits = np.array([name in elsewhere for name in partitions], dtype=bool)
+    return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
+
 
 def manifest_of(header: ManifestHeader, columns: Sequence[pa.Array]) -> Manifest:
     """Return a manifest that this program makes itself, of all columns of the schema."""
@@ -247,4 +261,6 @@ def _encode_header(header: ManifestHeader) -> bytes:
     }
     if header.store_ranks is not None:
         fields["store_ranks"] = header.store_ranks
+    if header.elsewhere:
+        fields["elsewhere"] = header.elsewhere.hex()
     return canonical_json(fields)

@@ -188,15 +188,23 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
             packs=tuple(PackId(parse_id(pack, where)) for pack in fields["packs"]),
             tree=fields["tree"],
             store_ranks=(
-                read_spans(fields["store_ranks"], fields["rank"], fields["world_size"])
+                read_spans(fields["store_ranks"], fields["rank"], fields["world_size"], where)
                 if "store_ranks" in fields
                 else None
             ),
+            elsewhere=_bits(fields.get("elsewhere", ""), where),
         )
         _check_header(header, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StructureError(f"{where}: manifest header is incomplete or mistyped: {error!r}") from error
     return header
+
+
+def _bits(value: str, where: str) -> bytes:
+    bits = bytes.fromhex(value)
+    if bits.hex() != value:
+        raise StructureError(f"{where}: elsewhere {value!r:.100} is not written as it should be")
+    return bits
 
 
 def _check_header(header: ManifestHeader, where: str) -> None:

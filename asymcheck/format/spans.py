@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from asymcheck.errors import StructureError
+
 Spans = tuple[tuple[int, int], ...]
 """First and last rank of each stretch, in order, with a gap between two."""
 
@@ -25,25 +27,26 @@ def ranks_in(spans: Spans) -> list[int]:
     return [rank for first, last in spans for rank in range(first, last + 1)]
 
 
-def read_spans(value: object, rank: object, world_size: object) -> Spans:
+def read_spans(value: object, rank: object, world_size: object, where: str) -> Spans:
     """Return what a manifest of ``rank`` says.
 
     Raises:
-        TypeError, ValueError: the value says no such thing.
+        StructureError: the value says no such thing.
     """
-    if not isinstance(value, list) or type(rank) is not int or type(world_size) is not int:
-        raise TypeError(f"store_ranks {value!r:.100}")
-    spans = tuple((first, last) for first, last in value)
-    if any(type(number) is not int for span in spans for number in span):
-        raise TypeError(f"store_ranks {value!r:.100}")
-    is_ordered = all(first <= last for first, last in spans) and all(
-        first > last + 1 for (_, last), (first, _) in itertools.pairwise(spans)
-    )
-    if not is_ordered or not any(first <= rank <= last for first, last in spans):
-        raise ValueError(f"store_ranks {value!r:.100}")
-    if spans[0][0] < 0 or spans[-1][1] >= world_size:
-        raise ValueError(f"store_ranks {value!r:.100}")
-    return spans
+    pairs = value if isinstance(value, list) else []
+    spans = [tuple(pair) for pair in pairs if isinstance(pair, list) and [type(one) for one in pair] == [int, int]]
+    if (
+        not spans
+        or len(spans) < len(pairs)
+        or type(rank) is not int
+        or type(world_size) is not int
+        or not all(first <= last for first, last in spans)
+        or not all(one[1] + 1 < other[0] for one, other in itertools.pairwise(spans))
+        or not 0 <= spans[0][0] <= spans[-1][1] < world_size
+        or not any(first <= rank <= last for first, last in spans)
+    ):
+        raise StructureError(f"{where}: store_ranks {value!r:.100} are no ranks of {world_size} with rank {rank}")
+    return tuple((first, last) for first, last in spans)
 
 
 def named_spans(spans: Spans) -> str:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 from asymcheck.errors import AsymcheckError, UnreachableRemoteWarning, warn_user
-from asymcheck.migration.pushing import Pushing, PushStatistics
+from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.statistics import PushStatistics
 from asymcheck.policies.pushing import Push, check_push
 from asymcheck.pruning import Pruner, Upkeep
+from asymcheck.ranks import Ranks
 
 
-def begun(make: Callable[[Push], Pushing], push: Push | None, rank: int | None) -> Beside:
+def begun(make: Callable[..., Pushing], push: Push | None, ranks: Ranks | None) -> Beside:
     """Push as ``push`` says, if it does, with what ``make`` returns.
 
-    Of several ranks those that are to push know it when they have met; what lies there is removed by ``rank`` 0 alone.
+    Of several ranks those that are to push know it when they have met; what lies there is removed by rank 0 alone.
 
     Raises:
         InvalidInputError: ``push`` is no such thing.
     """
     if push is None:
         return Beside(None)
-    rules = check_push(push) if not rank else dataclasses.replace(check_push(push), keep=None)
-    return Beside(partial(make, rules), begins=rank is None)
+    return Beside(partial(make, check_push(push), prunes=ranks is None or ranks.rank == 0), begins=ranks is None)
 
 
 class Beside:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -26,6 +26,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.choice import Choice, Chooser, all_needs, search
 from asymcheck.migration.meaning import Meaning
+from asymcheck.migration.others import Others, held_back
 from asymcheck.migration.present import Present
 from asymcheck.migration.reencode import Older, Reencoder, older_of
 from asymcheck.migration.sending import Sending
@@ -187,6 +188,7 @@ class _Push:
         self._encoder = encoder
         self._older = older
         self._damaged: set[Digest] = set()
+        self._reported = 0, 0
 
     def carry_out(self, heads: _Heads) -> None:
         """Send what is missing, then heads, then manifests; again while collection takes away what is relied upon."""
@@ -220,6 +222,11 @@ class _Push:
     ) -> None:
         run, ref = self._listing.run, self._listing.ref
         committed = False
+        held = held_back(manifests, self._listing)
+        if held:
+            # Other stores bring them. What does not come after all is sent with the rest.
+            self._send(manifests, held)
+            Others(self._there, self._listing, self._report).wait_for(held)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
             for name in tuple(staging):
@@ -266,8 +273,17 @@ class _Push:
         lost = [pack_id for pack_id in gone if not self._there.reprieve(pack_id)]
         return not lost
 
-    def _send(self, manifests: Sequence[Manifest]) -> set[PackId]:
-        """Send what is missing; return the packs there that are relied upon, new ones too."""
+    def _report(self) -> None:
+        """Say how far it is, to whoever may want to stop it."""
+        if self._progress is not None:
+            self._progress(*self._reported)
+
+    def _note(self, done: int, total: int) -> None:
+        self._reported = done, total
+        self._report()
+
+    def _send(self, manifests: Sequence[Manifest], but: Collection[Digest] = ()) -> set[PackId]:
+        """Send what is missing, ``but`` for some; return the packs there that are relied upon, new ones too."""
         hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
         needs = Needs.of_manifests(manifests)
         with (
@@ -276,6 +292,7 @@ class _Push:
             search(self._there, all_needs(here, manifests, older.manifests)) as there,
         ):
             names = here.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
+            names = [name for name in names if name not in but]
             while True:
                 chooser = Chooser(here, there, self._damaged)
                 choice = chooser.choose(names)
@@ -296,7 +313,7 @@ class _Push:
         return Reencoder(self._encoder, Meaning(manifests, older.manifests), chooser, older)
 
     def _upload(self, choice: Choice, reencoder: Reencoder | None) -> set[PackId]:
-        sending = Sending(self._there, choice.stored, self._tally, self._progress, reencoder)
+        sending = Sending(self._there, choice.stored, self._tally, self._note, reencoder)
         new = sending.send(choice.full, self._there.config.remote.uploads)
         # One after the other: a frame never arrives before its base.
         return new | sending.send(choice.based, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +25,11 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.migration.known import Known
+from asymcheck.migration.others import Parts, begun_first
 from asymcheck.migration.present import Present
 from asymcheck.migration.prune_remote import RemotePruner
 from asymcheck.migration.push import encoder_for, publish_heads, push
+from asymcheck.migration.statistics import PushStatistics
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.manners import stand_back
 from asymcheck.policies.pushing import Push, due, held
@@ -49,26 +50,6 @@ _SO_IS_ALL = (
 """Errors that every checkpoint would have. The last: another training has this name there, until somebody mends it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PushStatistics:
-    """What pushing beside a training has done so far."""
-
-    pushed: int = 0
-    """Checkpoints that it has committed there."""
-    backlog: int = 0
-    """Checkpoints that are durable here, are to be pushed, and are not known to be there."""
-    damaged: int = 0
-    """Those besides that are damaged here, so that they cannot be pushed."""
-    sent_bytes: int = 0
-    """Payload bytes of the frames that were sent."""
-    failures: int = 0
-    """How often a checkpoint could not be pushed; it is tried again, unless it is damaged here."""
-    problem: str = ""
-    """Why the last attempt, or removal of old ones there, failed, or what is damaged; empty when all is well."""
-    newest_step: int | None = None
-    """The newest checkpoint on the line that is known to be there: what is left if this machine is lost now."""
-
-
 class Pushing:
     """Pushes what a :class:`Push` chooses of a run, on a thread of its own. Close it, or use it in a ``with`` block.
 
@@ -77,14 +58,24 @@ class Pushing:
     """
 
     def __init__(
-        self, here: ReadTier, connect: Callable[[], RemoteTier], run: str, rules: Push, poll_s: float = _POLL_S
+        self,
+        here: ReadTier,
+        connect: Callable[[], RemoteTier],
+        run: str,
+        rules: Push,
+        poll_s: float = _POLL_S,
+        *,
+        prunes: bool = True,
     ) -> None:
-        """Push what ``rules`` choose of ``run`` from ``here`` to where ``connect`` leads; look every ``poll_s``."""
+        """Push what ``rules`` choose of ``run`` from ``here`` to where ``connect`` leads; look every ``poll_s``.
+
+        Unless it ``prunes``, what is not kept there is left to another one.
+        """
         self.rules = rules
         self._here = here
         self._connect = connect
         self._run = run
-        self._poll_s = poll_s
+        self._poll_s, self._prunes = poll_s, prunes
         self._known = Known(here, run, metrics=rules.asks_for_metrics)
         self._there: RemoteTier | None = None
         self._encoder: Encoder | None = None
@@ -98,6 +89,7 @@ class Pushing:
         self._damaged: list[str] = []
         self._sending: str | None = None
         self._newest: CheckpointRef | None = None
+        self._parts = Parts(run)
         self._now = PushStatistics()
         # One for what is known, which is asked on the thread that commits, too; never held while something is sent.
         self._looking = threading.RLock()
@@ -208,6 +200,7 @@ class Pushing:
                     failed |= not self._try(self._there, one)
             if self._there is not None:
                 self._push_heads(self._there)
+                self._parts.look(self._there)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
             self._fail(error)
             failed = True
@@ -221,7 +214,14 @@ class Pushing:
     def _next(self, tried: set[str]) -> Checkpoint | None:
         waiting = self._due()
         self._note(backlog=len(waiting))
-        return next((one for one in reversed(waiting) if one.save_id not in tried), None)
+        left = [one for one in reversed(waiting) if one.save_id not in tried]
+        if self._there is not None and not all(map(self._is_whole, left)):
+            left = begun_first(self._there, self._run, left)
+        return next(iter(left), None)
+
+    def _is_whole(self, one: Checkpoint) -> bool:
+        listing = self._known.listing(one)
+        return listing is None or listing.is_whole
 
     def _try(self, there: RemoteTier, one: Checkpoint) -> bool:
         """Push one; return False when it failed for a reason that another one may not have."""
@@ -244,7 +244,8 @@ class Pushing:
         with self._looking:
             here = self._known.look()
             there = self._there_by(here)
-            self._newest = max((one.ref for one in there if one.on_line is not False), default=None)
+            whole = [one for one in there if one.on_line is not False and one.ref not in self._parts]
+            self._newest = max((one.ref for one in whole), default=None)
             found = due(self.rules, here, there, time.time_ns())
             self._damaged = [self._hopeless[one.save_id] for one in found if one.save_id in self._hopeless]
             return [one for one in found if one.save_id not in self._hopeless]
@@ -272,7 +273,7 @@ class Pushing:
             there.close()
             raise
         self._encoder = encoder_for(there)
-        if self.rules.keep is not None:
+        if self.rules.keep is not None and self._prunes:
             self._pruner = RemotePruner(there, self._run, self.rules.keep)
         return there
 
@@ -313,7 +314,10 @@ class Pushing:
         else:
             with self._looking:
                 self._sent[one.save_id] = one
-                self._newest = one.ref if self._newest is None else max(self._newest, one.ref)
+                if not listing.is_whole:
+                    self._parts.add(one.ref)
+                elif self._newest is None or self._newest < one.ref:
+                    self._newest = one.ref
             self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
             self._tidy()
         finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from asymcheck.errors import MissingPartitionError
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
-from asymcheck.format.manifest import Manifest, ManifestHeader, encode
+from asymcheck.format.manifest import Manifest, ManifestHeader, elsewhere_bits, encode
 from asymcheck.format.manifest_reader import check_manifest
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES
 from asymcheck.pipeline.commit import enter, finish, take_back
@@ -120,8 +120,10 @@ class Drain:
         """
         enter(self._tier, self._catalog, self._packing, list(self._frames), self._pin, self._rewrite)
 
-    def commit(self, captured: Manifest, placing: Placing) -> CheckpointRef:
+    def commit(self, captured: Manifest, placing: Placing, elsewhere: Container[Digest] = frozenset()) -> CheckpointRef:
         """Make the checkpoint of a manifest durable and visible, when all its frames were added.
+
+        What is ``elsewhere``, another store of the job brings to where all are together.
 
         Raises:
             StorageError: the device refused; nothing was committed. :meth:`abandon` comes next.
@@ -134,7 +136,14 @@ class Drain:
         place = placing(header)
         self._run, self._ref = header.run, CheckpointRef(place.generation, header.ref.step, header.ref.save_id)
         plan = {**header.plan, **encoding_record(self._encoder.reasons())}
-        committed = dataclasses.replace(header, ref=self._ref, parent=place.parent, packs=tuple(packs), plan=plan)
+        committed = dataclasses.replace(
+            header,
+            ref=self._ref,
+            parent=place.parent,
+            packs=tuple(packs),
+            plan=plan,
+            elsewhere=elsewhere_bits(names, elsewhere),
+        )
         data = encode(captured, committed)
         name = self._tier.manifests.publish(header.run, self._ref, self._rank, header.world_size, data)
         finish(self._catalog, header.run, self._ref, name, len(data), self._pin)

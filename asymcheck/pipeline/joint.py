@@ -27,7 +27,7 @@ from asymcheck.pipeline.turn import Turn
 from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
 from asymcheck.ranks.session import reason_of
-from asymcheck.ranks.sharing import decode_owners, share_out_by_group
+from asymcheck.ranks.sharing import decode_owners, share_out_by_store
 from asymcheck.tiers.nvme import ManifestFiles
 from asymcheck.types import CheckpointRef, SaveId
 
@@ -161,7 +161,8 @@ class Joint:
             place, is_void = self._all_stored(capture, at)
             at = (turn.number, _COMMITTED)
             self._take_from_others(moving, writes, is_void=is_void)
-            ref = moving.drain.commit(moving.manifest, lambda _header: place)
+            elsewhere = self._replicas.elsewhere(capture)
+            ref = moving.drain.commit(moving.manifest, lambda _header: place, elsewhere)
             self._all_committed(moving, at)
             moving.ref = ref
         except (RankFailedError, RanksMissingError):
@@ -177,9 +178,9 @@ class Joint:
 
     def _share(self, capture: Capture, at: tuple[int, int]) -> None:
         report = self._replicas.report(capture)
-        decide = partial(share_out_by_group, groups=self._session.groups)
+        decide = partial(share_out_by_store, groups=self._session.groups)
         owners = self._committing.agree(at, report, decide, self._what(capture, "digests"))
-        self._replicas.take(capture, decode_owners(owners))
+        self._replicas.take(capture, *decode_owners(owners, len(capture.partitions)))
 
     def _write_own(self, moving: Moving, writes: Writes) -> None:
         capture = moving.capture

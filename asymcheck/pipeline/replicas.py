@@ -69,6 +69,8 @@ class _Shared:
     """Of each partition: a rank, or ``NOBODY``."""
     digests: list[Digest | None]
     """What it was then."""
+    elsewhere: list[bool]
+    """Of each partition: whether another store brings it to where all are together."""
     step: int
     """The step at which they were found equal last."""
     changed: set[int] = dataclasses.field(default_factory=set)
@@ -93,10 +95,17 @@ class Replicas:
         keys = [digest(identity + (name or b""))[:_KEY_BYTES] for identity, name in pairs]
         return encode_rows(keys, [partition.length for partition in capture.partitions])
 
-    def take(self, capture: Capture, owners: list[int]) -> None:
+    def take(self, capture: Capture, owners: list[int], elsewhere: list[bool]) -> None:
         """Take what rank 0 has decided on that."""
         identities = self._identities_of(capture)
-        self._shared = _Shared(identities, owners, list(capture.digests), capture.request.step)
+        self._shared = _Shared(identities, owners, list(capture.digests), elsewhere, capture.request.step)
+
+    def elsewhere(self, capture: Capture) -> set[Digest]:
+        """Return the partitions of a capture that another store brings to where all are together."""
+        if self._shared is None or not self.knows(capture):
+            return set()
+        pairs = zip(capture.digests, self._shared.elsewhere, strict=True)
+        return {name for name, is_elsewhere in pairs if is_elsewhere and name is not None}
 
     def knows(self, capture: Capture) -> bool:
         """Tell whether it is known who writes what of a capture."""
@@ -121,6 +130,7 @@ class Replicas:
         if shared is None or is_void:
             return
         owner, shared.owners[number] = shared.owners[number], self._rank
+        shared.elsewhere[number] = False
         if number in shared.changed:
             pieces = capture.partitions[number].pieces
             name, own = capture.names[pieces[0].row], (capture.digests[number] or b"").hex()

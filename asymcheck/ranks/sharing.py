@@ -29,26 +29,39 @@ def encode_rows(keys: Sequence[bytes], lengths: Sequence[int]) -> bytes:
     return rows.tobytes()
 
 
-def decode_owners(data: bytes) -> list[int]:
-    """Return the owner of each partition of a rank's report: a rank, or :data:`NOBODY`."""
-    owners: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return owners
+def decode_owners(data: bytes, count: int) -> tuple[list[int], list[bool]]:
+    """Return the owner of each of ``count`` partitions of a rank's report: a rank, or :data:`NOBODY`.
+
+    And whether another store brings it to where all are together.
+    """
+    owners: list[int] = np.frombuffer(data, dtype="<i4", count=count).tolist()
+    elsewhere: list[bool] = np.frombuffer(data, dtype=bool, offset=4 * count).tolist()
+    return owners, elsewhere or [False] * count
 
 
-def share_out_by_group(reports: Sequence[bytes], groups: Sequence[Spans]) -> list[bytes]:
-    """Do as :func:`share_out` does, among the ranks of each store: what lies in another one is of no use there.
+def share_out_by_store(reports: Sequence[bytes], groups: Sequence[Spans]) -> list[bytes]:
+    """Do as :func:`share_out` does among the ranks of each store: what lies in another one is of no use there.
+
+    Among the stores those partitions are shared out, too, that several of them have: one brings each of them to where
+    all are together.
 
     Raises:
         StructureError: a report is none.
     """
+    verdicts = share_out(reports)
     if len(groups) == 1:
-        return share_out(reports)
-    verdicts = [b""] * len(reports)
-    for group in map(ranks_in, groups):
+        return verdicts
+    store_of = np.empty(len(reports) + 1, dtype="<i4")
+    for number, group in enumerate(map(ranks_in, groups)):
+        store_of[group] = number
+    for number, group in enumerate(map(ranks_in, groups)):
         ranks = np.array([*group, NOBODY], dtype="<i4")
+        store_of[NOBODY] = number
         for rank, verdict in zip(group, share_out([reports[rank] for rank in group]), strict=True):
             # Nobody is the last of them.
-            verdicts[rank] = ranks[np.frombuffer(verdict, dtype="<i4")].tobytes()
+            owners = ranks[np.frombuffer(verdict, dtype="<i4")]
+            is_elsewhere = store_of[np.frombuffer(verdicts[rank], dtype="<i4")] != number
+            verdicts[rank] = owners.tobytes() + is_elsewhere.tobytes()
     return verdicts
 
 

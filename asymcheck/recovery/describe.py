@@ -56,6 +56,7 @@ def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, 
         created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
         state_bytes=sum(manifest.total_bytes for manifest in manifests or ()),
         metrics=metrics,
+        store_ranks=None if listing.is_whole else listing.store_ranks,
     )
 
 

@@ -40,7 +40,7 @@ def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) 
 def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCapture]:
     """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
 
-    Of several ranks, one that all of them have.
+    Of several ranks, one that all of them have that save into this store.
     """
     ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
     captures: dict[tuple[str, CheckpointRef], RingCapture] = {}
@@ -49,7 +49,7 @@ def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCap
             if capture.ref is not None:
                 ranks.setdefault((capture.run, capture.ref), set()).add(ring.rank)
                 captures[capture.run, capture.ref] = capture
-    newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].world_size}
+    newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].store_size}
     found = []
     for run, ref in newest.items():
         stored = [listing.ref for listing in tier.manifests.checkpoints(run)]

@@ -354,7 +354,8 @@ def _check_content(
 def _incomplete(listing: CheckpointFiles) -> str:
     if not listing.world_size:
         return "manifests disagree on the world size"
-    return f"{len(listing.manifests)} of {listing.world_size} manifests are there: the save is unfinished"
+    wanted = len(listing.manifests) + len(listing.missing_ranks)
+    return f"{len(listing.manifests)} of {wanted} manifests are there: the save is unfinished"
 
 
 def verify(

@@ -61,6 +61,7 @@ LAYERS = (
             "remotes",
             "restores",
             "together",
+            "machines",
             "migration",
         ),
         siblings_may_meet=True,

@@ -110,7 +110,7 @@ def sharded(folder: Path) -> dict[str, object]:
         assert training.digest() == before
         if RANK == 0:
             torch.save(whole, folder / "whole.pt")
-        return {"step": restored.step, "prunes": ckpt._upkeep is not None}
+        return {"step": restored.step, "prunes": ckpt._upkeep is not None and ckpt._upkeep._pruner is not None}
 
 
 def divergence(folder: Path) -> dict[str, object]:

@@ -28,6 +28,7 @@ REPOSITORY = FORMAT_SPEC.parent
 TABLES = {
     *("name_grammar", "record_block", "descriptor_record", "head_record", "frame_header", "pack_header"),
     *("pack_index_header", "pack_index_entry", "manifest_columns", "manifest_header", "tree_nodes"),
+    "manifest_header_of_a_part",
     *("catalog_databases", "catalog_partition", "catalog_pack", "invariants", "error_kinds"),
     *("registry_magics", "registry_digests", "registry_frame_kinds", "registry_codecs", "registry_pack_states"),
     *("registry_dtypes", "registry_roles", "registry_limits", "ring_layout", "ring_record", "ring_capture"),
@@ -259,6 +260,15 @@ def test_the_keys_are_those_that_are_written(name: str, vector: Vector) -> None:
     assert set(rows) == set(value)
     for key, kind in rows.items():
         assert kind in _types(value[key]), key
+
+
+def test_the_keys_of_a_part_of_a_store_are_those_that_are_written() -> None:
+    """Such a manifest has the keys of both tables."""
+    with pa.ipc.open_file(pa.py_buffer(Vector("manifest", "part-of-a-store").data)) as reader:
+        value = json.loads(reader.schema.metadata[b"asymcheck"])
+    more = {code(row["key"]) for row in table("manifest_header_of_a_part")}
+    assert more == {"store_ranks", "elsewhere"}
+    assert {code(row["key"]) for row in table("manifest_header")} | more == set(value)
 
 
 def test_a_record_is_what_the_table_says() -> None:

@@ -176,6 +176,11 @@ def _manifest_value(manifest: Manifest) -> dict[str, Any]:
     fields["metrics"] = {
         name: "NaN" if math.isnan(number) else names.get(number, number) for name, number in header.metrics.items()
     }
+    del fields["store_ranks"], fields["elsewhere"]
+    if header.store_ranks is not None:
+        fields["store_ranks"] = [list(span) for span in header.store_ranks]
+    if header.elsewhere:
+        fields["elsewhere"] = header.elsewhere.hex()
     rows = []
     for row in manifest.rows(range(len(manifest))):
         values = dataclasses.asdict(row)

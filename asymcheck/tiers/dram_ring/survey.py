@@ -10,6 +10,7 @@ from asymcheck.errors import FormatError
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring import DURABLE, CaptureEntry
+from asymcheck.format.spans import ranks_in
 from asymcheck.tiers.dram_ring.left import unread_is
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.types import CheckpointRef, Digest, SaveId
@@ -40,6 +41,8 @@ class RingCapture:
     """What is wrong with it; empty when nothing is known."""
     world_size: int = 0
     """How many ranks the checkpoint has, each with a ring of its own; 0 when its manifest cannot be read."""
+    store_size: int = 0
+    """How many of them save into this store."""
 
     @property
     def ref(self) -> CheckpointRef | None:
@@ -136,7 +139,7 @@ def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, ch
         manifest = reader.manifest(entry)
     except FormatError as error:
         return RingCapture(run, None, None, save_id, is_durable, 0, is_intact=False, problem=str(error))
-    ref = manifest.header.ref
+    ref, spans = manifest.header.ref, manifest.header.store_ranks
     has_been_checked = check and not reader.is_owned
     problem = _problem(reader, manifest) if has_been_checked else ""
     return RingCapture(
@@ -150,6 +153,7 @@ def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, ch
         is_intact=not problem if has_been_checked else None,
         problem=problem,
         world_size=manifest.header.world_size,
+        store_size=manifest.header.world_size if spans is None else len(ranks_in(spans)),
     )
 
 

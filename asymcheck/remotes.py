@@ -58,7 +58,8 @@ class Remotes(Captures):
             return
         spanning = SpanningTier(self._nvme, self._far)
         yield self._with_memory(spanning)
-        if spanning.far_packs:
+        # That parts of other machines lie there is as it should be.
+        if spanning.far_packs and not spanning.manifests.has_parts:
             warn_user(
                 f"store {self.location}: some of it is missing or damaged and was read from {self._far.name}; "
                 f"asymcheck verify {self.location} --repair --remote {self._far.name} brings it back",

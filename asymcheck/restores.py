@@ -17,6 +17,7 @@ from asymcheck.errors import (
     FormatError,
     InconsistentCheckpointError,
     RecoveryError,
+    RemoteCopyWarning,
     SkippedCheckpointWarning,
     StorageError,
     UnsupportedFormatError,
@@ -31,6 +32,7 @@ from asymcheck.recovery.rings import RingWanted, stream_from_rings
 from asymcheck.recovery.stream import Sink, stream
 from asymcheck.remotes import Remotes
 from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.spanning import SpanningTier
 from asymcheck.types import Checkpoint, CheckpointRef, Progress, Restored
 
 
@@ -119,15 +121,21 @@ class Restores(Remotes):
         self._fence()
         wanted = Wanted("*", into, check_device(None), rank=check_rank(rank), grows=True)
         problems: list[str] = []
-        with timed("restore", 0, lambda: {"run": run}), self._source() as source:
-            # What lies here takes no question to a location that is far.
-            for tier in [self._with_memory(self._nvme), *([] if self._far is None else [source])]:
+        # What lies here takes no question to a location that is far.
+        tiers: list[ReadTier] = [self._nvme, *([] if self._far is None else [SpanningTier(self._nvme, self._far)])]
+        with timed("restore", 0, lambda: {"run": run}):
+            for tier in tiers:
                 try:
-                    return describe_loaded(tier, load_part(tier, run, ref, wanted), is_newest=True)
+                    loaded = load_part(self._with_memory(tier), run, ref, wanted)
                 except (UnsupportedFormatError, *UNKNOWING):
                     raise
                 except (FormatError, RecoveryError, StorageError) as error:
                     problems.append(str(error))
+                    continue
+                if tier is not self._nvme:
+                    what = f"{ref}: what rank {rank} needs is not whole in {self.location} and was read from elsewhere"
+                    warn_user(f"{what}: {problems[0]}", RemoteCopyWarning)
+                return describe_loaded(tier, loaded, is_newest=True)
         raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
 
     def restorable_parts(self, run: str, step: int | None, ranks: Sequence[int]) -> list[CheckpointRef]:

@@ -114,6 +114,8 @@ class SpanningManifests:
         """Read ``near`` first."""
         self._near = near.manifests
         self._far = far
+        self.has_parts = False
+        """Whether checkpoints were looked at of which machines have a part each in their stores."""
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -132,7 +134,7 @@ class SpanningManifests:
         try:
             for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)):
                 known = found.get(listing.ref)
-                found[listing.ref] = listing if known is None else _joined(known, listing)
+                found[listing.ref] = listing if known is None else self._joined(known, listing)
         except RemoteUnreachableError as error:
             if not found:
                 raise
@@ -148,8 +150,14 @@ class SpanningManifests:
         near = self._near.listing(run, ref)
         with contextlib.suppress(RemoteUnreachableError):
             for there in self._far.ask(lambda far: [far.manifests.listing(run, ref)]):
-                return _joined(near, there)
+                return self._joined(near, there)
         return near
+
+    def _joined(self, near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
+        """Return a checkpoint of which each may have some manifests."""
+        self.has_parts |= near.store_ranks is not None
+        names = sorted({*near.manifests, *far.manifests}, key=lambda name: (name.rank, name.digest))
+        return CheckpointFiles(near.run, near.ref, tuple(names))
 
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
         """Read one manifest, from afar when it is missing or damaged here."""
@@ -303,9 +311,3 @@ class SpanningTier:
     def check_usable(self) -> None:
         """Refuse use after close, or in a forked child."""
         self._near.check_usable()
-
-
-def _joined(near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
-    """Return a checkpoint of which each may have some manifests."""
-    names = sorted({*near.manifests, *far.manifests}, key=lambda name: (name.rank, name.digest))
-    return CheckpointFiles(near.run, near.ref, tuple(names))

@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asymcheck import Checkpointer, Push, Ranks, Store, TensorShard
+from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
+from asymcheck.pipeline.drain import Drain
 from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
 from tests.ranks.scenarios import mark, note, tell
 from tests.ranks.training import Training, digest_of
 
 PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
 MACHINE = RANK // PER_MACHINE
-_ROWS, _COLUMNS = 4, 256
-"""Of the part of each rank of a tensor that all have together."""
+ROWS, COLUMNS = 16, 256
+"""Of a tensor that all ranks have together, each as many rows."""
 
 
 class Job(Training):
@@ -30,17 +31,19 @@ class Job(Training):
     def __init__(self, seed: int = 0) -> None:
         """Begin with numbers that follow from ``seed``."""
         super().__init__(seed)
-        self.part = torch.full((_ROWS, _COLUMNS), float(seed))
+        self.part = torch.full((ROWS // WORLD, COLUMNS), float(seed))
 
     def state(self) -> dict[str, object]:
         """Return what is saved."""
-        cut = TensorShard(self.part, (_ROWS * WORLD, _COLUMNS), (_ROWS * RANK, 0))
+        cut = TensorShard(self.part, (ROWS, COLUMNS), (ROWS // WORLD * RANK, 0))
         return {**super().state(), "cut": cut}
 
     def step(self, step: int) -> None:
         """Take one step."""
         self.train(step, 0)
-        self.part += (step + 1) * (RANK + 1)
+        rows = ROWS // WORLD
+        # What is added to a row is the same, however the rows are dealt out.
+        self.part += (step + 1) * torch.arange(rows * RANK, rows * (RANK + 1))[:, None]
 
     def text(self) -> str:
         """Return a digest of everything that is saved."""
@@ -70,8 +73,10 @@ def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: obj
     memory = folder / f"machine-{MACHINE}" / "memory"
     memory.mkdir(exist_ok=True)
     location = os.environ.get("LOCATION")
-    if location and "push" not in more:
+    if location:
         more["push"] = Push(location, every=2)
+    if "KEEP" in os.environ:
+        more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
     capture = CaptureConfig(proof="full", ring_folder=str(memory))
     return Checkpointer(store, job.state(), capture=capture, ranks=ranks, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
 
@@ -113,10 +118,48 @@ def trained(folder: Path) -> dict[str, object]:
     return found
 
 
+def stuck(folder: Path) -> dict[str, object]:
+    """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
+    with opened(folder) as store:
+        job = Job()
+        ckpt = checkpointer(folder, store, job, ranks_of(folder, 60))
+        ckpt.restore()
+        job.step(0)
+        note(folder, 0, job.text())
+        ckpt.save(0)
+        Drain.enter = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
+        job.step(1)
+        note(folder, 1, job.text())
+        ckpt.step(1)
+        ckpt.wait("dram")
+        mark(folder, f"in-memory-{RANK}")
+        time.sleep(1000)
+    return {}
+
+
+def rolled(folder: Path) -> dict[str, object]:
+    """Go back in memory, and train on from there."""
+    with opened(folder) as store:
+        job = Job()
+        with checkpointer(folder, store, job, ranks_of(folder, 60)) as ckpt:
+            ckpt.restore()
+            for step in range(3):
+                job.step(step)
+                ckpt.step(step)
+            ckpt.wait()
+            before = job.text()
+            job.step(3)
+            back = ckpt.rollback()
+            is_same = job.text() == before
+            job.step(3)
+            saved = ckpt.save(3)
+    return {"step": back.step, "generation": back.generation, "is_same": is_same, "saved": saved.generation}
+
+
 def main() -> None:
     """Do what the command line says."""
     torch.set_num_threads(1)
-    tell({"trained": trained}[sys.argv[1]](Path(sys.argv[2])))
+    tell({"trained": trained, "stuck": stuck, "rolled": rolled}[sys.argv[1]](Path(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""Where the ranks of a test find each other, and how they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.job import Job, Meeting
+
+Launch = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    """Return what starts the ranks of a scenario; names in capitals are environment variables of it."""
+    meeting = Meeting()
+
+    def launched(scenario: str, folder: Path, *arguments: object, world_size: int = 4, **environment: object) -> Job:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, str(value))
+            return meeting.launch(
+                scenario, world_size, folder, *map(str, arguments), program="tests.machines.scenarios"
+            )
+
+    return launched

@@ -1,0 +1,145 @@
+"""Jobs whose machines have a store each: they save one checkpoint, and go back to the same one, or say why not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import InconsistentCheckpointError
+from asymcheck.verify import Severity
+from tests.machines.conftest import Launch
+from tests.machines.scenarios import COLUMNS, ROWS, store_of
+from tests.ranks.job import Job
+from tests.ranks.training import Training
+
+STEPS = 4
+"""That the job of :func:`pushed` has saved: 0 to 3, of which 0 and 2 were pushed."""
+Told = list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    """A job of two machines with two ranks each that pushed to one location; its folder, and what the ranks told."""
+    folder = tmp_path_factory.mktemp("pushed")
+    return folder, launch("trained", folder, STEPS, LOCATION=(folder / "there").as_uri()).wait()
+
+
+def restored(job: Job) -> int:
+    """Return the step to which all ranks went back, each to what it had there."""
+    told = job.wait()
+    assert not [one["refused"] for one in told if "refused" in one]
+    (step,) = {cast(int, one["restored"]) for one in told}
+    for rank, one in enumerate(told):
+        assert one["state"] == (job.folder / f"state-{step}-{rank}").read_text()
+    return step
+
+
+def steps_in(store: Path | str) -> list[int]:
+    """Return the steps that are complete in a place."""
+    with Store.open(store, read_only=True) as opened:
+        assert not [one for one in opened.verify() if one.severity == Severity.ERROR]
+        return [one.step for one in opened.checkpoints() if one.complete and one.on_line]
+
+
+def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> None:
+    """That is complete there, and is no whole checkpoint."""
+    for machine in range(2):
+        with Store.open(store_of(pushed[0], machine), read_only=True) as store:
+            assert not store.verify()
+            found = store.checkpoints()
+            assert [one.step for one in found if one.complete] == list(range(STEPS))
+            assert found[0].ranks == f"{2 * machine}-{2 * machine + 1} of 4"
+            with pytest.raises(InconsistentCheckpointError, match="to which all push, when they have"):
+                store.load()
+
+
+def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(pushed: tuple[Path, Told]) -> None:
+    """The model and its optimizer are the same on all ranks: each byte of them goes to the location once."""
+    folder, told = pushed
+    written = [cast(int, one["written"]) for one in told]
+    sent = [cast(list[int], one["pushed"])[2] for one in told]
+    with Store.open((folder / "there").as_uri()) as store:
+        assert not store.verify()
+        assert [(one.step, one.complete, one.ranks) for one in store.checkpoints()] == [(0, True, "4"), (2, True, "4")]
+        state = cast(dict[str, torch.Tensor], store.load())
+        each = (1 + 2 + 3) * torch.arange(float(ROWS))
+        assert torch.equal(state["cut"], each[:, None].expand(ROWS, COLUMNS))
+    # Of each step a machine writes what all have, and what its two ranks have alone: 600 numbers and a part.
+    alone = 2 * 4 * (600 + ROWS // 4 * COLUMNS)
+    of_a_step = (written[0] + written[1]) // STEPS
+    assert sum(sent) == 2 * (of_a_step + alone)
+    assert sent[0] == pytest.approx(sent[2], rel=0.2)
+    assert sent[1] == sent[3] == 0
+    assert [one["newest_there"] for one in told] == [2, None, 2, None]
+
+
+def test_nothing_but_the_key_value_store_leads_from_machine_to_machine(
+    launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
+) -> None:
+    """All go back to the newest without the location, and save more."""
+    shutil.copytree(pushed[0], tmp_path / "job", ignore=shutil.ignore_patterns("there"))
+    assert restored(launch("trained", tmp_path / "job", 2)) == STEPS - 1
+    for machine in range(2):
+        assert steps_in(store_of(tmp_path / "job", machine)) == list(range(STEPS + 2))
+
+
+def test_another_number_of_ranks_restores_from_where_all_push(
+    launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
+) -> None:
+    """Their parts are others, and no store of a machine has them."""
+    shutil.copytree(pushed[0] / "there", tmp_path / "there")
+    told = launch("trained", tmp_path, 0, world_size=2, PER_MACHINE=1, LOCATION=(tmp_path / "there").as_uri()).wait()
+    assert [one["restored"] for one in told] == [2, 2]
+
+
+def test_a_single_process_reads_what_lies_here_and_there(pushed: tuple[Path, Told]) -> None:
+    """A store of one machine, with the location of all behind it, is as good as one of all ranks."""
+    training = Training(seed=5)
+    with Store.open(store_of(pushed[0], 1), read_only=True, remote=(pushed[0] / "there").as_uri()) as store:
+        read = store.restore(into={"model": training.model, "optimizer": training.optimizer}, rank=3)
+        assert read.checkpoint.step == 2
+        state = cast(dict[str, torch.Tensor], store.load(2))
+    assert state["cut"].shape == (ROWS, COLUMNS)
+
+
+def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, tmp_path: Path) -> None:
+    """One, then all of them; and without that location nobody trains on from what only some have."""
+    there = (tmp_path / "there").as_uri()
+    launch("trained", tmp_path, STEPS, world_size=2, PER_MACHINE=1, LOCATION=there).wait()
+    shutil.rmtree(tmp_path / "machine-1")
+    # Step 3 was not pushed, and only machine 0 has its part of it.
+    job = launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1, LOCATION=there)
+    assert restored(job) == 2
+    skipped = cast(list[str], job.told(0)["told"])[0]
+    assert "passed over step 3" in skipped
+    assert "what ranks 1 would read of it is not there" in skipped
+    assert "is not whole in" in cast(list[str], job.told(1)["told"])[0]
+
+    for machine in range(2):
+        shutil.rmtree(tmp_path / f"machine-{machine}")
+    assert restored(launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1, LOCATION=there)) == 2
+    for machine in range(2):
+        # They know the line as it was, of which they have nothing else.
+        with Store.open(store_of(tmp_path, machine), read_only=True) as store:
+            assert [head.generation for head in store.heads("default")] == [1, 2, 3]
+
+    shutil.rmtree(tmp_path / "machine-0")
+    for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
+        assert "no checkpoint of run 'default' can be restored by all ranks" in str(one["refused"])
+        assert "what ranks 0 would read of it is not there" in str(one["refused"])
+
+
+def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
+    """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
+    for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():
+        assert one == {"step": 2, "generation": 1, "is_same": True, "saved": 2}
+    heads = [tmp_path / f"machine-{machine}/store/heads/default/00000002.head" for machine in range(2)]
+    assert heads[0].read_bytes() == heads[1].read_bytes()
+    for machine in range(2):
+        with Store.open(store_of(tmp_path, machine), read_only=True) as store:
+            assert [(one.generation, one.step) for one in store.checkpoints() if one.on_line] == [(1, 2), (2, 3)]

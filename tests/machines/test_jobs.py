@@ -75,7 +75,9 @@ def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(push
     assert sum(sent) == 2 * (of_a_step + alone)
     assert sent[0] == pytest.approx(sent[2], rel=0.2)
     assert sent[1] == sent[3] == 0
-    assert [one["newest_there"] for one in told] == [2, None, 2, None]
+    # Who was done first knows of step 0 only that it is there whole.
+    assert max(cast(int, told[0]["newest_there"]), cast(int, told[2]["newest_there"])) == STEPS - 2
+    assert told[1]["newest_there"] is told[3]["newest_there"] is None
 
 
 def test_nothing_but_the_key_value_store_leads_from_machine_to_machine(

@@ -173,7 +173,7 @@ class Checkpointer:
         return returned.checkpoint
 
     def _tell_of_none(self) -> None:
-        if not self._warn_of_abandoned(_NONE_RESTORED):
+        if (self._together is None or self._together.is_first) and not self._warn_of_abandoned(_NONE_RESTORED):
             self._store.warn_of_empty_remote()
 
     def rollback(self) -> Checkpoint:

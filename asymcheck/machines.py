@@ -61,8 +61,8 @@ def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
             other, theirs = found.setdefault(head.generation, (head, group))
             if (other.parent, other.created_ns) != (head.parent, head.created_ns):
                 raise HeadRecordError(
-                    f"generation {head.generation} of run {head.run!r} is one thing in the store of ranks "
-                    f"{named_spans(theirs)} and another in that of ranks {named_spans(group)}: one of the two machines "
+                    f"generation {head.generation} of run {head.run!r} is one thing in the store of "
+                    f"{named_spans(theirs)} and another in that of {named_spans(group)}: one of the two machines "
                     "was part of an attempt, or of another training, of which the other knows nothing. Remove its "
                     "store, or give the run another name"
                 )
@@ -127,7 +127,7 @@ class Proposals:
 
     def _lacking(self, ref: CheckpointRef) -> str:
         groups = zip(self._session.groups, self._found, strict=True)
-        lacking = [f"ranks {named_spans(group)}" for group, found in groups if ref not in found]
+        lacking = [named_spans(group) for group, found in groups if ref not in found]
         more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
         return f"what {', '.join(lacking[:_SHOWN])}{more} would read of it is not there"
 

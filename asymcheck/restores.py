@@ -132,9 +132,9 @@ class Restores(Remotes):
                 except (FormatError, RecoveryError, StorageError) as error:
                     problems.append(str(error))
                     continue
-                if tier is not self._nvme:
-                    what = f"{ref}: what rank {rank} needs is not whole in {self.location} and was read from elsewhere"
-                    warn_user(f"{what}: {problems[0]}", RemoteCopyWarning)
+                if self._far is not None and tier is not self._nvme:
+                    what = f"{ref}: what rank {rank} needs was read from {self._far.name}"
+                    warn_user(f"{what}, for it is not whole on this machine: {problems[0]}", RemoteCopyWarning)
                 return describe_loaded(tier, loaded, is_newest=True)
         raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
 

@@ -50,5 +50,6 @@ def read_spans(value: object, rank: object, world_size: object, where: str) -> S
 
 
 def named_spans(spans: Spans) -> str:
-    """Return them for people, for instance ``0-3, 8``."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    """Return them for people, for instance ``ranks 0-3, 8``."""
+    noun = "rank" if len(ranks_in(spans)) == 1 else "ranks"
+    return f"{noun} {', '.join(str(first) if first == last else f'{first}-{last}' for first, last in spans)}"

@@ -188,8 +188,10 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> L
         PartialRestoreError: some of it was overwritten, and then the rest proved damaged.
     """
     listing = tier.manifests.listing(run, ref)
+    if not listing.world_size:
+        raise InconsistentCheckpointError(f"{tier.root}: nothing of {ref} is here")
     ranks = [name.rank for name in listing.manifests]
-    own = (wanted.rank or 0) % (listing.world_size or 1)
+    own = (wanted.rank or 0) % listing.world_size
     if own not in ranks or len(ranks) != len(set(ranks)):
         raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
     manifests = tier.manifests.read_all(listing)

@@ -184,7 +184,7 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
 def _is_elsewhere(listing: CheckpointFiles) -> str:
     spans = named_spans(listing.store_ranks or ())
     return (
-        f"this store has what ranks {spans} of {listing.world_size} saved; the others' parts lie in theirs, and in the "
+        f"this store has what {spans} of {listing.world_size} saved; the others' parts lie in theirs, and in the "
         "location to which all push, when they have: give that as remote"
     )
 

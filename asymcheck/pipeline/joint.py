@@ -27,14 +27,16 @@ from asymcheck.pipeline.turn import Turn
 from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
 from asymcheck.ranks.session import reason_of
-from asymcheck.ranks.sharing import decode_owners, share_out_by_store
+from asymcheck.ranks.sharing import Sharing, decode_shares
 from asymcheck.tiers.nvme import ManifestFiles
 from asymcheck.types import CheckpointRef, SaveId
 
 _SAVES = "saves"
 _DIGESTS, _STORED, _COMMITTED = range(1, 4)
 _SHARED_FOR = 100
-"""After so many saves the ranks look anew at what they have in common."""
+"""After so many saves the ranks look anew at what they have in common …"""
+_SHARED_FOR_BY_STORES = 25
+"""… and where machines have stores of their own, for nothing else tells that copies on two of them differ."""
 _DIVERGED_MAX = 8
 """So many differences of one rank are told of one checkpoint."""
 
@@ -68,6 +70,8 @@ class Joint:
         self._committing = session.for_thread()
         self._placing, self._run = placing, run
         self._replicas = Replicas(session.rank)
+        self._sharing = Sharing(session.groups)
+        self._shared_for = _SHARED_FOR if self.store_ranks is None else _SHARED_FOR_BY_STORES
         self._lock = threading.Lock()
         # Of rank 0.
         self._shared_plan: Plan | None = None
@@ -84,7 +88,7 @@ class Joint:
     def lead(self, number: int, request: SaveRequest, generation: int | None, plan: Plan) -> Turn:
         """Begin a save, as rank 0."""
         with self._lock:
-            anew = plan is not self._shared_plan or self._is_outdated or self._since_shared >= _SHARED_FOR
+            anew = plan is not self._shared_plan or self._is_outdated or self._since_shared >= self._shared_for
             if anew:
                 self._shared_plan, self._since_shared, self._is_outdated = plan, 0, False
             self._since_shared += 1
@@ -177,10 +181,10 @@ class Joint:
         return f"{what} of step {capture.request.step} of run {self._run!r}"
 
     def _share(self, capture: Capture, at: tuple[int, int]) -> None:
-        report = self._replicas.report(capture)
-        decide = partial(share_out_by_store, groups=self._session.groups)
-        owners = self._committing.agree(at, report, decide, self._what(capture, "digests"))
-        self._replicas.take(capture, *decode_owners(owners, len(capture.partitions)))
+        report = self._replicas.report(capture, places=self.store_ranks is not None)
+        decide = partial(self._sharing, step=capture.request.step)
+        shares = self._committing.agree(at, report, decide, self._what(capture, "digests"))
+        self._replicas.take(capture, decode_shares(shares, len(capture.partitions)))
 
     def _write_own(self, moving: Moving, writes: Writes) -> None:
         capture = moving.capture

@@ -8,7 +8,7 @@ import dataclasses
 from asymcheck.errors import AsymcheckError
 from asymcheck.format.digest import digest
 from asymcheck.pipeline.capture import Capture
-from asymcheck.ranks.sharing import NOBODY, encode_rows
+from asymcheck.ranks.sharing import NOBODY, Shares, encode_rows
 from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.types import CheckpointRef, Digest
 
@@ -49,6 +49,8 @@ class Divergence:
     def _other_digest(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:
         with contextlib.suppress(AsymcheckError):
             names = [name for name in manifests.listing(run, ref).manifests if name.rank == self.owner]
+            if not names:
+                return "that lies in another store"
             manifest = manifests.read(run, ref, names[0]) if names else None
             for row in () if manifest is None else manifest.rows(range(len(manifest))):
                 at = 0
@@ -89,16 +91,20 @@ class Replicas:
         self._named: tuple[object, ...] = ()
         self._diverged: list[Divergence] = []
 
-    def report(self, capture: Capture) -> bytes:
-        """Return what rank 0 needs to know of the partitions of a capture that is complete."""
-        pairs = zip(self._identities_of(capture), capture.digests, strict=True)
-        keys = [digest(identity + (name or b""))[:_KEY_BYTES] for identity, name in pairs]
-        return encode_rows(keys, [partition.length for partition in capture.partitions])
-
-    def take(self, capture: Capture, owners: list[int], elsewhere: list[bool]) -> None:
-        """Take what rank 0 has decided on that."""
+    def report(self, capture: Capture, *, places: bool) -> bytes:
+        """Return what rank 0 needs to know of the partitions of a capture that is complete, and their places."""
         identities = self._identities_of(capture)
-        self._shared = _Shared(identities, owners, list(capture.digests), elsewhere, capture.request.step)
+        pairs = zip(identities, capture.digests, strict=True)
+        keys = [digest(identity + (name or b""))[:_KEY_BYTES] for identity, name in pairs]
+        lengths = [partition.length for partition in capture.partitions]
+        return encode_rows(keys, lengths, [identity[:_KEY_BYTES] for identity in identities] if places else [])
+
+    def take(self, capture: Capture, shares: Shares) -> None:
+        """Take what rank 0 has decided on that."""
+        step = capture.request.step
+        self._diverged += [self._divergence(capture, *one) for one in shares.differences]
+        identities, digests = self._identities_of(capture), list(capture.digests)
+        self._shared = _Shared(identities, shares.owners, digests, shares.elsewhere, step)
 
     def elsewhere(self, capture: Capture) -> set[Digest]:
         """Return the partitions of a capture that another store brings to where all are together."""
@@ -132,10 +138,13 @@ class Replicas:
         owner, shared.owners[number] = shared.owners[number], self._rank
         shared.elsewhere[number] = False
         if number in shared.changed:
-            pieces = capture.partitions[number].pieces
-            name, own = capture.names[pieces[0].row], (capture.digests[number] or b"").hex()
-            count = len({piece.row for piece in pieces})
-            self._diverged.append(Divergence(self._rank, owner, name, count, pieces[0].start, own, shared.step))
+            self._diverged.append(self._divergence(capture, number, owner, shared.step))
+
+    def _divergence(self, capture: Capture, number: int, other: int, equal_until: int) -> Divergence:
+        pieces = capture.partitions[number].pieces
+        name, own = capture.names[pieces[0].row], (capture.digests[number] or b"").hex()
+        count = len({piece.row for piece in pieces})
+        return Divergence(self._rank, other, name, count, pieces[0].start, own, equal_until)
 
     def end(self, capture: Capture) -> list[Divergence]:
         """Say that a capture is through; return what has diverged in it."""

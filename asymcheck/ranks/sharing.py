@@ -5,6 +5,8 @@ Rank 0 decides for all, in columns: of 16,384 ranks with 400 partitions each it 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,64 +14,99 @@ import numpy.typing as npt
 
 from asymcheck.errors import StructureError
 from asymcheck.format.spans import Spans, ranks_in
+from asymcheck.ranks.parity import Difference, Parity
 
 _ROW = np.dtype([("key", "<u8"), ("length", "<u4")])
 NOBODY = -1
 """The owner of a partition that only one rank has."""
+_OWNER_BYTES, _PLACE_BYTES = 4, 8
+_DIFFERENCES_MAX = 8
+"""So many differences of one rank are told of one checkpoint."""
 
 _Ints = npt.NDArray[np.int64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def encode_rows(keys: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """Return a rank's report: of each partition a key of 8 bytes, which says where and what it is, and its length."""
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What rank 0 has decided on the partitions of one rank."""
+
+    owners: list[int]
+    """Of each partition: the rank that writes it for all of its store, or :data:`NOBODY`."""
+    elsewhere: list[bool]
+    """Of each partition: whether another store brings it to where all are together."""
+    differences: list[Difference]
+    """What is not any more as it is on another machine."""
+
+
+def encode_rows(keys: Sequence[bytes], lengths: Sequence[int], places: Sequence[bytes] = ()) -> bytes:
+    """Return a rank's report: of each partition a key of 8 bytes, which says where and what it is, and its length.
+
+    Where there are several stores, also ``places``: likewise what says only where it is.
+    """
     rows = np.empty(len(keys), dtype=_ROW)
     rows["key"] = np.frombuffer(b"".join(keys), dtype="<u8")
     rows["length"] = lengths
-    return rows.tobytes()
+    return rows.tobytes() + b"".join(places)
 
 
-def decode_owners(data: bytes, count: int) -> tuple[list[int], list[bool]]:
-    """Return the owner of each of ``count`` partitions of a rank's report: a rank, or :data:`NOBODY`.
-
-    And whether another store brings it to where all are together.
-    """
+def decode_shares(data: bytes, count: int) -> Shares:
+    """Return what :class:`Sharing` decided on a report of ``count`` partitions."""
     owners: list[int] = np.frombuffer(data, dtype="<i4", count=count).tolist()
-    elsewhere: list[bool] = np.frombuffer(data, dtype=bool, offset=4 * count).tolist()
-    return owners, elsewhere or [False] * count
+    if len(data) == count * _OWNER_BYTES:
+        return Shares(owners, [False] * count, [])
+    elsewhere: list[bool] = np.frombuffer(data, dtype=bool, offset=count * _OWNER_BYTES, count=count).tolist()
+    differences = json.loads(data[count * (_OWNER_BYTES + 1) :])
+    return Shares(owners, elsewhere, [Difference(*one) for one in differences])
 
 
-def share_out_by_store(reports: Sequence[bytes], groups: Sequence[Spans]) -> list[bytes]:
-    """Do as :func:`share_out` does among the ranks of each store: what lies in another one is of no use there.
+class Sharing:
+    """Shares out on rank 0, save by save, what ranks of the same store have in common, and what stores have."""
 
-    Among the stores those partitions are shared out, too, that several of them have: one brings each of them to where
-    all are together.
+    def __init__(self, groups: Sequence[Spans]) -> None:
+        """Share out among ``groups``, the ranks of each store."""
+        self._groups = [ranks_in(spans) for spans in groups]
+        self._parity = Parity()
 
-    Raises:
-        StructureError: a report is none.
-    """
-    verdicts = share_out(reports)
-    if len(groups) == 1:
+    def __call__(self, reports: Sequence[bytes], step: int) -> list[bytes]:
+        """Do as :func:`share_out` does among the ranks of each store: what lies in another one is of no use there.
+
+        Among the stores those partitions are shared out, too, that several of them have: one brings each of them to
+        where all are together. Also says which are copies on different machines no more.
+
+        Raises:
+            StructureError: a report is none.
+        """
+        if len(self._groups) == 1:
+            return share_out(reports)
+        if any(len(report) % (_ROW.itemsize + _PLACE_BYTES) for report in reports):
+            raise StructureError("a rank reported something else than partitions and their places")
+        counts = [len(report) // (_ROW.itemsize + _PLACE_BYTES) for report in reports]
+        rows = [report[: count * _ROW.itemsize] for report, count in zip(reports, counts, strict=True)]
+        store_of = np.empty(len(reports) + 1, dtype="<i4")
+        for number, group in enumerate(self._groups):
+            store_of[group] = number
+        places = [np.frombuffer(report[len(one) :], dtype="<u8") for report, one in zip(reports, rows, strict=True)]
+        keys = [np.frombuffer(one, dtype=_ROW)["key"] for one in rows]
+        differences = self._parity.look(places, keys, store_of[:NOBODY].tolist(), step)
+        verdicts = share_out(rows)
+        for number, group in enumerate(self._groups):
+            ranks = np.array([*group, NOBODY], dtype="<i4")
+            store_of[NOBODY] = number
+            for rank, verdict in zip(group, share_out([rows[rank] for rank in group]), strict=True):
+                # Nobody is the last of them.
+                owners = ranks[np.frombuffer(verdict, dtype="<i4")]
+                is_elsewhere = store_of[np.frombuffer(verdicts[rank], dtype="<i4")] != number
+                told = json.dumps(differences[rank][:_DIFFERENCES_MAX]).encode()
+                verdicts[rank] = owners.tobytes() + is_elsewhere.tobytes() + told
         return verdicts
-    store_of = np.empty(len(reports) + 1, dtype="<i4")
-    for number, group in enumerate(map(ranks_in, groups)):
-        store_of[group] = number
-    for number, group in enumerate(map(ranks_in, groups)):
-        ranks = np.array([*group, NOBODY], dtype="<i4")
-        store_of[NOBODY] = number
-        for rank, verdict in zip(group, share_out([reports[rank] for rank in group]), strict=True):
-            # Nobody is the last of them.
-            owners = ranks[np.frombuffer(verdict, dtype="<i4")]
-            is_elsewhere = store_of[np.frombuffer(verdicts[rank], dtype="<i4")] != number
-            verdicts[rank] = owners.tobytes() + is_elsewhere.tobytes()
-    return verdicts
 
 
 def share_out(reports: Sequence[bytes]) -> list[bytes]:
     """Choose an owner for each partition that several ranks have, so that each of them writes about as many bytes.
 
     Partitions that the same ranks have are dealt out to these, the longest first, to and fro. What one rank reports
-    twice counts once. Returns for each rank what :func:`decode_owners` takes.
+    twice counts once. Returns for each rank its owners, four bytes each.
 
     Raises:
         StructureError: a report is none.

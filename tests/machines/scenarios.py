@@ -14,6 +14,7 @@ import torch.distributed as dist
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
+from asymcheck.pipeline import joint
 from asymcheck.pipeline.drain import Drain
 from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
 from tests.ranks.scenarios import mark, note, tell
@@ -156,10 +157,27 @@ def rolled(folder: Path) -> dict[str, object]:
     return {"step": back.step, "generation": back.generation, "is_same": is_same, "saved": saved.generation}
 
 
+def diverged(folder: Path) -> dict[str, object]:
+    """A weight that changes on one machine alone, where all look at each save at what they have in common."""
+    joint._SHARED_FOR_BY_STORES = 1
+    with opened(folder) as store, noted() as texts:
+        job = Job()
+        with checkpointer(folder, store, job, ranks_of(folder, 60)) as ckpt:
+            ckpt.restore()
+            for step in range(5):
+                job.step(step)
+                if step == 3 and RANK == 1:
+                    with torch.no_grad():
+                        job.model[1].weight.view(torch.int32)[0, 0] ^= 1
+                ckpt.step(step)
+                ckpt.wait()
+    return {"told": texts}
+
+
 def main() -> None:
     """Do what the command line says."""
     torch.set_num_threads(1)
-    tell({"trained": trained, "stuck": stuck, "rolled": rolled}[sys.argv[1]](Path(sys.argv[2])))
+    tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))
 
 
 if __name__ == "__main__":

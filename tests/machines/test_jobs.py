@@ -145,3 +145,13 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
     for machine in range(2):
         with Store.open(store_of(tmp_path, machine), read_only=True) as store:
             assert [(one.generation, one.step) for one in store.checkpoints() if one.on_line] == [(1, 2), (2, 3)]
+
+
+def test_copies_that_are_not_the_same_on_two_machines_any_more_are_told(launch: Launch, tmp_path: Path) -> None:
+    """Of the tensors that differ from rank to rank nothing is said."""
+    told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]
+    for texts in told:
+        assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}
+        assert any("step 3 of run 'default': tensor model.1.weight" in text for text in texts)
+        assert all("as it was until step 2" in text for text in texts if "step 3 of" in text)
+        assert not any("tensor own" in text or "tensor cut" in text for text in texts)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import StructureError
-from asymcheck.ranks.sharing import NOBODY, decode_owners, encode_rows, share_out
+from asymcheck.ranks.sharing import NOBODY, decode_shares, encode_rows, share_out
 
 Held = Sequence[Sequence[tuple[int, int]]]
 """Of each rank: key and length of its partitions."""
@@ -19,7 +19,7 @@ Held = Sequence[Sequence[tuple[int, int]]]
 def shared(held: Held) -> list[list[int]]:
     """Return the owners of all partitions of all ranks."""
     reports = [encode_rows([key.to_bytes(8, "little") for key, _ in one], [size for _, size in one]) for one in held]
-    return [decode_owners(owners, len(owners) // 4)[0] for owners in share_out(reports)]
+    return [decode_shares(owners, len(owners) // 4).owners for owners in share_out(reports)]
 
 
 KEYS = st.lists(st.integers(0, 12), max_size=8, unique=True)

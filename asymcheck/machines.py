@@ -75,7 +75,8 @@ class Proposals:
     def __init__(self, session: Session, store: Store, run: str, step: int | None) -> None:
         """Look for those of ``step``, or for all on the line."""
         self._session, self._store, self._run, self._step = session, store, run, step
-        self._found: list[set[CheckpointRef]] = []
+        # By store: what is there, and whether its ranks can read it.
+        self._found: list[dict[CheckpointRef, bool]] = []
 
     def gather(self, at: tuple[int, int], prepare: Callable[[], object]) -> None:
         """Have the first rank of each store ``prepare`` it, and say what its ranks can read.
@@ -96,26 +97,28 @@ class Proposals:
     def _mine(self, prepare: Callable[[], object]) -> list[object]:
         prepare()
         ranks = [rank for first, last in self._session.groups[0] for rank in range(first, last + 1)]
-        return [named(ref) for ref in self._store.restorable_parts(self._run, self._step, ranks)]
+        found = self._store.restorable_parts(self._run, self._step, ranks)
+        return [[named(ref), is_readable] for ref, is_readable in found.items()]
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
         firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]
-        self._found = [{ref for ref in map(ref_of, found) if ref is not None} for found in firsts]
+        self._found = [
+            {ref: is_readable for said, is_readable in found if (ref := ref_of(said)) is not None} for found in firsts
+        ]
         return b""
 
     def each(self, skipped: list[str]) -> Iterator[CheckpointRef]:
         """Yield the checkpoints that all may have, on rank 0, newest first; append to ``skipped`` what some lack.
 
         Raises:
-            CheckpointNotFoundError: nobody has one.
+            CheckpointNotFoundError: nobody has anything of one.
             InconsistentCheckpointError: no further one is there.
         """
-        everywhere = set.intersection(*self._found)
         which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
         if not any(self._found):
             raise CheckpointNotFoundError(f"none of {len(self._found)} stores has {which} of run {self._run!r}")
-        for ref in sorted(set.union(*self._found), reverse=True):
-            if ref in everywhere:
+        for ref in sorted(set().union(*self._found), reverse=True):
+            if all(found.get(ref, False) for found in self._found):
                 yield ref
             else:
                 skipped.append(f"{ref}: {self._lacking(ref)}")
@@ -127,7 +130,7 @@ class Proposals:
 
     def _lacking(self, ref: CheckpointRef) -> str:
         groups = zip(self._session.groups, self._found, strict=True)
-        lacking = [named_spans(group) for group, found in groups if ref not in found]
+        lacking = [named_spans(group) for group, found in groups if not found.get(ref, False)]
         more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
         return f"what {', '.join(lacking[:_SHOWN])}{more} would read of it is not there"
 

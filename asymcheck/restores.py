@@ -138,8 +138,8 @@ class Restores(Remotes):
                 return describe_loaded(tier, loaded, is_newest=True)
         raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
 
-    def restorable_parts(self, run: str, step: int | None, ranks: Sequence[int]) -> list[CheckpointRef]:
-        """Return the checkpoints of a run, or of a step of it, of which these ranks have something to read.
+    def restorable_parts(self, run: str, step: int | None, ranks: Sequence[int]) -> dict[CheckpointRef, bool]:
+        """Return the checkpoints of a run, or of a step of it, and of each whether these ranks all have a part of it.
 
         Raises:
             HeadRecordError: which one is newest cannot be known.
@@ -148,8 +148,10 @@ class Restores(Remotes):
             try:
                 found = candidates(source, run, step)
             except CheckpointNotFoundError:
-                return []
-        return [one.ref for one in found if one.world_size and all(one.has(rank % one.world_size) for rank in ranks)]
+                return {}
+        return {
+            one.ref: bool(one.world_size) and all(one.has(rank % one.world_size) for rank in ranks) for one in found
+        }
 
     def read(
         self,

@@ -136,6 +136,19 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
         assert "what rank 0 would read of it is not there" in str(one["refused"])
 
 
+def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path: Path) -> None:
+    """Each store has what the ranks of the other machine need: nothing is abandoned for that."""
+    launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1).wait()
+    store_of(tmp_path, 0).rename(tmp_path / "store")
+    store_of(tmp_path, 1).rename(store_of(tmp_path, 0))
+    (tmp_path / "store").rename(store_of(tmp_path, 1))
+    for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
+        assert "no checkpoint of run 'default' can be restored by all ranks" in str(one["refused"])
+        assert "what ranks 0, ranks 1 would read of it is not there" in str(one["refused"])
+    for machine in range(2):
+        assert steps_in(store_of(tmp_path, machine)) == [0, 1]
+
+
 def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
     """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
     for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():

@@ -5,7 +5,6 @@ It wires the ways down and up to a tier and holds no engine of its own.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import TypeVar
 from asymcheck.arguments import check_location, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
-from asymcheck.errors import CheckpointNotFoundError, ChecksumError, StructureError, TruncatedError
+from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.format.record import HeadRecord
@@ -29,12 +28,13 @@ from asymcheck.pipeline.save import save
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruned
 from asymcheck.recovery.describe import describe, is_on_line, known_line
-from asymcheck.recovery.line import begin_generation
+from asymcheck.recovery.line import begin_generation, intact_heads
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
 from asymcheck.recovery.resolve import check_run_exists, what_is_there
 from asymcheck.restores import Restores
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
+from asymcheck.tiers.spanning import Far
 from asymcheck.types import Checkpoint, Part
 
 _T = TypeVar("_T")
@@ -228,19 +228,49 @@ class Store(Restores):
 
         What was saved after ``parent`` stays, but is no longer on the line of training.
         """
-        return begin_generation(self._writable(), layout.check_run(run), None if parent is None else parent.ref)
+        tier = self._writable()
+        layout.check_run(run)
+        # Numbers that the location has are taken, and the line may lead through generations that only it knows. Who
+        # begins from nothing where checkpoints are is of another training, and takes nothing from that.
+        if self._far is not None and (parent is not None or not self._has_any_behind(self._far, run)):
+            for head in self.heads(run, behind=True):
+                tier.manifests.take_head(head)
+        return begin_generation(tier, run, None if parent is None else parent.ref)
+
+    def _has_any_behind(self, far: Far, run: str) -> bool:
+        """Tell whether the location behind this store has checkpoints of a run, or may have some."""
+        try:
+            return bool(far.ask(lambda there: there.manifests.refs(run)))
+        except RemoteUnreachableError:
+            return True
 
     def heads(self, run: str, *, behind: bool = False) -> list[HeadRecord]:
         """Return the head records of a run, oldest first; one that is damaged is not among them.
 
-        With those ``behind`` this store, in the location that was given as ``remote``, if that can be had.
+        With those ``behind`` this store, in the location that was given as ``remote``, if that can be had and is of
+        the same training.
         """
-        found = []
-        with self._source() if behind else contextlib.nullcontext(self._tier) as tier:
-            for generation in tier.manifests.heads(layout.check_run(run)):
-                with contextlib.suppress(ChecksumError, StructureError, TruncatedError):
-                    found.append(tier.manifests.read_head(run, generation))
-        return [one[0] for one in found if one is not None]
+        own = intact_heads(self._tier, run, self._tier.manifests.heads(layout.check_run(run)))
+        if behind and self._far is not None:
+            own += self._heads_behind(self._far, run, {head.generation: head for head in own})
+        return sorted(own, key=lambda head: head.generation)
+
+    def _heads_behind(self, far: Far, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
+        """Return those head records that only the location has."""
+
+        def ask(there: RemoteTier) -> list[HeadRecord]:
+            numbers = there.manifests.heads(run)
+            newest_common = [number for number in numbers if number in own][-1:]
+            return intact_heads(there, run, [*newest_common, *(number for number in numbers if number not in own)])
+
+        try:
+            found = far.ask(ask)
+        except RemoteUnreachableError:
+            return []
+        pairs = [(head, own[head.generation]) for head in found if head.generation in own]
+        if any((one.parent, one.created_ns) != (other.parent, other.created_ns) for one, other in pairs):
+            return []
+        return [head for head in found if head.generation not in own]
 
     def take_head(self, head: HeadRecord) -> None:
         """Begin a generation as the store of another machine of the same job has.

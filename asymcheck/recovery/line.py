@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterable
 
 from asymcheck.config import WRITER
-from asymcheck.errors import UNKNOWING, FormatError, HeadRecordError, StorageError
+from asymcheck.errors import (
+    UNKNOWING,
+    ChecksumError,
+    FormatError,
+    HeadRecordError,
+    StorageError,
+    StructureError,
+    TruncatedError,
+)
 from asymcheck.format import registry
 from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -67,6 +77,15 @@ def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> H
             raise _unknown(run, step, f"generation {generation} has no head record")
         return None
     return found[0]
+
+
+def intact_heads(tier: ReadTier, run: str, generations: Iterable[int]) -> list[HeadRecord]:
+    """Return the head records of these generations, but for those that are damaged or not there."""
+    found = []
+    for generation in generations:
+        with contextlib.suppress(ChecksumError, StructureError, TruncatedError):
+            found.append(tier.manifests.read_head(run, generation))
+    return [one[0] for one in found if one is not None]
 
 
 def check_generations(listings: list[CheckpointFiles], line: Line, step: int | None = None) -> None:

@@ -217,3 +217,48 @@ def test_a_location_of_another_training_is_told_until_it_is_mended(
             with pytest.raises(InvalidInputError, match="another training"):
                 second.wait("hdfs")
     check_location(place, 0, 1)
+
+
+def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp_path: Path, folder: str) -> None:
+    """A generation that was opened and has no checkpoint is known there, too; each store knows the whole line."""
+    launches = (("lost", (0,), None), ("lost", (), 0), ("second", (1,), 0), ("third", (2,), 1))
+    for generation, (name, steps, restored) in enumerate(launches, 1):
+        state = state_of(9)
+        with Store.open(tmp_path / name, config=CONFIG, remote=folder) as store:
+            with Checkpointer(store, state, push=Push(folder)) as checkpointer, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = checkpointer.restore()
+                assert (None if found is None else found.step) == restored
+                train(checkpointer, state, *steps)
+                checkpointer.wait("hdfs")
+            assert [head.generation for head in store.heads("default")] == list(range(1, generation + 1))
+            assert checkpointer.pushed.problem == ""
+        if steps:
+            with Store.open(tmp_path / name, config=CONFIG) as alone:
+                check_state(alone.load(), *steps)
+
+
+def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_path: Path, folder: str) -> None:
+    """Its generation is known where it pushed, and nothing else is; another training of that name is refused there."""
+    state = state_of(9)
+    with Store.open(tmp_path / "lost", config=CONFIG) as store:
+        store.save(state, step=0, generation=store.begin_generation(None))
+        store.push(folder)
+    with Store.open(folder, config=CONFIG) as there:
+        # As a push leaves it that is killed before its first manifest.
+        there.delete(0)
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as store,
+        Checkpointer(store, state, push=Push(folder)) as checkpointer,
+    ):
+        assert checkpointer.restore() is None
+        train(checkpointer, state, 0)
+        checkpointer.wait("hdfs")
+    check_location(folder, 0)
+    with (
+        Store.open(tmp_path / "another", config=CONFIG, remote=folder) as store,
+        pytest.warns(UnreachableRemoteWarning, match="another training of this name was pushed there"),
+        Checkpointer(store, state, push=Push(folder)) as checkpointer,
+    ):
+        train(checkpointer, state, 1)
+    check_location(folder, 0)

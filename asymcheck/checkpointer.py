@@ -27,7 +27,7 @@ from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.pruning import Upkeep
-from asymcheck.ranks.ranks import Ranks, find_ranks
+from asymcheck.ranks.ranks import RanksGiven, find_ranks
 from asymcheck.store import Store
 from asymcheck.together import Returned, Together, saved
 from asymcheck.types import Checkpoint
@@ -69,7 +69,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
-        ranks: Ranks | Literal["auto"] | None = "auto",
+        ranks: RanksGiven = "auto",
     ) -> None:
         """Watch ``state``, whose objects and tensors stay the caller's; save to ``store`` under the name ``run``.
 
@@ -91,9 +91,9 @@ class Checkpointer:
             on_checkpoint: called with what each checkpoint of the background has cost, once it is durable or lost: by
                 the next :meth:`step`, :meth:`wait`, :meth:`save` or :meth:`close`, before that raises what went wrong.
                 ``print`` prints one line each.
-            ranks: who saves the state together; ``"auto"``, the ranks of ``torch.distributed`` if it is initialised,
-                else this process alone, as with None. Each of them then makes a Checkpointer like this one and calls
-                the same methods with the same steps.
+            ranks: who saves the state together, or a function without arguments that returns it; ``"auto"``, the ranks
+                of ``torch.distributed`` if it is initialised, else this process alone, as with None. Each of them then
+                makes a Checkpointer like this one and calls the same methods with the same steps.
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")

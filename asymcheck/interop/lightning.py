@@ -23,8 +23,9 @@ from asymcheck.interop.deferred import Deferred, State
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
+from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention
-from asymcheck.ranks.ranks import is_initialised
+from asymcheck.ranks.ranks import RanksGiven, is_initialised
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
 
@@ -42,16 +43,18 @@ class AsymcheckCallback(Callback):
     each does the same.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a Checkpointer takes
         self,
         store: Store,
         *,
         every: int | Literal["auto"] | AutoInterval = 500,
         keep: Retention | None = None,
+        push: Push | None = None,
         run: str = DEFAULT_RUN,
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        ranks: RanksGiven = "auto",
         resume: int | bool = True,
     ) -> None:
         """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it.
@@ -65,10 +68,12 @@ class AsymcheckCallback(Callback):
             store,
             every=every,
             keep=keep,
+            push=push,
             run=run,
             on_error=on_error,
             capture=capture,
             on_checkpoint=on_checkpoint,
+            ranks=ranks,
         )
         self._resume = resume
         self._fit: _Fit | None = None

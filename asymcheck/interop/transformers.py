@@ -33,8 +33,9 @@ from asymcheck.interop.temporary import make_folder
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
+from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention
-from asymcheck.ranks.ranks import is_initialised
+from asymcheck.ranks.ranks import RanksGiven, is_initialised
 from asymcheck.store import Store
 
 _LOADS_WEIGHTS = "_load_from_checkpoint"
@@ -58,16 +59,18 @@ class AsymcheckCallback(TrainerCallback):
     Trainer's ``global_step``, the number of steps done. Of several ranks (DDP) each does the same.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a Checkpointer takes
         self,
         store: Store,
         *,
         every: int | Literal["auto"] | AutoInterval = 500,
         keep: Retention | None = None,
+        push: Push | None = None,
         run: str = DEFAULT_RUN,
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        ranks: RanksGiven = "auto",
     ) -> None:
         """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it."""
         self._checkpointer = partial(
@@ -75,10 +78,12 @@ class AsymcheckCallback(TrainerCallback):
             store,
             every=every,
             keep=keep,
+            push=push,
             run=run,
             on_error=on_error,
             capture=capture,
             on_checkpoint=on_checkpoint,
+            ranks=ranks,
         )
         self._training: _Training | None = None
 

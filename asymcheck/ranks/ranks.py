@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -99,18 +101,21 @@ def is_initialised() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
+RanksGiven: TypeAlias = Ranks | Callable[[], Ranks] | Literal["auto"] | None
+"""Who saves together, as users say it. A function is for trainers that initialise ``torch.distributed`` late."""
+
+
 def find_ranks(given: object) -> Ranks | None:
     """Return the ranks that save together; None where one process saves alone.
 
     ``"auto"`` means those of ``torch.distributed``, if it is initialised.
 
     Raises:
-        InvalidInputError: ``given`` is neither that, nor :class:`Ranks`, nor None.
+        InvalidInputError: ``given`` is none of :data:`RanksGiven`.
     """
-    if isinstance(given, str) and given == "auto":
+    ranks = given() if callable(given) else given
+    if isinstance(ranks, str) and ranks == "auto":
         ranks = Ranks.from_torch() if is_initialised() else None
-    elif given is None or isinstance(given, Ranks):
-        ranks = given
-    else:
-        raise InvalidInputError(f"ranks={given!r:.100}: give 'auto', asymcheck.Ranks or None")
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise InvalidInputError(f"ranks={given!r:.100}: give 'auto', asymcheck.Ranks, what returns one, or None")
     return None if ranks is None or ranks.world_size == 1 else ranks

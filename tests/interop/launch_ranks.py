@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from asymcheck import Store
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
 
@@ -64,3 +66,10 @@ def one_is_killed(folder: Path, step: int) -> None:
 def told(folder: Path) -> list[dict[str, Any]]:
     """Return what the ranks have told."""
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+
+
+def newest_pushed(folder: Path) -> int:
+    """Return the newest step that lies whole where both ranks push, from their stores."""
+    with Store.open((folder / "there").as_uri()) as there:
+        assert not there.verify()
+        return max(one.step for one in there.checkpoints() if one.complete and one.ranks == "2")

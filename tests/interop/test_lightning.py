@@ -171,6 +171,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     assert others == [0, *range(2, 18, 2)]
     assert told[1]["first"] == told[0]["first"]
     assert told[1]["random"] != told[0]["random"]
+    assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
 
 
 def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:

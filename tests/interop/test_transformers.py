@@ -174,6 +174,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     assert others == [0, 1, 6, 7, 12, 17]
     assert told[1]["first"] == told[0]["first"]
     assert told[1]["random"] != told[0]["random"]
+    assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
 
 
 def test_what_a_killed_resume_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,24 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from asymcheck import Store
+from asymcheck import Push, Ranks, Store
+from asymcheck.config import CaptureConfig
 from tests.store.equality import assert_same
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 _EVERY, _VICTIM = 2, 1
 Outcome = dict[str, object]
-Train = Callable[[Path, "Store | None", int, int, "int | None"], Outcome]
+Knobs = dict[str, Any]
+Train = Callable[[Path, "Store | None", Knobs, int, "int | None"], Outcome]
 
 
-def by_transformers(folder: Path, store: Store | None, every: int, kill_at: int, step: int | None) -> Outcome:
+def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
     """Train to the end from what the store has, if there is one; return what came out, on this rank."""
     import transformers
 
@@ -30,21 +34,21 @@ def by_transformers(folder: Path, store: Store | None, every: int, kill_at: int,
     torch.rand(RANK)
     resume = None
     if store is not None:
-        callback = AsymcheckCallback(store, every=every)
+        callback = AsymcheckCallback(store, **knobs)
         trainer.add_callback(KillAt(kill_at, callback, kill_at - _EVERY))
         resume = callback.resume(trainer, step)
     trainer.train(resume_from_checkpoint=resume)
     return {**outcome(trainer), "first": trainer._initial_global_step}
 
 
-def by_lightning(folder: Path, store: Store | None, every: int, kill_at: int, step: int | None) -> Outcome:
+def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
     """Likewise."""
     from asymcheck.interop.lightning import AsymcheckCallback
     from tests.interop.small_fit import Differing, KillAt, fit, outcome
 
     callbacks = [Differing()]
     if store is not None:
-        saving = AsymcheckCallback(store, every=every, resume=step is None or step)
+        saving = AsymcheckCallback(store, **knobs, resume=step is None or step)
         callbacks += [saving, KillAt(kill_at, saving, kill_at - _EVERY)]
     trainer, module = fit(folder, *callbacks, ranks=2)
     return {**outcome(trainer, module), "losses": dict(module.losses)}
@@ -55,9 +59,25 @@ def train(
 ) -> Outcome:
     """Train with a store of that name in a folder, or with none."""
     if not store:
-        return by(folder, None, 0, -1, None)
+        return by(folder, None, {}, -1, None)
     with Store.open(folder / store) as opened:
-        return by(folder, opened, every, kill_at, step)
+        return by(folder, opened, {"every": every}, kill_at, step)
+
+
+def train_apart(by: Train, folder: Path, step: int | None = None) -> Outcome:
+    """Train as if each rank were on a machine of its own, with a store there; all push to one location."""
+    node, location = f"machine-{RANK}", (folder / "there").as_uri()
+    memory = folder / node / "memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    knobs = {
+        "every": 1,
+        "push": Push(location),
+        # The processes of a Trainer may find each other only when it begins to train.
+        "ranks": partial(Ranks.from_torch, node=node),
+        "capture": CaptureConfig(ring_folder=str(memory)),
+    }
+    with Store.open(folder / node / "store", remote=location) as opened:
+        return by(folder, opened, knobs, -1, step)
 
 
 def compare(found: Outcome, whole: Outcome) -> object:
@@ -80,9 +100,10 @@ def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
         return
     resumed = train(by, folder, "killed", every=_EVERY)
     whole = train(by, folder)
-    first = [compare(resumed, whole), compare(train(by, folder, "every"), whole)]
-    first += [compare(train(by, folder, "every", step=step), whole) for step in steps]
-    told = {"first": first, "random": whole["random"].tolist()}
+    first = [compare(resumed, whole), compare(train_apart(by, folder), whole)]
+    first += [compare(train_apart(by, folder, step), whole) for step in steps]
+    steps_done = whole["state" if trainer == "transformers" else "where"][0]
+    told = {"first": first, "random": whole["random"].tolist(), "last": steps_done}
     (folder / f"told-{RANK}.json").write_text(json.dumps(told))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from asymcheck.errors import FormatError, InvalidInputError
 from asymcheck.format import layout
+from asymcheck.format.spans import Spans
 from asymcheck.migration.head_records import bring_head
 from asymcheck.migration.pull import copy_one, each
 from asymcheck.migration.tally import Tally
@@ -62,7 +63,7 @@ def heal(
         # It may have been deleted since the repair saw it.
         known = here.manifests.listing(listing.run, listing.ref)
         if known.manifests:
-            copy_one(there, here, catalog, listing.of_ranks(known.store_ranks), tally, progress)
+            copy_one(there, here, catalog, listing.of_ranks(_store_ranks(there, listing, known)), tally, progress)
 
     failed |= {name: str(error) for name, error in each(there, listings, bring).items()}
     if tally.committed:
@@ -72,6 +73,15 @@ def heal(
         fetched = partitions if count else "manifests fetched"
         done.append(Repair("remote", str(there.location), what, fetched))
     return Healed(tuple(done), str(there.location), failed)
+
+
+def _store_ranks(there: RemoteTier, listing: CheckpointFiles, known: CheckpointFiles) -> Spans | None:
+    """Return the ranks that save into this store: where its own manifests cannot be read, those there say it."""
+    if known.store_ranks is None:
+        for name in known.manifests:
+            if name in listing.manifests:
+                return there.manifests.read(listing.run, listing.ref, name).header.store_ranks
+    return known.store_ranks
 
 
 def _heads(there: RemoteTier, here: NvmeTier, left: Sequence[Unrepaired], failed: dict[str, str]) -> list[Repair]:

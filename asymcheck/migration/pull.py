@@ -73,7 +73,8 @@ def pull(
     with_heads = set[str]()
 
     def copy(listing: CheckpointFiles) -> None:
-        if here.manifests.listing(listing.run, listing.ref).is_complete:
+        # A store of several of one job may have its part, and nothing of the others.
+        if here.manifests.listing(listing.run, listing.ref).is_whole:
             tally.present += 1
             return
         if listing.run not in with_heads:

@@ -194,9 +194,12 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
 
     Raises:
         InconsistentCheckpointError: ranks are missing, or there are two of one.
-        FormatError: one is damaged.
+        FormatError, StorageError: one is damaged, or cannot be read.
     """
     if not listing.is_complete:
+        if listing.store_ranks is None:
+            # They alone can say which of them belong here. What keeps them from it is not that some are missing.
+            tier.manifests.read_all(listing)
         raise InconsistentCheckpointError(what_is_missing(listing))
     return tier.manifests.read_all(listing)
 

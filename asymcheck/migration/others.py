@@ -14,6 +14,8 @@ _LOOKED_AT = 4
 _POLL_S = (0.05, 2.0)
 PATIENCE_S = 30.0
 """How long is waited for a new pack there, before what others were to bring is sent from here."""
+_AT_MOST = 10
+"""So many times as long when none of the new packs has any of it: other trainings push there, too."""
 
 
 def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Digest]:
@@ -73,8 +75,9 @@ class Others:
             RemoteUnreachableError, StorageError: nobody knows.
         """
         missing, pause_s = set(names), _POLL_S[0]
-        news = time.monotonic()
+        news = last_use = time.monotonic()
         while missing:
+            count = len(missing)
             # Before the packs: who has published all manifests has sent all packs.
             are_done = self._are_done()
             new = [pack_id for pack_id in self._there.lasting_packs() if pack_id not in self._seen]
@@ -82,10 +85,13 @@ class Others:
             for index in self._there.read_indexes(new).values():
                 if index is not None and index.damage is None:
                     missing -= {Digest(name.tobytes()) for name in index.entries["digest"]}
-            if are_done or time.monotonic() - news > PATIENCE_S:
+            now = time.monotonic()
+            if len(missing) < count:
+                last_use = now
+            if are_done or now - news > PATIENCE_S or now - last_use > _AT_MOST * PATIENCE_S:
                 return
             if new:
-                news, pause_s = time.monotonic(), _POLL_S[0]
+                news, pause_s = now, _POLL_S[0]
             self._report()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S[1])

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from pathlib import Path, PurePath
+from typing import cast
 
 import pytest
 import torch
 
+import asymcheck.migration.others as module
 from asymcheck import Part, Retention, Store
 from asymcheck.errors import StorageError
+from asymcheck.format.layout import ManifestName
+from asymcheck.migration.others import Others
 from asymcheck.tiers.files import Files
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.types import CheckpointRef, Digest, SaveId
 from tests.ranks.launched import CONFIG
 
 STEPS = 3
@@ -95,3 +104,39 @@ def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None
     assert isinstance(state, dict)
     assert [float(state[f"rank-{rank}"][0]) for rank in range(2)] == [10.0, 11.0]
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "2"), (2, "1 of 2")]
+
+
+class Busy:
+    """A location to which other trainings push all the time."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self.manifests, self._numbers = self, itertools.count()
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Nobody else pushes this checkpoint."""
+        return CheckpointFiles(run, ref, ())
+
+    def lasting_packs(self) -> list[int]:
+        """There is always one more."""
+        return [next(self._numbers)]
+
+    def read_indexes(self, _pack_ids: list[int]) -> dict[int, None]:
+        """Nothing of use is in it."""
+        return {}
+
+
+def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They come again and again, and what is waited for does not."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_POLL_S", (0.005, 0.01))
+    began = time.monotonic()
+
+    def report() -> None:
+        assert time.monotonic() - began < 20
+
+    names = (ManifestName(0, 2, bytes(16)),)
+    listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
+    Others(cast(RemoteTier, Busy()), listing, report).wait_for({Digest(bytes(16))})

@@ -8,9 +8,10 @@ from functools import partial
 
 from asymcheck.errors import CheckpointNotFoundError, HeadRecordError, InconsistentCheckpointError
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
-from asymcheck.format.spans import Spans, named_spans
+from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.ranks import Session
 from asymcheck.ranks.session import reason_of
+from asymcheck.recovery.resolve import Skips
 from asymcheck.store import Store
 from asymcheck.types import CheckpointRef, SaveId
 
@@ -96,8 +97,7 @@ class Proposals:
 
     def _mine(self, prepare: Callable[[], object]) -> list[object]:
         prepare()
-        ranks = [rank for first, last in self._session.groups[0] for rank in range(first, last + 1)]
-        found = self._store.restorable_parts(self._run, self._step, ranks)
+        found = self._store.restorable_parts(self._run, self._step, ranks_in(self._session.groups[0]))
         return [[named(ref), is_readable] for ref, is_readable in found.items()]
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
@@ -117,11 +117,12 @@ class Proposals:
         which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
         if not any(self._found):
             raise CheckpointNotFoundError(f"none of {len(self._found)} stores has {which} of run {self._run!r}")
-        for ref in sorted(set().union(*self._found), reverse=True):
+        skips = Skips(skipped)
+        for ref in sorted(set[CheckpointRef]().union(*self._found), reverse=True):
             if all(found.get(ref, False) for found in self._found):
                 yield ref
             else:
-                skipped.append(f"{ref}: {self._lacking(ref)}")
+                skips.add(ref, self._lacking(ref))
         raise InconsistentCheckpointError(
             f"{which} of run {self._run!r} can be restored by all ranks. Machines that lost their store, or have other "
             "ranks than before, restore from the location to which all push: give it as remote:",

@@ -121,6 +121,7 @@ def resolve_each(
         LockTimeoutError: another process has locked a pack for too long.
         TooManyFilesError: a checkpoint lies in more packs than this process may open.
     """
+    skips = Skips(skipped)
     for listing in listings:
         try:
             with timed("find", 0, partial(_named, listing)):
@@ -130,7 +131,30 @@ def resolve_each(
             # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:
-            skipped.append(f"{listing.ref}: {error}")
+            skips.add(listing.ref, str(error))
+
+
+class Skips:
+    """Appends to a list why checkpoints were passed over; neighbours with one reason are one entry."""
+
+    def __init__(self, skipped: list[str]) -> None:
+        """Append to ``skipped``, to which others append as well."""
+        self._skipped = skipped
+        self._first: CheckpointRef | None = None
+        self._reason = self._entry = ""
+        self._older = 0
+
+    def add(self, ref: CheckpointRef, reason: str) -> None:
+        """Say why one was passed over."""
+        if self._skipped and self._skipped[-1] == self._entry and reason == self._reason:
+            self._older += 1
+            self._skipped.pop()
+            noun = "one" if self._older == 1 else "ones"
+            self._entry = f"{self._first} and {self._older} older {noun}: {reason}"
+        else:
+            self._first, self._reason, self._older = ref, reason, 0
+            self._entry = f"{ref}: {reason}"
+        self._skipped.append(self._entry)
 
 
 def _named(listing: CheckpointFiles) -> Detail:
@@ -197,11 +221,29 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
         FormatError, StorageError: one is damaged, or cannot be read.
     """
     if not listing.is_complete:
-        if listing.store_ranks is None:
-            # They alone can say which of them belong here. What keeps them from it is not that some are missing.
-            tier.manifests.read_all(listing)
+        _check_readable(tier, listing)
         raise InconsistentCheckpointError(what_is_missing(listing))
     return tier.manifests.read_all(listing)
+
+
+def _check_readable(tier: ReadTier, listing: CheckpointFiles) -> None:
+    """Read a manifest of a checkpoint that seems to lack some: they alone can say which of them belong here.
+
+    Raises:
+        FormatError, StorageError: none can be read; that is not that others are missing.
+    """
+    problem: FormatError | StorageError | None = None
+    for name in () if listing.store_ranks is not None else listing.manifests:
+        try:
+            tier.manifests.read(listing.run, listing.ref, name)
+        except MissingPartitionError:
+            continue
+        except (FormatError, StorageError) as error:
+            problem = problem or error
+        else:
+            return
+    if problem is not None:
+        raise problem
 
 
 def what_is_missing(listing: CheckpointFiles) -> str:

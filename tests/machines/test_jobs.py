@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import Retention, Store
 from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.verify import Severity
 from tests.machines.conftest import Launch
@@ -99,6 +99,14 @@ def test_another_number_of_ranks_restores_from_where_all_push(
     assert [one["restored"] for one in told] == [2, 2]
 
 
+def test_who_prunes_one_machine_by_hand_leaves_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
+    """What is newest here may not be complete on the other machine yet."""
+    shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [0, 1]
+    assert steps_in(tmp_path / "store") == [2, 3]
+
+
 def test_a_single_process_reads_what_lies_here_and_there(pushed: tuple[Path, Told]) -> None:
     """A store of one machine, with the location of all behind it, is as good as one of all ranks."""
     training = Training(seed=5)
@@ -153,8 +161,9 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
     """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
     for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():
         assert one == {"step": 2, "generation": 1, "is_same": True, "saved": 2}
-    heads = [tmp_path / f"machine-{machine}/store/heads/default/00000002.head" for machine in range(2)]
-    assert heads[0].read_bytes() == heads[1].read_bytes()
+    heads = [tmp_path / f"machine-{machine}/store/heads/default" for machine in range(2)]
+    for name in ("00000001.head", "00000002.head"):
+        assert (heads[0] / name).read_bytes() == (heads[1] / name).read_bytes()
     for machine in range(2):
         with Store.open(store_of(tmp_path, machine), read_only=True) as store:
             assert [(one.generation, one.step) for one in store.checkpoints() if one.on_line] == [(1, 2), (2, 3)]

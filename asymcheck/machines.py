@@ -37,12 +37,17 @@ def align(session: Session, store: Store, run: str) -> None:
 
     Raises:
         HeadRecordError: one is damaged in all stores, or two stores are of different trainings.
-        RanksError: the others do not come so far.
+        RanksError: the others do not come so far, or one could not read its store.
+        AsymcheckError: this one could not; the others are told.
     """
     what = f"line of run {run!r}"
     number, _ = session.begin("compares its line of training", None, 1, lambda: None, what)
-    # Where all machines are new, the location behind them has what they had.
-    heads = store.heads(run, behind=session.is_first) if session.is_first_here else []
+    try:
+        # Where all machines are new, the location behind them has what they had.
+        heads = store.heads(run, behind=session.is_first) if session.is_first_here else []
+    except BaseException as error:
+        session.report((number, 1), reason_of(error).encode(), failed=True)
+        raise
     mine = [head_to_json(head) for head in heads]
     decide = partial(_merged, session.groups)
     for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):

@@ -59,6 +59,10 @@ class Known:
         """Return the manifests of a checkpoint; None when the last look has not found it."""
         return self._listings.get(one.ref)
 
+    def unfinished(self) -> list[CheckpointRef]:
+        """Return those of which the last look has found some manifests, and not all."""
+        return [ref for ref, listing in self._listings.items() if listing.manifests and not listing.is_complete]
+
     def _describe(self, ref: CheckpointRef) -> Checkpoint:
         known = self._described.get(ref)
         if known is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from asymcheck.errors import AsymcheckError
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.migration.known import Known
-from asymcheck.policies.retention import Retention, judge
+from asymcheck.policies.retention import Retention, Verdict, judge
 from asymcheck.pruning import newest_consistent
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.types import Checkpoint
@@ -34,6 +35,8 @@ class RemotePruner:
     def prune(self, now_ns: int) -> list[Checkpoint]:
         """Delete what no rule keeps, and return it; now and then free what nothing needs.
 
+        What was left unfinished before the newest that is whole goes, too, when nobody has gone on with it for long.
+
         Raises:
             RemoteUnreachableError, StorageError: the location did not answer, or refused.
         """
@@ -44,13 +47,22 @@ class RemotePruner:
         going = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
         for one in going:
             self._there.manifests.remove(self._run, one.ref)
-        self._has_garbage |= bool(going)
+        left = self._remove_left(verdicts, now_ns)
+        self._has_garbage |= bool(going) or left
         now = time.monotonic()
         if self._has_garbage and (self._collected_at is None or now - self._collected_at >= self._collect_s):
             # One that fails does so after it has read as much, and is no sooner begun again.
             self._collected_at = now
             self._collect(found_more=bool(going))
         return going
+
+    def _remove_left(self, verdicts: Sequence[Verdict], now_ns: int) -> bool:
+        """Remove parts of checkpoints whose other parts never came: machines were lost, or have deleted theirs."""
+        newest = max((one.checkpoint.ref for one in verdicts if one.stays and one.checkpoint.on_line), default=None)
+        before_ns = now_ns - int(self._there.config.remote.grace_s * 1e9)
+        # What is newer may be on its way, or is all that a machine can come back from.
+        old = [ref for ref in self._known.unfinished() if newest is not None and ref < newest]
+        return bool([ref for ref in old if self._there.manifests.remove_left(self._run, ref, before_ns)])
 
     def _collect(self, *, found_more: bool) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -16,9 +17,10 @@ from asymcheck import Part, Retention, Store
 from asymcheck.errors import StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.migration.others import Others
+from asymcheck.migration.prune_remote import RemotePruner
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.manifests import CheckpointFiles
-from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Digest, SaveId
 from tests.ranks.launched import CONFIG
 
@@ -104,6 +106,23 @@ def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None
     assert isinstance(state, dict)
     assert [float(state[f"rank-{rank}"][0]) for rank in range(2)] == [10.0, 11.0]
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "2"), (2, "1 of 2")]
+
+
+def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stores: list[Path], tmp_path: Path) -> None:
+    """They go when they are old, and a newer one is whole; what is newer than that stays."""
+    location = (tmp_path / "there").as_uri()
+    for path, steps in zip(stores, ((0, 1, 2), (1,)), strict=True):
+        with Store.open(path, config=CONFIG) as store:
+            for step in steps:
+                store.push(location, step)
+    with contextlib.closing(RemoteTier(parse_location(location), CONFIG)) as there:
+        pruner = RemotePruner(there, "default", Retention(keep_last=1))
+        for days, left in ((0, [0, 1, 2]), (2, [1, 2])):
+            assert not pruner.prune(time.time_ns() + days * 86_400_000_000_000)
+            assert [ref.step for ref in there.manifests.refs("default")] == left
+    # Whoever still has it may bring it again.
+    with Store.open(stores[0], config=CONFIG) as store:
+        assert len(store.push(location, 0).committed) == 1
 
 
 class Busy:

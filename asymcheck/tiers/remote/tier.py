@@ -140,6 +140,18 @@ class RemoteManifests(ManifestReader):
                 "training of this name was pushed there; push to another location, or give runs different names"
             )
 
+    def remove_left(self, run: str, ref: CheckpointRef, before_ns: int) -> bool:
+        """Delete what is there of a checkpoint, unless somebody has brought some of it since; return whether."""
+        directory = self.directory(run, ref)
+        found = [entry for entry in self._files.walk(directory) if entry.is_file]
+        if not all(entry.is_older(before_ns) for entry in found):
+            return False
+        for entry in found:
+            # These and no others: what comes now is somebody's who brings the rest.
+            self._files.delete(entry.path)
+        self._files.delete_empty(directory)
+        return True
+
     def remove(self, run: str, ref: CheckpointRef) -> None:
         """Delete a checkpoint: its manifests, then its folder."""
         directory = self.directory(run, ref)

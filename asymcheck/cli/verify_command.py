@@ -81,9 +81,6 @@ def _report(
     if repaired is not None:
         _show_repaired(repaired)
     _show(findings, len(checkpoints), len(lost))
-    parts = sum(item.store_ranks is not None for item in checkpoints)
-    if parts:
-        click.echo(f"of {parts} this store has the parts of its own ranks; those of other machines were not looked for")
 
 
 def _show_repaired(repaired: Repaired) -> None:

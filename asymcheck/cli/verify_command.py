@@ -80,7 +80,7 @@ def _report(
         return
     if repaired is not None:
         _show_repaired(repaired)
-    _show(findings, len(checkpoints), len(lost))
+    _show(findings, checkpoints, len(lost))
 
 
 def _show_repaired(repaired: Repaired) -> None:
@@ -93,7 +93,7 @@ def _show_repaired(repaired: Repaired) -> None:
         click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 
 
-def _show(findings: list[Finding], checkpoints: int, lost: int) -> None:
+def _show(findings: list[Finding], checkpoints: list[Checkpoint], lost: int) -> None:
     for item in findings:
         output.print_entry(f"{item.severity.value} {item.kind}: {item.where}: {item.message}", _consequences(item))
     if not checkpoints:
@@ -104,7 +104,9 @@ def _show(findings: list[Finding], checkpoints: int, lost: int) -> None:
         # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
         unknown = any(item.severity is Severity.ERROR for item in findings)
         verdict = "each can be restored, if it is named" if unknown else "every one can be restored"
-    click.echo(f"{output.count(checkpoints, 'checkpoint')} checked: {verdict}")
+        if any(one.store_ranks for one in checkpoints):
+            verdict = "what the ranks of this store saved of them is whole"
+    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}")
 
 
 def _consequences(finding: Finding) -> list[str]:

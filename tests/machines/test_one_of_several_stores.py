@@ -11,9 +11,11 @@ from typing import cast
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import asymcheck.migration.others as module
 from asymcheck import Part, Retention, Store
+from asymcheck.cli.main import commands
 from asymcheck.errors import StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.migration.others import Others
@@ -95,6 +97,12 @@ def test_a_repair_brings_what_belongs_there(stores: list[Path], there: str) -> N
     with Store.open(stores[1], config=CONFIG, remote=there) as store:
         assert not store.repair().left
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]
+
+
+def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> None:
+    """It is sound, and the other part lies elsewhere."""
+    outcome = CliRunner().invoke(commands, ["verify", str(stores[0])])
+    assert outcome.output == "3 checkpoints checked: what the ranks of this store saved of them is whole\n"
 
 
 def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 from asymcheck.errors import MissingPartitionError
@@ -120,10 +120,17 @@ class Drain:
         """
         enter(self._tier, self._catalog, self._packing, list(self._frames), self._pin, self._rewrite)
 
-    def commit(self, captured: Manifest, placing: Placing, elsewhere: Container[Digest] = frozenset()) -> CheckpointRef:
+    def commit(
+        self,
+        captured: Manifest,
+        placing: Placing,
+        elsewhere: Container[Digest] = frozenset(),
+        metrics: Mapping[str, float] | None = None,
+    ) -> CheckpointRef:
         """Make the checkpoint of a manifest durable and visible, when all its frames were added.
 
-        What is ``elsewhere``, another store of the job brings to where all are together.
+        What is ``elsewhere``, another store of the job brings to where all are together. With ``metrics`` it gets
+        these in the place of its own.
 
         Raises:
             StorageError: the device refused; nothing was committed. :meth:`abandon` comes next.
@@ -143,6 +150,7 @@ class Drain:
             packs=tuple(packs),
             plan=plan,
             elsewhere=elsewhere_bits(names, elsewhere),
+            metrics=header.metrics if metrics is None else metrics,
         )
         data = encode(captured, committed)
         name = self._tier.manifests.publish(header.run, self._ref, self._rank, header.world_size, data)

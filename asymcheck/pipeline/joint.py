@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
+from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.record import head_from_json, head_to_json
 from asymcheck.partition.schedule import Plan
@@ -162,11 +163,11 @@ class Joint:
             for number in moving.put_off:
                 writes.now(moving, number)
             moving.drain.enter()
-            place, is_void = self._all_stored(capture, at)
+            place, is_void, metrics = self._all_stored(capture, at)
             at = (turn.number, _COMMITTED)
             self._take_from_others(moving, writes, is_void=is_void)
             elsewhere = self._replicas.elsewhere(capture)
-            ref = moving.drain.commit(moving.manifest, lambda _header: place, elsewhere)
+            ref = moving.drain.commit(moving.manifest, lambda _header: place, elsewhere, metrics)
             self._all_committed(moving, at)
             moving.ref = ref
         except (RankFailedError, RanksMissingError):
@@ -194,31 +195,38 @@ class Joint:
         writes.soon(moving, own)
         writes.wait(moving)
 
-    def _all_stored(self, capture: Capture, at: tuple[int, int]) -> tuple[Place, bool]:
+    def _all_stored(self, capture: Capture, at: tuple[int, int]) -> tuple[Place, bool, Mapping[str, float] | None]:
         """Wait until all ranks have stored what is theirs; return where the checkpoint goes.
 
-        And whether some rank does not know what it was to write, so that it is no wonder if that is not there.
+        And whether some rank does not know what it was to write, so that it is no wonder if that is not there. And the
+        metrics of all ranks where these have several stores: each of them keeps and pushes the same checkpoints by it.
         """
 
         def decide(reports: Sequence[bytes]) -> bytes:
             place = self._placing(capture)
             parent = place.parent
+            # Of many ranks nearly all say the same. What several say differently is that of the last, as readers do.
+            found = [json.loads(report) for report in reversed(dict.fromkeys(reversed(reports)))]
+            metrics = {name: value for one in found for name, value in one["metrics"].items()}
             said = {
                 "generation": place.generation,
                 "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
-                "is_void": any(json.loads(report)["is_void"] for report in set(reports)),
+                "is_void": any(one["is_void"] for one in found),
                 "head": self._head_of(place.generation),
+                "metrics": dict(list(metrics.items())[: registry.METRICS_MAX]),
             }
             return json.dumps(said).encode()
 
         is_void = not self._replicas.knows(capture)
-        report = json.dumps({"is_void": is_void}).encode()
+        are_apart = self.store_ranks is not None
+        mine = {"is_void": is_void, "metrics": dict(capture.request.metrics) if are_apart else {}}
+        report = json.dumps(mine).encode()
         said = json.loads(self._committing.agree(at, report, decide, self._what(capture, "partitions")))
         self._take_head(said["head"])
         parent = said["parent"]
         if parent is not None:
             parent = CheckpointRef(parent[0], parent[1], SaveId(bytes.fromhex(parent[2])))
-        return Place(said["generation"], parent), said["is_void"]
+        return Place(said["generation"], parent), said["is_void"], said["metrics"] if are_apart else None
 
     def _take_from_others(self, moving: Moving, writes: Writes, *, is_void: bool) -> None:
         """Take what others have written; write what is not there, for then it was no copy."""

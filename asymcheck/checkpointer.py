@@ -110,7 +110,7 @@ class Checkpointer:
         self._statistics = Statistics()
         self._ending = Ending(self.close)
         found = find_ranks(ranks)
-        self._together = None if found is None else Together(store, run, found, self._ending.is_due)
+        self._together = None if found is None else Together(store, run, found, self._ending.is_due, push)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on a thread pushes what the training before has left.
         self._beside = begun(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)

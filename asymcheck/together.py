@@ -25,6 +25,7 @@ from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.ownership import distributed
 from asymcheck.pipeline.request import new_save_id
+from asymcheck.policies.pushing import Push
 from asymcheck.ranks import Ranks, Session
 from asymcheck.ranks.homes import Home
 from asymcheck.ranks.session import reason_of
@@ -50,9 +51,12 @@ class Returned:
 class Together:
     """This rank among those that train one state."""
 
-    def __init__(self, store: Store, run: str, ranks: Ranks, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: Store, run: str, ranks: Ranks, is_ending: Callable[[], bool], push: Push | None = None
+    ) -> None:
         """Prepare; the ranks find each other when they are needed first. ``is_ending``: this process is to end."""
         self._store, self._run, self._ranks, self._is_ending = store, run, ranks, is_ending
+        self._pushes = push is not None
         self._session: Session | None = None
 
     @property
@@ -83,7 +87,7 @@ class Together:
         """
         if self._session is None:
             terms = {"ranks": str(self._ranks.world_size)}
-            home = Home(self._store.store_id, self._ranks.node, this_process().boot_id)
+            home = Home(self._store.store_id, self._ranks.node, this_process().boot_id, self._pushes)
             session = Session.join(self._ranks, self._run, terms, home)
             session.is_ending = self._is_ending
             if session.store_ranks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asymcheck.format.manifest import Manifest
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -12,6 +12,8 @@ from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
 
 _LOOKED_AT = 4
 _POLL_S = (0.05, 2.0)
+LATE_S = 600.0
+"""After so long it is said that others have not sent their parts."""
 PATIENCE_S = 30.0
 """How long is waited for a new pack there, before what others were to bring is sent from here."""
 _AT_MOST = 10
@@ -42,21 +44,32 @@ class Parts:
     def __init__(self, run: str) -> None:
         """Begin with none of ``run``."""
         self._run = run
-        self._refs: frozenset[CheckpointRef] = frozenset()
+        self._sent: Mapping[CheckpointRef, float] = {}
 
     def __contains__(self, ref: CheckpointRef) -> bool:
         """Tell whether one is not known to be there whole."""
-        return ref in self._refs
+        return ref in self._sent
 
     def add(self, ref: CheckpointRef) -> None:
         """Note that the part of this store is there."""
-        self._refs |= {ref}
+        self._sent = {**self._sent, ref: time.monotonic()}
+
+    def late(self) -> str:
+        """Say that others have not sent their parts for long; empty when they have."""
+        now = time.monotonic()
+        late = max((ref for ref, sent in self._sent.items() if now - sent > LATE_S), default=None)
+        if late is None:
+            return ""
+        return (
+            f"not whole there: of step {late.step} the other machines' parts have not come in {LATE_S / 60:.0f} "
+            "minutes. See whether all of them push, and to a place that all of them see"
+        )
 
     def look(self, there: RemoteTier) -> None:
         """See whether the newest are whole by now; what came before one that is matters no more."""
-        for ref in sorted(self._refs, reverse=True)[:_LOOKED_AT]:
+        for ref in sorted(self._sent, reverse=True)[:_LOOKED_AT]:
             if there.manifests.listing(self._run, ref).is_whole:
-                self._refs = frozenset(one for one in self._refs if one > ref)
+                self._sent = {one: sent for one, sent in self._sent.items() if one > ref}
                 return
 
 

@@ -355,7 +355,7 @@ class Pushing:
         if self._failure is None and self._damaged:
             return f"damaged here: {self._damaged[-1]}"
         problem = self._failure or self._untidy
-        return "" if problem is None else f"{type(problem).__name__}: {problem}"
+        return self._parts.late() if problem is None else f"{type(problem).__name__}: {problem}"
 
     def close(self, timeout_s: float | None = None) -> PushStatistics:
         """Push what is left, once, and end; return what was done in all. Closing twice is no error.

@@ -16,6 +16,8 @@ class Home:
     """The name of its machine."""
     boot: str
     """What the kernel of that machine calls its present life."""
+    pushes: bool = False
+    """Whether it was told a location to push to."""
 
 
 NO_HOME = Home("", "", "")
@@ -48,4 +50,16 @@ def refusal_of(homes: Sequence[Home]) -> str:
                 f"{home.store}, both on {home.node}. Open the same directory on both; containers with a drive of their "
                 "own say so by Ranks.from_torch(node=…), with a name for each"
             )
-    return ""
+    return _silent([group[0] for group in grouped(homes)], homes)
+
+
+def _silent(firsts: Sequence[int], homes: Sequence[Home]) -> str:
+    """Say that the first ranks of some stores push and others do not; empty when that is not so."""
+    pushes, silent = ([rank for rank in firsts if homes[rank].pushes is does] for does in (True, False))
+    if not pushes or not silent:
+        return ""
+    does, does_not = (f"rank {rank} on {homes[rank].node}" for rank in (pushes[0], silent[0]))
+    return (
+        f"{does} pushes, and {does_not} does not: where machines have a store each, a checkpoint is whole only where "
+        "all push. Give all of them the same push=, or none"
+    )

@@ -42,7 +42,8 @@ class Ranks:
             store: a ``torch.distributed.TCPStore``, ``FileStore`` or ``HashStore`` that all of them have.
             timeout_s: how long a rank that is ready waits for the others, in seconds: longer than one of them may take
                 to write its part of a checkpoint, or to read it.
-            local_size: how many of the ranks share the memory of this machine; all when it is not known.
+            local_size: how many of the ranks share the memory of this machine; all with its store when that
+                is not known.
             node: the name of this machine, whose ranks save into one store; the host name by default.
 
         Raises:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
+from asymcheck.format.spans import ranks_in
 from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
 from asymcheck.ranks.homes import NO_HOME, Home
 from asymcheck.ranks.keys import Keys, in_parts
@@ -49,7 +50,9 @@ class Session:
         self._is_behind = False
         self._reported: tuple[Round, int] | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.is_first, self.local_size = ranks.rank == 0, ranks.local_size
+        self.is_first = ranks.rank == 0
+        self.local_size = min(ranks.local_size, len(ranks_in(met.groups[0])))
+        """How many ranks share the memory of this machine, as far as is known."""
         self.groups = met.groups
         """The ranks of each store: on rank 0 of all stores, on others of its own."""
         self.store_ranks = met.groups[0] if met.count > 1 else None

@@ -8,9 +8,12 @@ from typing import cast
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from asymcheck import Retention, Store
+from asymcheck import Retention, Store, UnreachableRemoteWarning
+from asymcheck.cli.main import commands
 from asymcheck.errors import InconsistentCheckpointError
+from asymcheck.migration import others
 from asymcheck.verify import Severity
 from tests.machines.conftest import Launch
 from tests.machines.scenarios import COLUMNS, ROWS, store_of
@@ -49,6 +52,8 @@ def steps_in(store: Path | str) -> list[int]:
 def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> None:
     """That is complete there, and is no whole checkpoint."""
     for machine in range(2):
+        said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
+        assert said == f"{STEPS} checkpoints checked: what the ranks of this store saved of them is whole\n"
         with Store.open(store_of(pushed[0], machine), read_only=True) as store:
             assert not store.verify()
             found = store.checkpoints()
@@ -78,6 +83,20 @@ def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(push
     # Who was done first knows of step 0 only that it is there whole.
     assert max(cast(int, told[0]["newest_there"]), cast(int, told[2]["newest_there"])) == STEPS - 2
     assert told[1]["newest_there"] is told[3]["newest_there"] is None
+
+
+def test_parts_that_other_machines_never_send_are_told(
+    pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
+    monkeypatch.setattr(others, "PATIENCE_S", 0.0)
+    with Store.open(store_of(pushed[0], 0)) as store, store.pushing(tmp_path.as_uri(), every=3) as pushing:
+        pushing.wait()
+        assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
+        monkeypatch.setattr(others, "LATE_S", 0.0)
+        with pytest.warns(UnreachableRemoteWarning, match="of step 3 the other machines' parts have not come"):
+            pushing.close()
+        assert pushing.statistics().newest_step is None
 
 
 def test_nothing_but_the_key_value_store_leads_from_machine_to_machine(

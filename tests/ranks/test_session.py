@@ -16,6 +16,7 @@ import torch.distributed as dist
 from asymcheck import Ranks
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
 from asymcheck.ranks import KeyStore, Session
+from asymcheck.ranks.homes import Home
 from asymcheck.ranks.ranks import find_ranks
 
 _T = TypeVar("_T")
@@ -50,6 +51,28 @@ def test_everyone_gets_the_verdict_on_all_reports() -> None:
     for number in range(1, 4):
         verdicts = each(5, lambda rank: sessions[rank].agree((number, 1), b"%d" % rank, joined, "test"))  # noqa: B023 - used at once
         assert verdicts == [b"0+1+2+3+4"] * 5
+
+
+def test_ranks_whose_machines_have_a_store_each() -> None:
+    """They share memory with those of their own store; and either all machines push, or none: else nothing is whole."""
+    ranks = ranks_of(dist.HashStore(), 4)
+
+    def join(rank: int, *, pushes: bool) -> Session:
+        machine = rank // 2
+        home = Home(f"store {machine}", f"machine-{machine}", f"life {machine}", pushes)
+        return Session.join(ranks[rank], "run", _TERMS, home)
+
+    # Of the ranks of one machine the first pushes.
+    found = each(4, lambda rank: join(rank, pushes=rank % 2 == 0))
+    assert [one.local_size for one in found] == [2] * 4
+
+    def refused(rank: int) -> str:
+        with pytest.raises(RankFailedError) as error:
+            join(rank, pushes=rank == 2)
+        return str(error.value)
+
+    (said,) = set(each(4, refused))
+    assert said.startswith("rank 2 on machine-1 pushes, and rank 0 on machine-0 does not")
 
 
 def test_each_rank_can_get_a_verdict_of_its_own() -> None:

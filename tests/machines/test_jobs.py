@@ -171,7 +171,7 @@ def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path
     (tmp_path / "store").rename(store_of(tmp_path, 1))
     for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
         assert "no checkpoint of run 'default' can be restored by all ranks" in str(one["refused"])
-        assert "what ranks 0, ranks 1 would read of it is not there" in str(one["refused"])
+        assert "what rank 0, rank 1 would read of it is not there" in str(one["refused"])
     for machine in range(2):
         assert steps_in(store_of(tmp_path, machine)) == [0, 1]
 

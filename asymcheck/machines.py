@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from asymcheck.errors import CheckpointNotFoundError, HeadRecordError, InconsistentCheckpointError
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    RemoteUnreachableError,
+)
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
 from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.ranks import Session
@@ -43,8 +49,7 @@ def align(session: Session, store: Store, run: str) -> None:
     what = f"line of run {run!r}"
     number, _ = session.begin("compares its line of training", None, 1, lambda: None, what)
     try:
-        # Where all machines are new, the location behind them has what they had.
-        heads = store.heads(run, behind=session.is_first) if session.is_first_here else []
+        heads = _heads(session, store, run)
     except BaseException as error:
         session.report((number, 1), reason_of(error).encode(), failed=True)
         raise
@@ -52,6 +57,16 @@ def align(session: Session, store: Store, run: str) -> None:
     decide = partial(_merged, session.groups)
     for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
         store.take_head(head_from_json(said, _WHERE))
+
+
+def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
+    if not session.is_first_here:
+        return []
+    if session.is_first:
+        # Where all machines are new, the location behind them has what they had.
+        with contextlib.suppress(RemoteUnreachableError):
+            return store.heads(run, behind=True)
+    return store.heads(run)
 
 
 def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:

@@ -5,6 +5,7 @@ It wires the ways down and up to a tier and holds no engine of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from asymcheck.recovery.rebuild import Rebuilt, reconcile
 from asymcheck.recovery.resolve import check_run_exists, what_is_there
 from asymcheck.restores import Restores
 from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 from asymcheck.tiers.spanning import Far
 from asymcheck.types import Checkpoint, Part
@@ -45,6 +47,12 @@ class Store(Restores):
 
     Open it with :meth:`open`; threads may share it, forked children may not.
     """
+
+    def __init__(self, tier: ReadTier) -> None:
+        """Wrap an opened tier; use :meth:`open`."""
+        super().__init__(tier)
+        # Of these runs the location behind this store was asked.
+        self._has_taken_heads: set[str] = set()
 
     @classmethod
     def open(
@@ -230,25 +238,30 @@ class Store(Restores):
         """
         tier = self._writable()
         layout.check_run(run)
-        # Numbers that the location has are taken, and the line may lead through generations that only it knows. Who
-        # begins from nothing where checkpoints are is of another training, and takes nothing from that.
-        if self._far is not None and (parent is not None or not self._has_any_behind(self._far, run)):
-            for head in self.heads(run, behind=True):
-                tier.manifests.take_head(head)
+        # Once is enough: what comes there while this store is open is of other trainings, and a rollback must not wait.
+        if self._far is not None and run not in self._has_taken_heads:
+            with contextlib.suppress(RemoteUnreachableError):
+                # Who begins from nothing where checkpoints are is of another training, and takes nothing from that.
+                if parent is not None or not self._far.ask(lambda there: there.manifests.refs(run)):
+                    self._take_heads_behind(run)
+                    self._has_taken_heads.add(run)
         return begin_generation(tier, run, None if parent is None else parent.ref)
 
-    def _has_any_behind(self, far: Far, run: str) -> bool:
-        """Tell whether the location behind this store has checkpoints of a run, or may have some."""
-        try:
-            return bool(far.ask(lambda there: there.manifests.refs(run)))
-        except RemoteUnreachableError:
-            return True
+    def _take_heads_behind(self, run: str) -> None:
+        """Have the head records that the location behind this store has.
+
+        Their numbers are taken, and the line may lead through generations that only it knows.
+        """
+        for head in self.heads(run, behind=True):
+            self.take_head(head)
 
     def heads(self, run: str, *, behind: bool = False) -> list[HeadRecord]:
         """Return the head records of a run, oldest first; one that is damaged is not among them.
 
-        With those ``behind`` this store, in the location that was given as ``remote``, if that can be had and is of
-        the same training.
+        With those ``behind`` this store, in the location that was given as ``remote``, if that is of the same training.
+
+        Raises:
+            RemoteUnreachableError: nobody knows what that has.
         """
         own = intact_heads(self._tier, run, self._tier.manifests.heads(layout.check_run(run)))
         if behind and self._far is not None:
@@ -263,10 +276,7 @@ class Store(Restores):
             newest_common = [number for number in numbers if number in own][-1:]
             return intact_heads(there, run, [*newest_common, *(number for number in numbers if number not in own)])
 
-        try:
-            found = far.ask(ask)
-        except RemoteUnreachableError:
-            return []
+        found = far.ask(ask)
         pairs = [(head, own[head.generation]) for head in found if head.generation in own]
         if any((one.parent, one.created_ns) != (other.parent, other.created_ns) for one, other in pairs):
             return []

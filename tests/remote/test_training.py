@@ -13,6 +13,7 @@ import asymcheck.migration.pushing as module
 from asymcheck import Checkpointer, Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.spanning import Far
 from tests.crash.zygote import wait_until
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 
@@ -262,3 +263,31 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
     ):
         train(checkpointer, state, 1)
     check_location(folder, 0)
+
+
+def test_a_rollback_does_not_wait_for_the_location(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which numbers are taken there was asked when training began; since then it may have gone away."""
+    with Store.open(tmp_path / "lost", config=CONFIG) as store:
+        store.save(state_of(0), step=0)
+        store.push(folder)
+    state = dict(state_of(9))
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as store,
+        Checkpointer(store, state) as checkpointer,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        assert checkpointer.restore() is not None
+        train(checkpointer, state, 1)
+        checkpointer.wait()
+
+        def refuse(*_arguments: object) -> None:
+            pytest.fail("the location was asked")
+
+        monkeypatch.setattr(Far, "ask", refuse)
+        monkeypatch.setattr(Far, "tier", refuse)
+        assert checkpointer.rollback().step == 1
+        monkeypatch.undo()
+        assert [head.generation for head in store.heads("default")] == [2, 3]

@@ -29,6 +29,7 @@ CHECKPOINT_KEYS = {
     "state_bytes",
     "written_bytes",
     "metrics",
+    "store_ranks",
 }
 TENSOR_KEYS = {
     *(

@@ -26,11 +26,11 @@ def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, 
     store.save(make_state(1), step=1)
     original = resolve_module.resolve_one
 
-    def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+    def resolve_one(tier: NvmeTier, listing: CheckpointFiles, *, whole: bool = False) -> Resolved:
         if listing.ref.step == 1:
             other.delete(1)
             other.gc()
-        return original(tier, listing)
+        return original(tier, listing, whole=whole)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve_module, "resolve_one", resolve_one)
@@ -49,13 +49,13 @@ def test_all_that_was_listed_is_deleted_meanwhile(stores: tuple[Store, Store], m
     store.save(make_state(1), step=1)
     original = resolve_module.resolve_one
 
-    def resolve_one(tier: NvmeTier, listing: CheckpointFiles) -> Resolved:
+    def resolve_one(tier: NvmeTier, listing: CheckpointFiles, *, whole: bool = False) -> Resolved:
         if listing.ref.step == 1:
             other.save(make_state(2), step=2)
             other.delete(0)
             other.delete(1)
             other.gc()
-        return original(tier, listing)
+        return original(tier, listing, whole=whole)
 
     monkeypatch.setattr(resolve_module, "resolve_one", resolve_one)
     restored = store.restore()

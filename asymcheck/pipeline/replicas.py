@@ -110,8 +110,10 @@ class Replicas:
         """Return the partitions of a capture that another store brings to where all are together."""
         if self._shared is None or not self.knows(capture):
             return set()
-        pairs = zip(capture.digests, self._shared.elsewhere, strict=True)
-        return {name for name, is_elsewhere in pairs if is_elsewhere and name is not None}
+        pairs = list(zip(capture.digests, self._shared.elsewhere, strict=True))
+        # What lies in several places, such as zeros, may be others' in one and ours in another: then it is ours.
+        ours = {name for name, is_elsewhere in pairs if not is_elsewhere}
+        return {name for name, is_elsewhere in pairs if is_elsewhere and name is not None} - ours
 
     def knows(self, capture: Capture) -> bool:
         """Tell whether it is known who writes what of a capture."""

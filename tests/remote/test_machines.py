@@ -1,0 +1,83 @@
+"""Machines with nothing in common but a location: their stores are lost, and all comes back from there."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Push, Ranks, Store, TensorShard
+from asymcheck.config import CaptureConfig
+from asymcheck.migration import others
+from tests.ranks.test_session import each
+from tests.remote.conftest import CONFIG
+
+_ROWS = 20_000
+"""Of each rank's part of a tensor."""
+
+
+def whole_at(step: int) -> torch.Tensor:
+    """The tensor that both ranks have together, as it is at a step."""
+    return torch.randn(2 * _ROWS, generator=torch.Generator().manual_seed(step))
+
+
+def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[tuple[int | None, bool]]:
+    """Train on two machines of one rank each; return to which step each went back, and whether it was what it was."""
+
+    def work(rank: int) -> tuple[int | None, bool]:
+        memory = folder / f"memory-{rank}"
+        memory.mkdir(exist_ok=True)
+        part, mine = torch.zeros(_ROWS), slice(rank * _ROWS, (rank + 1) * _ROWS)
+        same = torch.zeros(30_000)
+        state: dict[str, object] = {"cut": TensorShard(part, (2 * _ROWS,), (rank * _ROWS,)), "same": same}
+        ranks = Ranks(rank, 2, keys, timeout_s=120.0, node=f"node-{rank}")
+        capture = CaptureConfig(ring_folder=str(memory))
+        with (
+            Store.open(folder / f"machine-{rank}", config=CONFIG, remote=place) as store,
+            Checkpointer(store, state, push=Push(place, every=2), ranks=ranks, capture=capture) as checkpointer,
+        ):
+            found = checkpointer.restore()
+            is_right = found is None or (
+                torch.equal(part, whole_at(found.step)[mine]) and bool((same == found.step).all())
+            )
+            for step in steps:
+                part.copy_(whole_at(step)[mine])
+                same.fill_(step)
+                checkpointer.save(step)
+            checkpointer.wait("hdfs")
+            assert checkpointer.pushed.problem == ""
+        return None if found is None else found.step, is_right
+
+    return each(2, work)
+
+
+def test_two_machines_come_back_from_the_location_alone(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the newest that both had pushed; a single process reads it as one.
+
+    Most of the state is one partition many times over, of which neither may wait for the other to bring it.
+    """
+    keys = dist.HashStore()
+    monkeypatch.setattr(others, "PATIENCE_S", 1e6)
+    with warnings.catch_warnings():
+        # Of what is read from there, and of the step that was not pushed.
+        warnings.simplefilter("ignore")
+        assert launched(tmp_path, place, keys, range(4)) == [(None, True)] * 2
+        assert launched(tmp_path, place, keys, range(4, 6)) == [(3, True)] * 2
+        for rank in range(2):
+            shutil.rmtree(tmp_path / f"machine-{rank}")
+        assert launched(tmp_path, place, keys, range(5, 7)) == [(4, True)] * 2
+    with Store.open(place, config=CONFIG) as there:
+        assert [(one.step, one.complete, one.generation) for one in there.checkpoints()] == [
+            *((step, True, generation) for step, generation in ((0, 1), (2, 1), (4, 2), (6, 3)))
+        ]
+        assert not there.verify()
+        state = there.load()
+    assert isinstance(state, dict)
+    assert torch.equal(state["cut"], whole_at(6))
+    assert bool((state["same"] == 6).all())

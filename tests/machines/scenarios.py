@@ -14,6 +14,7 @@ import torch.distributed as dist
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
+from asymcheck.migration import others
 from asymcheck.pipeline import joint
 from asymcheck.pipeline.drain import Drain
 from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
@@ -104,6 +105,9 @@ def trained(folder: Path) -> dict[str, object]:
                 note(folder, step, job.text())
                 ckpt.step(step)
                 mark(folder, f"step-{step}-{RANK}")
+                if "IN_STEP" in os.environ:
+                    # Machines that are at different checkpoints send what they would leave to each other.
+                    ckpt.wait("hdfs")
                 time.sleep(0.02)
                 if sum("Lost" in text for text in texts) > 1:
                     # The other one has ended; that training goes on is enough.
@@ -177,6 +181,8 @@ def diverged(folder: Path) -> dict[str, object]:
 def main() -> None:
     """Do what the command line says."""
     torch.set_num_threads(1)
+    if "IN_STEP" in os.environ:
+        others.PATIENCE_S = 200.0
     tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))
 
 

@@ -29,7 +29,7 @@ Told = list[dict[str, object]]
 def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     """A job of two machines with two ranks each that pushed to one location; its folder, and what the ranks told."""
     folder = tmp_path_factory.mktemp("pushed")
-    return folder, launch("trained", folder, STEPS, LOCATION=(folder / "there").as_uri()).wait()
+    return folder, launch("trained", folder, STEPS, IN_STEP=1, LOCATION=(folder / "there").as_uri()).wait()
 
 
 def restored(job: Job) -> int:

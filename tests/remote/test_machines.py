@@ -48,7 +48,8 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
                 part.copy_(whole_at(step)[mine])
                 same.fill_(step)
                 checkpointer.save(step)
-            checkpointer.wait("hdfs")
+                # Machines that are at different checkpoints would wait for each other.
+                checkpointer.wait("hdfs")
             assert checkpointer.pushed.problem == ""
         return None if found is None else found.step, is_right
 

@@ -80,7 +80,7 @@ def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
         for said in json.loads(reports[group[0][0]]):
             head = head_from_json(said, _WHERE)
             other, theirs = found.setdefault(head.generation, (head, group))
-            if (other.parent, other.created_ns) != (head.parent, head.created_ns):
+            if not other.is_same(head):
                 raise HeadRecordError(
                     f"generation {head.generation} of run {head.run!r} is one thing in the store of "
                     f"{named_spans(theirs)} and another in that of {named_spans(group)}: one of the two machines "

@@ -278,7 +278,7 @@ class Store(Restores):
 
         found = far.ask(ask)
         pairs = [(head, own[head.generation]) for head in found if head.generation in own]
-        if any((one.parent, one.created_ns) != (other.parent, other.created_ns) for one, other in pairs):
+        if not all(one.is_same(other) for one, other in pairs):
             return []
         return [head for head in found if head.generation not in own]
 

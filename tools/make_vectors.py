@@ -14,6 +14,7 @@ from tools.vectors_base import Vector, write_vectors
 from tools.vectors_codecs import codec_vectors
 from tools.vectors_codecs_invalid import codec_damage_vectors
 from tools.vectors_damage import damage_vectors
+from tools.vectors_header_invalid import header_damage_vectors
 from tools.vectors_manifest import manifest_vectors
 from tools.vectors_manifest_invalid import manifest_damage_vectors
 from tools.vectors_names import catalog_vectors, layout_vectors
@@ -34,6 +35,7 @@ def all_vectors() -> Iterator[Vector]:
     yield from damage_vectors()
     yield from manifest_vectors()
     yield from manifest_damage_vectors()
+    yield from header_damage_vectors()
     yield from tree_vectors()
     yield from catalog_vectors()
     yield from layout_vectors()

@@ -49,6 +49,10 @@ class HeadRecord:
     writer: str
     """Name and version of the writing program."""
 
+    def is_same(self, other: HeadRecord) -> bool:
+        """Tell whether another record of this generation is of the same training: its time and parent are no chance."""
+        return (self.parent, self.created_ns) == (other.parent, other.created_ns)
+
 
 def canonical_json(value: object) -> bytes:
     """Return canonical JSON: ASCII, sorted keys, no spaces."""

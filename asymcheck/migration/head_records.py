@@ -30,7 +30,7 @@ def pull_heads(there: RemoteTier, here: NvmeTier, run: str) -> None:
                 continue
             own = here.manifests.read_head(run, generation)
         found = _intact(there, run, generation)
-        if own is None or (found is not None and not _is_same(own[0], found)):
+        if own is None or (found is not None and not own[0].is_same(found)):
             raise InvalidInputError(
                 f"store {here.root} has another generation {generation} of run {run!r} than {there.location}: "
                 "another training of this name was saved here; pull into another store"
@@ -66,7 +66,7 @@ def _have_one_training(there: RemoteTier, here: NvmeTier, run: str, generation: 
     # A later one has its parent by a save id, or was opened at the same nanosecond.
     later = [number for number in there.manifests.heads(run) if number > generation]
     pairs = ((_intact(there, run, number), _intact(here, run, number)) for number in later)
-    return any(one is not None and other is not None and _is_same(one, other) for one, other in pairs)
+    return any(one is not None and other is not None and one.is_same(other) for one, other in pairs)
 
 
 def _intact(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
@@ -78,7 +78,3 @@ def _intact(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
     except FormatError:
         return None
     return None if found is None else found[0]
-
-
-def _is_same(one: HeadRecord, other: HeadRecord) -> bool:
-    return (one.parent, one.created_ns) == (other.parent, other.created_ns)

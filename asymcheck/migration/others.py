@@ -38,7 +38,7 @@ def begun_first(there: RemoteTier, run: str, left: list[Checkpoint]) -> list[Che
     return sorted(left, key=lambda one: one.ref not in begun)
 
 
-class Parts:
+class SentParts:
     """Checkpoints of which this store has sent its part, and others may not have sent theirs."""
 
     def __init__(self, run: str) -> None:

@@ -25,7 +25,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.migration.known import Known
-from asymcheck.migration.others import Parts, begun_first
+from asymcheck.migration.others import SentParts, begun_first
 from asymcheck.migration.present import Present
 from asymcheck.migration.prune_remote import RemotePruner
 from asymcheck.migration.push import encoder_for, publish_heads, push
@@ -89,7 +89,7 @@ class Pushing:
         self._damaged: list[str] = []
         self._sending: str | None = None
         self._newest: CheckpointRef | None = None
-        self._parts = Parts(run)
+        self._parts = SentParts(run)
         self._now = PushStatistics()
         # One for what is known, which is asked on the thread that commits, too; never held while something is sent.
         self._looking = threading.RLock()

@@ -51,8 +51,8 @@ class Divergence:
             names = [name for name in manifests.listing(run, ref).manifests if name.rank == self.owner]
             if not names:
                 return "that lies in another store"
-            manifest = manifests.read(run, ref, names[0]) if names else None
-            for row in () if manifest is None else manifest.rows(range(len(manifest))):
+            manifest = manifests.read(run, ref, names[0])
+            for row in manifest.rows(range(len(manifest))):
                 at = 0
                 for extent in row.extents if row.name == self.tensor else ():
                     if at == self.start:

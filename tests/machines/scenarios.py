@@ -16,9 +16,8 @@ from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
 from asymcheck.migration import others
 from asymcheck.pipeline import joint
-from asymcheck.pipeline.drain import Drain
 from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
-from tests.ranks.scenarios import mark, note, tell
+from tests.ranks.scenarios import mark, never_commit, note, tell
 from tests.ranks.training import Training, digest_of
 
 PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
@@ -127,18 +126,12 @@ def stuck(folder: Path) -> dict[str, object]:
     """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
     with opened(folder) as store:
         job = Job()
-        ckpt = checkpointer(folder, store, job, ranks_of(folder, 60))
-        ckpt.restore()
-        job.step(0)
-        note(folder, 0, job.text())
-        ckpt.save(0)
-        Drain.enter = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
-        job.step(1)
-        note(folder, 1, job.text())
-        ckpt.step(1)
-        ckpt.wait("dram")
-        mark(folder, f"in-memory-{RANK}")
-        time.sleep(1000)
+
+        def train(step: int) -> str:
+            job.step(step)
+            return job.text()
+
+        never_commit(folder, checkpointer(folder, store, job, ranks_of(folder, 60)), train)
     return {}
 
 

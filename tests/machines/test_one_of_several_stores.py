@@ -18,6 +18,7 @@ from asymcheck import Part, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.errors import StorageError
 from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
 from asymcheck.migration.others import Others
 from asymcheck.migration.prune_remote import RemotePruner
 from asymcheck.tiers.files import Files
@@ -167,3 +168,18 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
     names = (ManifestName(0, 2, bytes(16)),)
     listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
     Others(cast(RemoteTier, Busy()), listing, report).wait_for({Digest(bytes(16))})
+
+
+def test_what_others_do_not_bring_is_sent_after_all(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint says that all of it comes from the other machine, which is gone."""
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG) as store:
+        monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
+        monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+        moved = store.push(location, 0)
+    assert moved.moved_partitions > 1
+    with Store.open(stores[1], config=CONFIG) as store:
+        store.push(location, 0)
+    assert steps_in(location) == [(0, "2")]

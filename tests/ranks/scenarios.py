@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -198,19 +199,26 @@ def stuck(folder: Path) -> dict[str, object]:
     """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
     with opened(folder) as store:
         training = Training()
-        ckpt = checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60))
-        ckpt.restore()
-        training.train(0, 0)
-        note(folder, 0, training.digest())
-        ckpt.save(0)
-        Drain.enter = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
-        training.train(1, 0)
-        note(folder, 1, training.digest())
-        ckpt.step(1)
-        ckpt.wait("dram")
-        mark(folder, f"in-memory-{RANK}")
-        time.sleep(1000)
+
+        def train(step: int) -> str:
+            training.train(step, 0)
+            return training.digest()
+
+        never_commit(folder, checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60)), train)
     return {}
+
+
+def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[int], str]) -> None:
+    """Save step 0, and step 1 as far as memory, then hang; ``train`` takes a step and says what the state is then."""
+    ckpt.restore()
+    note(folder, 0, train(0))
+    ckpt.save(0)
+    Drain.enter = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
+    note(folder, 1, train(1))
+    ckpt.step(1)
+    ckpt.wait("dram")
+    mark(folder, f"in-memory-{RANK}")
+    time.sleep(1000)
 
 
 def note(folder: Path, step: int, text: str) -> None:

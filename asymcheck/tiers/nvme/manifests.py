@@ -203,7 +203,7 @@ class ManifestFiles(ManifestReader):
         while found is None:
             self.publish_head(head)
             found = self.read_head(head.run, head.generation)
-        if (found[0].parent, found[0].created_ns) != (head.parent, head.created_ns):
+        if not found[0].is_same(head):
             raise HeadRecordError(
                 f"store {self._below} has another generation {head.generation} of run {head.run!r} than the stores of "
                 "the other machines: it was part of an attempt of which they know nothing. Remove it, or the run there"

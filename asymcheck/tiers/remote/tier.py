@@ -134,7 +134,7 @@ class RemoteManifests(ManifestReader):
 
     def _check_head(self, head: HeadRecord) -> None:
         there = self.read_head(head.run, head.generation)
-        if there is None or (there[0].parent, there[0].created_ns) != (head.parent, head.created_ns):
+        if there is None or not there[0].is_same(head):
             raise InvalidInputError(
                 f"{self._files.location} has another generation {head.generation} of run {head.run!r}: another "
                 "training of this name was pushed there; push to another location, or give runs different names"

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ _LOCKS = tuple(threading.Lock() for _ in range(16))
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that have bytes of their own; instances of others are something else besides."""
+
+_STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"})
+"""What optimizers count in; of other dtypes, not every version of torch can put tensors together."""
 
 Source = torch.Tensor | np.ndarray | TensorBytes
 
@@ -103,10 +107,6 @@ class Leaf:
 
     def some_bytes(self, start: int, length: int) -> bytes:
         """Return a copy of some bytes, read at once."""
-        source = self.source
-        if length == self.nbytes and isinstance(source, torch.Tensor) and source.dtype == torch.float32:
-            # Hundreds of steps of optimizers, a few bytes each, come this way while training waits.
-            return source.detach().resolve_neg().cpu().numpy().tobytes()
         data = bytearray(length)
         if data:
             self.copy_bytes(start, memoryview(data))
@@ -147,6 +147,28 @@ class Leaf:
             if self._flat is None:
                 self._flat = flat_bytes(source)
             return self._flat
+
+
+def whole_bytes(leaves: Sequence[Leaf]) -> list[bytes]:
+    """Return copies of all bytes of small tensors, read at once.
+
+    Hundreds of steps of optimizers come this way while training waits: those that are alike are put into one tensor,
+    which takes a tenth of the time.
+    """
+    found = [b""] * len(leaves)
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype in _STACKED and isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
+            alike.setdefault((leaf.dtype, leaf.shape), []).append(number)
+        else:
+            found[number] = leaf.some_bytes(0, leaf.nbytes)
+    for numbers in alike.values():
+        with torch.no_grad():
+            stacked = torch.stack([cast("torch.Tensor", leaves[number].source) for number in numbers])
+        data, size = flat_bytes(stacked).numpy().tobytes(), leaves[numbers[0]].nbytes
+        for place, number in enumerate(numbers):
+            found[number] = data[place * size : (place + 1) * size]
+    return found
 
 
 def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:

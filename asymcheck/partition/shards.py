@@ -64,6 +64,24 @@ def local_of(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local()
 
 
+def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what this rank holds of tensors, of which some are DTensors: thousands in each step, while all wait."""
+    if not any(map(is_dtensor, values)):
+        return [*values]
+    with torch.no_grad():
+        return [value.to_local() if is_dtensor(value) else value for value in values]
+
+
+def layout_of(tensor: DTensor) -> tuple[object, ...]:
+    """Return what decides, with the part that is here, which part that is; to be compared by :func:`is_laid_out`."""
+    return tensor.placements, tensor.device_mesh, tensor.shape
+
+
+def is_laid_out(tensor: DTensor, layout: tuple[object, ...]) -> bool:
+    """Tell whether a DTensor has the layout of an earlier one: the same objects, for equal ones may differ."""
+    return tensor.placements is layout[0] and tensor.device_mesh is layout[1] and tensor.shape == layout[2]
+
+
 def shard_of(tensor: DTensor, path: str) -> TensorShard:
     """Return the part of a DTensor that this rank holds; of a replicated one, all of it.
 

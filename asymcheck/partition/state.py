@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -27,6 +28,42 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclasses.dataclass(frozen=True)
+class Columns:
+    """What tensors are besides their bytes, by row: the same object as long as that stays the same."""
+
+    names: tuple[str, ...]
+    """Dotted names of their first places in the state."""
+    aliases: tuple[tuple[str, ...], ...]
+    """Their further names."""
+    dtypes: tuple[str, ...]
+    """Names of their dtypes in the format."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes."""
+    boxes: tuple[Box, ...]
+    """Which parts of whole tensors they are."""
+    sizes: tuple[int, ...]
+    """Bytes of their elements."""
+    widths: tuple[int, ...]
+    """Bytes of one of their elements."""
+    groups: tuple[str, ...]
+    """Tensors are bundled only with others of the same group."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Columns:
+        """Return those of leaves."""
+        return cls(
+            tuple([leaf.name for leaf in leaves]),
+            tuple([leaf.aliases for leaf in leaves]),
+            tuple([leaf.dtype for leaf in leaves]),
+            tuple([leaf.shape for leaf in leaves]),
+            tuple([leaf.box for leaf in leaves]),
+            tuple([leaf.nbytes for leaf in leaves]),
+            tuple([leaf.width for leaf in leaves]),
+            tuple([leaf.group for leaf in leaves]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class FlatState:
     """A state taken apart."""
 
@@ -34,10 +71,16 @@ class FlatState:
     """Its structure and plain values; tensors are row numbers."""
     leaves: list[Leaf]
     """Its tensors by row number; a tied tensor is there once."""
+    columns: Columns
+    """What they are besides their bytes."""
+
+
+Called = dict[int, tuple[Stateful, object]]
+"""What ``state_dict()`` of objects returned, by their ids, with the objects, so that these stay what they are."""
 
 
 def flatten(state: object) -> FlatState:
-    """Take a nested state apart without copying a tensor.
+    """Take a nested state apart without copying a tensor; see :class:`asymcheck.partition.flattener.Flattener`, too.
 
     Containers are dict, OrderedDict, list and tuple; keys are str and int; leaves are tensors, numpy arrays and
     scalars, and plain values. Objects
@@ -46,19 +89,30 @@ def flatten(state: object) -> FlatState:
     Raises:
         UnsupportedValueError: something cannot be stored; names its path.
     """
-    walker = _Walker()
-    return FlatState(walker.node(state, None, 0), walker.leaves)
+    walker = Walker({})
+    tree = walker.node(state, None, 0)
+    return FlatState(tree, walker.leaves, Columns.of(walker.leaves))
 
 
-class _Walker:
+class Walker:
     """Walks a state; a node's name is None at the root. A save waits for this: a millisecond for some 300 nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: Called, group: str = "") -> None:
+        """Begin with no tensor; what is in ``called`` is not called again. Below the root, say in which group it is."""
         self.leaves: list[Leaf] = []
+        """The tensors that were met, by row."""
+        self.visits: list[tuple[object, int]] = []
+        """Every tensor where it was met, also where it was met before, as the state has it, and its row."""
+        self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
-        self._group = ""
+        self._group = group
 
     def node(self, value: object, name: str | None, depth: int) -> Node:
+        """Return the node of a value.
+
+        Raises:
+            UnsupportedValueError
+        """
         if depth >= TREE_DEPTH_MAX:
             raise UnsupportedValueError(
                 ".".join((name or "").split(".")[:6]) + "…",
@@ -71,22 +125,22 @@ class _Walker:
             self._group = name or ""
         # What there is most of comes first, and types are compared: isinstance() takes longer, above all to say no.
         if kind in PLAIN_TENSORS:
-            return self._tensor(value, name or "")  # type: ignore[arg-type]  # the type was just compared
+            return self._tensor(value, name or "", value)  # type: ignore[arg-type]  # the type was just compared
         if kind is dict or kind is OrderedDict:
             return self._mapping(value, name, depth)  # type: ignore[arg-type]  # as above
         if kind is list or kind is tuple:
-            items = [self.node(item, _below(name, str(i)), depth + 1) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
+            items = [self.node(item, below(name, str(i)), depth + 1) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
             return ["l" if kind is list else "t", items]
         if kind is TensorShard or is_dtensor(value):
             return self._shard(value, name or "")
         if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
-            return self._tensor(value, name or "")
-        if is_stateful(value) and not isinstance(value, (Mapping, type)):
+            return self._tensor(value, name or "", value)
+        if is_to_be_called(value):
             return self._stateful(value, name, depth)
         return self._plain(value, name)
 
     def _stateful(self, value: Stateful, name: str | None, depth: int) -> Node:
-        state: object = value.state_dict()
+        state = state_of(value, self._called)
         if type(state) not in (dict, OrderedDict):
             raise UnsupportedValueError(
                 name or "",
@@ -100,16 +154,17 @@ class _Walker:
         for key, item in value.items():
             # Nearly all are, and what has no other letters is valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
-            pairs.append((node, self.node(item, _below(name, part), depth + 1)))
+            pairs.append((node, self.node(item, below(name, part), depth + 1)))
         if type(value) is dict:
             return _mapping_node("d", pairs)
         # Module.state_dict() hangs the versions of its modules on the mapping; load_state_dict() looks for them there.
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
             return _mapping_node("o", pairs)
-        return [*_mapping_node("m", pairs), self._metadata(metadata, _below(name, "_metadata"), depth)]
+        return [*_mapping_node("m", pairs), self.metadata(metadata, below(name, "_metadata"), depth)]
 
-    def _metadata(self, metadata: object, name: str, depth: int) -> Node:
+    def metadata(self, metadata: object, name: str, depth: int) -> Node:
+        """Return the node of the versions of modules, of a mapping at a depth; as a rule the same in each step."""
         versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 2 else None
         return self.node(metadata, name, depth) if versions is None else _versions_node(versions)
 
@@ -124,13 +179,14 @@ class _Walker:
     def _shard(self, value: object, name: str) -> Node:
         if is_dtensor(value):
             shard = shard_of(value, name)
-            return self._tensor(shard.local, name, Box.shared(shard.global_shape, shard.offset, (*shard.local.shape,)))
+            box = Box.shared(shard.global_shape, shard.offset, (*shard.local.shape,))
+            return self._tensor(shard.local, name, value, box)
         given: TensorShard = value  # type: ignore[assignment]  # all others are
         if not given.box.is_valid:
             raise UnsupportedValueError(name, f"the shard {given.box} does not lie within its whole tensor")
-        return self._tensor(given.local, name, given.box)
+        return self._tensor(given.local, name, value, given.box)
 
-    def _tensor(self, value: Source, name: str, box: Box | None = None) -> Node:
+    def _tensor(self, value: Source, name: str, given: object, box: Box | None = None) -> Node:
         tag = "N" if isinstance(value, np.ndarray) else "T"
         # First of all, because what cannot be stored need not have a place in memory to compare.
         leaf = make_leaf(value, name, self._group, box)
@@ -138,11 +194,13 @@ class _Walker:
         row = None if key is None else self._rows.get(key)
         if row is not None and self.leaves[row].box == leaf.box:
             self.leaves[row].aliases += (name,)
-            return _tensor_node(tag, row)
-        self.leaves.append(leaf)
-        if key is not None:
-            self._rows[key] = len(self.leaves) - 1
-        return _tensor_node(tag, len(self.leaves) - 1)
+        else:
+            row = len(self.leaves)
+            self.leaves.append(leaf)
+            if key is not None:
+                self._rows[key] = row
+        self.visits.append((given, row))
+        return _tensor_node(tag, row)
 
     def _plain(self, value: object, name: str | None) -> Node:
         if isinstance(value, torch.Size):
@@ -163,6 +221,18 @@ class _Walker:
         except StructureError as error:
             remedy = "give it state_dict() and load_state_dict(), or make it tensors, numbers, strings, lists and dicts"
             raise UnsupportedValueError(name or "", f"{error}; {remedy}") from error
+
+
+def is_to_be_called(value: object) -> TypeGuard[Stateful]:
+    """Tell whether what ``state_dict()`` of a value returns takes its place."""
+    return is_stateful(value) and not isinstance(value, (Mapping, type))
+
+
+def state_of(value: Stateful, called: Called) -> object:
+    """Return the state of an object, which is called once."""
+    if id(value) not in called:
+        called[id(value)] = value, value.state_dict()
+    return called[id(value)][1]
 
 
 # Nodes are never changed, and most are the same from step to step: see Leaf for why they are shared.
@@ -206,7 +276,7 @@ def _versions(metadata: object) -> tuple[str | int, ...] | None:
 def _versions_node(versions: tuple[str | int, ...]) -> Node:
     """Return the node of what :func:`_versions` took apart: a mapping for each module, the same in each step."""
     metadata = zip(versions[::2], versions[1::2], strict=True)
-    return _Walker().node(OrderedDict((module, {"version": version}) for module, version in metadata), None, 0)
+    return Walker({}).node(OrderedDict((module, {"version": version}) for module, version in metadata), None, 0)
 
 
 def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
@@ -224,5 +294,6 @@ def _small_mapping_node(tag: str, entries: tuple[tuple[str, str, int], ...]) -> 
     return [tag, [_tensor_pair(*entry) if entry[1] else [entry[0], entry[2]] for entry in entries]]
 
 
-def _below(name: str | None, part: str) -> str:
+def below(name: str | None, part: str) -> str:
+    """Return the name of what lies below a place in a state."""
     return part if name is None else f"{name}.{part}"

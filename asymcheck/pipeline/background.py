@@ -22,14 +22,14 @@ from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring import RingHeader
+from asymcheck.partition.flattener import Flattener
 from asymcheck.partition.profile import Iteration
 from asymcheck.partition.schedule import Layout, Plan
-from asymcheck.partition.state import flatten
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.joint import Joint
-from asymcheck.pipeline.ownership import Fences, deferred_rows, distributed, find
+from asymcheck.pipeline.ownership import Fences, Ownership, distributed, find
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
 from asymcheck.pipeline.ring_size import ROOM_FOR_CAPTURES, cut_for_ring, default_bytes
@@ -108,6 +108,7 @@ class Background:
         self._processes = 1 if session is None else session.local_size
         self._timer = Timer(self._enter_timed)
         self._modules: list[nn.Module] = []
+        self._flattener, self._ownership = Flattener(), Ownership()
         self._lanes = Lanes(config.staging_bytes)
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
@@ -159,18 +160,15 @@ class Background:
         """Return a capture of a state, of which nothing is copied yet, and what is to copy it."""
         if self._joint is not None:
             request = dataclasses.replace(request, store_ranks=self._joint.store_ranks)
-        flat = flatten(state)
+        flat = self._flattener.flatten(state)
         # The compiler of a compiled optimizer step must not look into the fence: it would compile the copies, too.
         fences = self._fences or Fences(torch.compiler.disable(self.fence))
         self._fences = fences
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
-        layout = Layout(
-            tuple(leaf.nbytes for leaf in flat.leaves),
-            tuple(leaf.group for leaf in flat.leaves),
-            tuple(deferred_rows(flat.leaves, optimizers, parts)),
-            tuple(leaf.width for leaf in flat.leaves),
-        )
+        columns = flat.columns
+        deferred = self._ownership.deferred_rows(flat.leaves, optimizers, parts)
+        layout = Layout(columns.sizes, columns.groups, deferred, columns.widths)
         timing, joint, turn = self._timed(state), self._joint, None
         if joint is None:
             plan = timing.plan(layout)

@@ -73,16 +73,16 @@ class Capture:
 
     def __post_init__(self, lanes: Lanes) -> None:
         """Derive the rest."""
-        leaves, count = self.state.leaves, len(self.partitions)
-        self.names = [leaf.name for leaf in leaves]
+        leaves, columns, count = self.state.leaves, self.state.columns, len(self.partitions)
+        self.names = columns.names
         """Names of the tensors, by row."""
-        self.dtypes = [leaf.dtype for leaf in leaves]
+        self.dtypes = columns.dtypes
         """Names of their dtypes, by row."""
-        self.shapes = [leaf.shape for leaf in leaves]
+        self.shapes = columns.shapes
         """Their shapes, by row."""
-        self.boxes = [leaf.box for leaf in leaves]
+        self.boxes = columns.boxes
         """Which parts of whole tensors they are."""
-        self.state_bytes = sum(leaf.nbytes for leaf in leaves)
+        self.state_bytes = sum(columns.sizes)
         """Bytes of all tensors."""
         self.slots: list[RingSlot | None] = [None] * count
         """Where each partition lies in the ring."""
@@ -110,7 +110,7 @@ class Capture:
         """Keep the tensors alive no longer, when all their bytes are in the ring, or none will be."""
         # Its transfers have the same list.
         self.state.leaves.clear()
-        self.state = FlatState(None, [])
+        self.state = dataclasses.replace(self.state, tree=None, leaves=[])
 
     def contents(self, number: int) -> Contents:
         """Say what the bytes of a partition mean."""

@@ -358,8 +358,7 @@ class Capturer:
     def _set_aside(self, capture: Capture, deferred: Sequence[int]) -> None:
         """Read, or have gathered, what stays in the manifest and what the proof compares."""
         leaves, asides = capture.state.leaves, capture.asides
-        for row in capture.plan.cut.inline:
-            asides.want(row, 0, leaves[row].nbytes, partial(capture.inline.__setitem__, row))
+        asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
         if self._proof == "full":
             capture.transfers.catch_up(deferred)
             capture.witnesses.take_all(leaves, deferred)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import eq
 from typing import TypeVar
 
 import numpy as np
@@ -15,10 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asymcheck.errors import CaptureWarning
 from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
-from asymcheck.partition.shards import is_dtensor, local_of
+from asymcheck.partition.shards import is_dtensor, locals_of
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
+_NOWHERE = frozenset({0})
+"""Where tensors lie that have no memory."""
 _DEFERRED_ON = ("cpu", "cuda")
 """On devices of other kinds a copy at once is ordered after what was queued before; a later one would need marks."""
 
@@ -46,38 +50,85 @@ def distributed(state: object) -> Iterator[Distributed]:
     return find(Distributed, state)  # type: ignore[type-abstract]  # looked for, and never made
 
 
-def deferred_rows(
-    leaves: Sequence[Leaf], optimizers: Iterable[Optimizer], parts: Iterable[Distributed] = ()
-) -> list[bool]:
-    """Tell of each leaf whether nothing but a step of one of ``optimizers`` changes it, as far as can be known.
+class Ownership:
+    """Tells which tensors of a state nothing but a step of an optimizer changes, as far as can be known.
 
-    That holds for parameters and state of these optimizers, and for what ``parts`` say of themselves, unless something
-    else in the state lies in the same memory: a buffer that shares one allocation with parameters, a view or a numpy
-    array of one.
+    That holds for parameters and state of optimizers, and for what parts say of themselves, unless something else in
+    the state lies in the same memory: a buffer that shares one allocation with parameters, a view or a numpy array of
+    one.
     """
-    theirs = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)}
-    theirs |= {id(tensor): tensor for part in parts for tensor in part.owned()}
-    ours = {id(leaf.source) for leaf in leaves}
-    # Most of a state are the very objects that optimizers have; only for the rest is it worth to compare memory.
-    owned = {identity_key(tensor) for name, tensor in theirs.items() if name not in ours} - {None}
-    starts: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    others: list[Source] = []
-    for row, leaf in enumerate(leaves):
-        if leaf.key is None or (id(leaf.source) not in theirs and leaf.key not in owned):
-            others.append(leaf.source)
-        elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
-            storage = leaf.source.untyped_storage()
-            starts[row] = storage.data_ptr()
-            ends[starts[row]] = starts[row] + storage.nbytes()
-    mixed = _shared(others, ends)
-    return [starts.get(row, 0) not in mixed for row in range(len(leaves))]
+
+    def __init__(self) -> None:
+        """Begin without a state."""
+        self._known: _Known | None = None
+
+    def deferred_rows(
+        self, leaves: Sequence[Leaf], optimizers: Iterable[Optimizer], parts: Iterable[Distributed] = ()
+    ) -> tuple[bool, ...]:
+        """Tell it of each leaf of a state; sooner where the last one had the same tensors at the same places."""
+        theirs = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
+        theirs += [tensor for part in parts for tensor in part.owned()]
+        ours = {id(leaf.source): row for row, leaf in enumerate(leaves)}
+        # Most of a state are the very objects that optimizers have; only for the rest is it worth to compare memory.
+        objects = [ours.get(name, -1) for name in map(id, theirs)]
+        rest = [tensor for tensor, row in zip(theirs, objects, strict=True) if row < 0]
+        if self._known is None or not self._known.holds_for(leaves, objects, rest):
+            self._known = _Known(leaves, objects, rest)
+        return self._known.rows
+
+
+class _Known:
+    """What was found out of a state."""
+
+    def __init__(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> None:
+        """Find out which ``leaves`` are deferred, of which optimizers have some, by row, and ``rest`` besides."""
+        self._keys = [leaf.key for leaf in leaves]
+        self._objects, self._rest = objects, [*map(identity_key, rest)]
+        theirs, memory = {*objects}, {*self._rest} - {None}
+        starts: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        others: list[Source] = []
+        for row, leaf in enumerate(leaves):
+            if leaf.key is None or (row not in theirs and leaf.key not in memory):
+                others.append(leaf.source)
+            elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
+                storage = leaf.source.untyped_storage()
+                starts[row] = storage.data_ptr()
+                self._ends[starts[row]] = starts[row] + storage.nbytes()
+        mixed = _shared(others, self._ends)
+        self._is_mixed = mixed != _NOWHERE
+        self.rows = tuple([starts.get(row, 0) not in mixed for row in range(len(leaves))])
+        """Whether each is deferred."""
+        self._arrays = {row for row, leaf in enumerate(leaves) if not isinstance(leaf.source, torch.Tensor)}
+        self._others = {row for row in range(len(leaves)) if row not in theirs and self._keys[row] not in memory}
+
+    def holds_for(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> bool:
+        """Tell whether it is what would be found out of another state."""
+        keys = [leaf.key for leaf in leaves]
+        if len(keys) != len(self._keys) or objects != self._objects or len(rest) != len(self._rest):
+            return False
+        # As they come: thousands of keys at once would set off the collector.
+        if not all(map(eq, self._rest, map(identity_key, rest))):
+            return False
+        moved = {row for row, (old, new) in enumerate(zip(self._keys, keys, strict=True)) if old != new}
+        # Of an array, the key is which object it is: that may be another one by now, where the old one was.
+        moved |= self._arrays
+        if not moved:
+            return True
+        # The state of a generator, for instance, made anew in each step, and no optimizer has anything to do with it.
+        # What shares an optimizer's memory no more lets that be deferred again.
+        if self._is_mixed or not moved <= self._others or not {*self._rest}.isdisjoint(keys[row] for row in moved):
+            return False
+        if _shared((leaves[row].source for row in moved), self._ends) != _NOWHERE:
+            return False
+        self._keys = keys
+        return True
 
 
 def _shared(sources: Iterable[Source], ends: Mapping[int, int]) -> set[int]:
     """Return 0, and the beginnings of the memories, given with their ends, in which one of ``sources`` lies, too."""
     beginnings = sorted(ends)
-    shared = {0}
+    shared = {*_NOWHERE}
     for source in sources:
         address = _address(source)
         index = bisect.bisect(beginnings, address) - 1
@@ -92,16 +143,14 @@ def _address(source: Source) -> int:
     return int(source.__array_interface__["data"][0]) if isinstance(source, np.ndarray) else 0
 
 
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
-                # Those of other types have no memory of their own that could be compared.
-                if type(value) in PLAIN_TENSORS:
-                    yield value
-                elif isinstance(value, torch.Tensor) and is_dtensor(value):
-                    # What the optimizer changes is the part that is here; the state has that very memory.
-                    yield local_of(value)
+def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, and the tensors of its state; thousands, and in each step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [state for parameter in parameters if (state := optimizer.state.get(parameter)) is not None]
+    values = [*parameters, *chain.from_iterable(state.values() for state in states)]
+    # Those of other types have no memory of their own that could be compared. Of a DTensor, the optimizer changes the
+    # part that is here, and the state has that very memory.
+    return locals_of([value for value in values if type(value) in PLAIN_TENSORS or is_dtensor(value)])
 
 
 class Fences:

@@ -116,7 +116,7 @@ class RingFlusher:
         contents = (names, dict(capture.inline))
         capture.is_stale = bool(names) and contents == self._last_contents
         self._last_contents = contents
-        columns = self._rows.columns(capture.state.leaves, capture.plan.cut, names, capture.inline)
+        columns = self._rows.columns(capture.state.columns, capture.plan.cut, names, capture.inline)
         ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.request.save_id)
         header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
         moving.manifest = manifest_of(header, columns)

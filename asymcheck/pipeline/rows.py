@@ -16,6 +16,8 @@ from asymcheck.format.manifest_columns import Column, describing_columns, extent
 from asymcheck.format.tree import Node
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Cut
+from asymcheck.partition.roles import role_of
+from asymcheck.partition.state import Columns
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.types import CheckpointRef, Digest, PackId
 
@@ -59,39 +61,37 @@ class Rows:
 
     def __init__(self) -> None:
         """Begin without any."""
-        self._described: list[tuple[object, ...]] | None = None
+        self._described: Columns | None = None
         self._describing: list[Column] = []
         self._placed: tuple[Cut, _Places] | None = None
 
     def columns(
-        self, leaves: Sequence[Leaf], cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
+        self, described: Columns, cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
     ) -> list[Column]:
         """Return the columns of a manifest whose tensors lie in the partitions ``names``, or ``inline``, by row."""
-        described: list[tuple[object, ...]] = [
-            (leaf.name, leaf.aliases, leaf.dtype, leaf.shape, leaf.box.whole, leaf.box.offset, leaf.nbytes)
-            for leaf in leaves
-        ]
-        if described != self._described:
-            self._described, self._describing = described, _describing(leaves)
+        count = len(described.names)
+        if described is not self._described and described != self._described:
+            self._describing = _describing(described)
+        self._described = described
         if self._placed is None or self._placed[0] is not cut:
-            self._placed = cut, _Places.of(cut, len(leaves))
+            self._placed = cut, _Places.of(cut, count)
         places = self._placed[1]
         digests = as_column([name for _, name in zip(cut.partitions, names, strict=True)])[places.partitions]
         extents = extents_column(places.starts, digests, places.offsets, places.lengths, places.partition_lengths)
-        return [*self._describing, *inline_columns([inline.get(row) for row in range(len(leaves))]), extents]
+        return [*self._describing, *inline_columns([inline.get(row) for row in range(count)]), extents]
 
 
-def _describing(leaves: Sequence[Leaf]) -> list[Column]:
+def _describing(described: Columns) -> list[Column]:
     return describing_columns(
         {
-            "name": [leaf.name for leaf in leaves],
-            "aliases": [leaf.aliases for leaf in leaves],
-            "dtype": [leaf.dtype for leaf in leaves],
-            "role": [leaf.role for leaf in leaves],
-            "shape": [leaf.shape for leaf in leaves],
-            "global_shape": [leaf.box.whole for leaf in leaves],
-            "offset": [leaf.box.offset for leaf in leaves],
-            "nbytes": [leaf.nbytes for leaf in leaves],
+            "name": described.names,
+            "aliases": described.aliases,
+            "dtype": described.dtypes,
+            "role": [role_of(name) for name in described.names],
+            "shape": described.shapes,
+            "global_shape": [box.whole for box in described.boxes],
+            "offset": [box.offset for box in described.boxes],
+            "nbytes": described.sizes,
         }
     )
 

@@ -53,12 +53,8 @@ def save(
     """
     leaves = state.leaves
     catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))
-    plan = cut(
-        [leaf.nbytes for leaf in leaves],
-        [leaf.group for leaf in leaves],
-        tier.config,
-        [leaf.width for leaf in leaves],
-    )
+    columns = state.columns
+    plan = cut(columns.sizes, columns.groups, tier.config, columns.widths)
     packing = Packing(tier, catalog)
     flusher = Flusher(tier, packing, encoder, leaves)
     save_id = request.save_id
@@ -76,12 +72,12 @@ def save(
             pin,
             lambda lost: flusher.write([partition for partition, name in named if name in lost]),
         )
-        columns = Rows().columns(leaves, plan, names, inline_bytes(leaves, plan))
+        table = Rows().columns(columns, plan, names, inline_bytes(leaves, plan))
         place = placing()
         ref = CheckpointRef(place.generation, request.step, save_id)
         described = {"number": 0, "kind": PLAN_KIND, **encoding_record(encoder.reasons())}
         header = manifest_header(request, ref, place.parent, packs, described, state.tree)
-        data = encode(manifest_of(header, columns))
+        data = encode(manifest_of(header, table))
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:

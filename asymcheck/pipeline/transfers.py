@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from asymcheck.partition.leaves import Leaf, Source
+from asymcheck.partition.leaves import Leaf, Source, whole_bytes
 from asymcheck.partition.plan import Partition, Piece
 from asymcheck.tiers.gpu_staging import Link, Mark, Region, Staging, cuda_link
 
@@ -25,7 +25,8 @@ LinkOf = Callable[[Source], Link | None]
 
 def link_of(source: Source) -> Link | None:
     """Return the link of a tensor that lies on a CUDA device. Those on other devices are copied at once."""
-    if isinstance(source, torch.Tensor) and source.device.type == "cuda":
+    # Asked of every tensor in each step, where there is no such device, too.
+    if isinstance(source, torch.Tensor) and source.is_cuda:
         return cuda_link(source.device)
     return None
 
@@ -65,11 +66,12 @@ class Lanes:
             seconds += after.seconds_after(before)
         return seconds
 
-    def of(self, source: Source) -> Lane | None:
-        """Return the lane of a tensor; None for host memory."""
-        link = self._find(source)
-        if link is None:
-            return None
+    def of_all(self, sources: Sequence[Source]) -> list[Lane | None]:
+        """Return the lane of each tensor; None for host memory."""
+        links = [*map(self._find, sources)]
+        return [None if link is None else self._of(link, source) for link, source in zip(links, sources, strict=True)]
+
+    def _of(self, link: Link, source: Source) -> Lane:
         if link not in self._lanes:
             assert isinstance(source, torch.Tensor)  # noqa: S101 - only those have links; for mypy
             aside_bytes = min(_ASIDE_BYTES, self._staging_bytes // 4)
@@ -90,7 +92,7 @@ class Transfers:
         self._leaves = leaves
         self._partitions = partitions
         self._holds = lanes.holds
-        self._lane_of = [lanes.of(leaf.source) for leaf in leaves]
+        self._lane_of = lanes.of_all([leaf.source for leaf in leaves])
         self._gates: dict[Lane, Mark] = {}
         self._clone_gates: dict[Lane, Mark] = {}
         self._last: dict[tuple[Lane, int], Mark] = {}
@@ -267,6 +269,17 @@ class Asides:
             self._read(Piece(row, start, length), give)
         else:
             self._wanted.setdefault(lane, []).append((Piece(row, start, length), give))
+
+    def want_whole(self, rows: Iterable[int], give: Callable[[int, bytes], None]) -> None:
+        """Ask for all bytes of some tensors, likewise; ``give`` gets the row, too."""
+        here: list[int] = []
+        for row in rows:
+            if self._transfers.lane_of(row) is None:
+                here.append(row)
+            else:
+                self.want(row, 0, self._leaves[row].nbytes, partial(give, row))
+        for row, data in zip(here, whole_bytes([self._leaves[row] for row in here]), strict=True):
+            give(row, data)
 
     def _read(self, piece: Piece, give: Give) -> None:
         give(self._leaves[piece.row].some_bytes(piece.start, piece.length))

@@ -23,7 +23,7 @@ from asymcheck.errors import AsymcheckError
 from asymcheck.interop.deepspeed import EngineState
 from asymcheck.partition.state import flatten
 from asymcheck.pipeline.capturer import Capturer
-from asymcheck.pipeline.ownership import deferred_rows
+from asymcheck.pipeline.ownership import Ownership
 from tests.interop.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, MICRO_STEPS, STEPS
 from tests.ranks.training import digest_of
 
@@ -162,7 +162,7 @@ def whole(folder: Path) -> dict[str, object]:
                 digests[step] = app.digest()
         app.checkpointer.close()
         leaves = [leaf for leaf in flatten(app.state).leaves if leaf.nbytes]
-        rows = deferred_rows(leaves, [], [app.part])
+        rows = Ownership().deferred_rows(leaves, [], [app.part])
         deferred = [leaf.name for leaf, is_deferred in zip(leaves, rows, strict=True) if is_deferred]
         eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
         skipped = app.engine.skipped_steps

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import UnsupportedValueError
-from asymcheck.partition.leaves import Leaf, flat_bytes, identity_key, make_leaf
+from asymcheck.partition.leaves import Leaf, flat_bytes, identity_key, make_leaf, whole_bytes
 
 PLAIN = torch.arange(60, dtype=torch.int32).reshape(3, 4, 5)
 
@@ -45,6 +45,20 @@ def test_some_bytes_are_those_of_the_tensor(name: str) -> None:
         assert leaf.some_bytes(0, leaf.nbytes) == whole
         half = leaf.nbytes // 2
         assert leaf.some_bytes(half, leaf.nbytes - half) == whole[half:]
+
+
+def test_the_bytes_of_many_tensors_are_those_of_each() -> None:
+    """Of some that are alike, and of some that are not, in whatever order; what signs and gradients they have."""
+    whole = torch.tensor([1 + 2j, 3 - 4j])
+    sources = [
+        *(source for view in VIEWS.values() for source in (view, view.float(), view.bfloat16(), view.numpy())),
+        *(whole.conj().imag, whole.imag, whole.conj(), torch.nn.Parameter(torch.rand(4)), torch.rand(4)),
+        *(torch.tensor(float(number)) for number in range(5)),
+        *(torch.tensor([True, False]), torch.rand(2).to(torch.float8_e4m3fn)),
+    ]
+    leaves = [make_leaf(source, "x", "") for source in (*sources, *reversed(sources))]
+    assert whole_bytes(leaves) == [leaf.some_bytes(0, leaf.nbytes) for leaf in leaves]
+    assert whole_bytes([]) == []
 
 
 @pytest.mark.parametrize("name", VIEWS)

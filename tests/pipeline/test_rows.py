@@ -19,7 +19,7 @@ from asymcheck.format.manifest_columns import Column
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Cut, cut
-from asymcheck.partition.state import flatten
+from asymcheck.partition.state import Columns, flatten
 from asymcheck.pipeline.rows import Rows, inline_bytes
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
@@ -64,7 +64,7 @@ def _check(rows: Rows, leaves: list[Leaf], plan: Cut) -> None:
     """A reader of the manifest finds what it was made of, and each tensor's bytes where its row says."""
     plains = {digest(plain): plain for plain in _plains(leaves, plan)}
     names = [digest(plain) for plain in _plains(leaves, plan)]
-    data = encode(manifest_of(_HEADER, rows.columns(leaves, plan, names, inline_bytes(leaves, plan))))
+    data = encode(manifest_of(_HEADER, rows.columns(Columns.of(leaves), plan, names, inline_bytes(leaves, plan))))
     read = decode_manifest(data, "test")
     found = read.rows(range(len(read)))
     assert encode_manifest(_HEADER, found) == data

@@ -1,0 +1,373 @@
+"""A state that is taken apart by what the one before was like is taken apart as if it were the first."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asymcheck.errors import UnsupportedValueError
+from asymcheck.partition.flattener import Flattener
+from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.shards import TensorShard
+from asymcheck.partition.state import FlatState, flatten
+from asymcheck.pipeline.ownership import Ownership
+
+State = dict[Any, Any]
+COMPLEX = torch.rand(3, dtype=torch.complex64)
+
+
+class Part:
+    """An object of a state, which counts how often it was asked for it."""
+
+    def __init__(self, state: object) -> None:
+        """Take another."""
+        self.state = state
+        self.calls = 0
+
+    def state_dict(self) -> Any:  # noqa: ANN401 - also what is no dict
+        """Return it."""
+        self.calls += 1
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        """Take another."""
+        self.state = state
+
+
+def state() -> State:
+    """Return a state with something of everything."""
+    tied = torch.rand(4, 3)
+    weights: OrderedDict[str, object] = OrderedDict(weight=tied, bias=torch.rand(3), count=torch.tensor(3))
+    weights._metadata = OrderedDict([("", {"version": 1}), ("layer", {"version": 2})])  # type: ignore[attr-defined]  # as torch hangs it there
+    return {
+        "model": Part(weights),
+        "optimizer": Part(
+            {
+                "state": {0: {"step": torch.tensor(1.0), "mean": torch.rand(4, 3)}, 1: {"step": 7, "mean": tied}},
+                "param_groups": [{"lr": 0.1, "params": [0, 1], "betas": (0.9, 0.999)}],
+            }
+        ),
+        "ema": [tied, torch.rand(2, 2).t(), torch.empty(0), torch.empty(0, 3)],
+        "array": np.arange(5),
+        "shard": TensorShard(torch.rand(2, 2), (4, 2), (2, 0)),
+        "generator": torch.get_rng_state(),
+        "complex": torch.rand(3, dtype=torch.complex64),
+        "imaginary": COMPLEX.imag,
+        "pair": [np.ones(2), torch.ones(2, dtype=torch.float64)],
+        "step": 1,
+        "history": {"loss": [0.5, 0.25], "at": (1, None)},
+        5: torch.rand(2),
+    }
+
+
+def described(flat: FlatState) -> list[object]:
+    """Return all of a state that was taken apart, but the objects that hold the bytes."""
+    facts = [
+        (one.name, one.aliases, one.dtype, one.shape, one.nbytes, one.group, repr(one.box), one.key)
+        for one in flat.leaves
+    ]
+    return [repr(flat.tree), facts, flat.columns]
+
+
+def outcome(flatten_one: Callable[[object], FlatState], value: State) -> FlatState | str:
+    """Return a state taken apart, or why it cannot be."""
+    try:
+        return flatten_one(value)
+    except UnsupportedValueError as error:
+        return str(error)
+
+
+def _optimizer(value: State) -> State:
+    found: State = value["optimizer"].state
+    return found
+
+
+def _strided(value: State) -> None:
+    value["model"].state["weight"].t_()
+
+
+def _swapped(value: State) -> None:
+    value["ema"][0], value["ema"][1] = value["ema"][1], value["ema"][0]
+
+
+def _set(value: State, key: object, item: object) -> None:
+    value[key] = item
+
+
+def _reordered(value: State) -> None:
+    value["step"] = value.pop("step")
+
+
+def _untied(value: State) -> None:
+    value["model"].state["weight"] = torch.rand(4, 3)
+    value["ema"][0], _optimizer(value)["state"][1]["mean"] = torch.rand(4, 3), torch.rand(4, 3)
+
+
+def _bool_keys(value: State) -> None:
+    states = _optimizer(value)["state"]
+    _optimizer(value)["state"] = {False: states[0], True: states[1]}
+
+
+def _versions(value: State, version: object) -> None:
+    value["model"].state._metadata["layer"]["version"] = version
+
+
+def _other_memory(value: State) -> None:
+    tensor = _optimizer(value)["state"][0]["mean"]
+    tensor.data = torch.rand(tensor.shape)
+
+
+def _other_dtype(value: State) -> None:
+    _optimizer(value)["state"][0]["mean"] = torch.zeros(4, 3, dtype=torch.int32)
+
+
+def _view(value: State, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    value["complex"] = view(value["complex"])
+
+
+CHANGES: dict[str, Callable[[State], object]] = {
+    "nothing": lambda _: None,
+    "a step": lambda value: _set(value, "step", 2),
+    "1 is True": lambda value: _set(value, "step", True),
+    "1 is 1.0": lambda value: _set(value, "step", 1.0),
+    "a step is a tensor": lambda value: _set(value, "step", torch.tensor(1)),
+    "a rate": lambda value: _optimizer(value)["param_groups"][0].update(lr=0.2),
+    "a group": lambda value: _optimizer(value)["param_groups"].append({"lr": 1, "params": []}),
+    "a history": lambda value: value["history"]["loss"].append(0.1),
+    "a tensor in a history": lambda value: value["history"]["loss"].append(torch.rand(1)),
+    "a count of steps": lambda value: _optimizer(value)["state"][1].update(step=8),
+    "a generator": lambda value: _set(value, "generator", torch.get_rng_state()),
+    "two generators": lambda value: value.update(generator=torch.get_rng_state(), array=np.arange(5)),
+    "the memory of a tensor": _other_memory,
+    "the dtype of a tensor": _other_dtype,
+    "the strides of a tensor": _strided,
+    "the strides alone": lambda value: value["ema"][1].t_(),
+    "an imaginary part that is negative": lambda value: _set(value, "imaginary", COMPLEX.conj().imag),
+    "less of a tensor": lambda value: _set(value, 5, value[5][:1]),
+    "an array and a tensor": lambda value: value["pair"].reverse(),
+    "no ties at all": _untied,
+    "a tie": lambda value: _set(value, "generator", value[5]),
+    "another tie": lambda value: value["ema"].__setitem__(0, torch.rand(4, 3)),
+    "no tie": lambda value: value["model"].state.update(weight=torch.rand(4, 3)),
+    "a view of a part": lambda value: _set(value, 5, value["model"].state["bias"][:2]),
+    "two tensors": _swapped,
+    "a conjugate": lambda value: _view(value, torch.Tensor.conj),
+    "a negative": lambda value: _view(value, lambda tensor: tensor.conj().imag),
+    "no tensor": lambda value: _set(value, 5, None),
+    "an array for a tensor": lambda value: _set(value, 5, value[5].numpy()),
+    "a tensor for an array": lambda value: _set(value, "array", torch.arange(5)),
+    "an array": lambda value: _set(value, "array", np.arange(5)),
+    "the dtype of an array": lambda value: _set(value, "array", np.arange(5.0)),
+    "a parameter for a tensor": lambda value: _set(value, 5, torch.nn.Parameter(value[5])),
+    "the place of a shard": lambda value: _set(value, "shard", TensorShard(value["shard"].local, (4, 2), (0, 0))),
+    "the memory of a shard": lambda value: _set(value, "shard", TensorShard(torch.rand(2, 2), (4, 2), (2, 0))),
+    "no shard": lambda value: _set(value, "shard", value["shard"].local),
+    "an empty tensor": lambda value: value["ema"].__setitem__(2, torch.empty(0, 2)),
+    "a key": lambda value: _set(value, "new", torch.rand(1)),
+    "no key": lambda value: value.pop("generator", None),
+    "the order": _reordered,
+    "the type of a key": _bool_keys,
+    "the kind of a mapping": lambda value: _set(value, "history", OrderedDict(value["history"])),
+    "the kind of a list": lambda value: _set(value, "ema", tuple(value["ema"])),
+    "an object": lambda value: _set(value, "history", Part(value["history"])),
+    "a version": lambda value: _versions(value, 3),
+    "a version that is True": lambda value: _versions(value, True),
+    "a tensor among versions": lambda value: _versions(value, torch.rand(1)),
+    "no versions": lambda value: _set(value, "model", Part(OrderedDict(value["model"].state))),
+}
+
+
+TWICE = {"the strides alone", "an array and a tensor", "a generator", "a history"}
+"""What can be changed once more from where it has led."""
+
+
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
+@settings(deadline=None, max_examples=300)
+def test_one_state_after_another_is_as_if_each_were_the_first(changes: Sequence[str]) -> None:
+    """Whatever changes in between, and in whatever order."""
+    value, flattener = state(), Flattener()
+    for change in ["nothing", *(one for each in changes for one in ("nothing", each)), "nothing"]:
+        # What one change has taken away, another one may look for.
+        try:
+            CHANGES[change](value)
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            continue
+        flat, alone = outcome(flattener.flatten, value), outcome(flatten, value)
+        if isinstance(flat, FlatState) and isinstance(alone, FlatState):
+            assert described(flat) == described(alone)
+            assert all(map(_is_same, flat.leaves, alone.leaves))
+        else:
+            assert flat == alone
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_state_is_seen(change: str) -> None:
+    """By each alone, from a state that was like the one before; also when it is made a second time."""
+    value, flattener = state(), Flattener()
+    for _ in range(2):
+        flattener.flatten(value)
+        flattener.flatten(value)
+        CHANGES[change](value)
+        flat, alone = outcome(flattener.flatten, value), outcome(flatten, value)
+        if not isinstance(flat, FlatState) or not isinstance(alone, FlatState):
+            assert flat == alone
+            return
+        assert described(flat) == described(alone)
+        if change not in TWICE:
+            return
+
+
+def _is_same(one: Leaf, other: Leaf) -> bool:
+    """Tell whether two leaves have their bytes from the same place."""
+    if isinstance(one.source, torch.Tensor) and isinstance(other.source, torch.Tensor):
+        return one.source.data_ptr() == other.source.data_ptr() and one.source.stride() == other.source.stride()
+    return one.source is other.source
+
+
+@pytest.mark.parametrize("change", ["nothing", "a step", "a rate", "a history", "a generator", "a count of steps"])
+def test_what_changes_in_each_step_does_not_have_a_state_walked_anew(change: str) -> None:
+    """What its tensors are is then the very object of before."""
+    value, flattener = state(), Flattener()
+    flattener.flatten(value)
+    before = flattener.flatten(value)
+    CHANGES[change](value)
+    assert flattener.flatten(value).columns is before.columns
+
+
+def test_objects_are_asked_once_for_their_state_also_where_it_was_otherwise() -> None:
+    """A state_dict() may take long, or change what it describes."""
+    value, flattener = state(), Flattener()
+    flattener.flatten(value)
+    flattener.flatten(value)
+    value[5] = None
+    part = value["model"]
+    part.calls = 0
+    flattener.flatten(value)
+    assert part.calls == 1
+
+
+def test_no_tensor_is_kept() -> None:
+    """What was freed between two saves is memory that the training needs."""
+    value, flattener = state(), Flattener()
+    tensor = weakref.ref(value[5])
+    flattener.flatten(value)
+    flattener.flatten(value)
+    del value[5]
+    gc.collect()
+    assert tensor() is None
+
+
+def test_what_cannot_be_stored_is_named_as_always() -> None:
+    """Also at a place where a tensor was, and after that the state is taken apart again."""
+    value, flattener = state(), Flattener()
+    flattener.flatten(value)
+    flattener.flatten(value)
+    value["ema"][1] = torch.rand(2, 2).to_sparse()
+    with pytest.raises(UnsupportedValueError, match=r"ema\.1"):
+        flattener.flatten(value)
+    value["ema"][1] = torch.rand(2, 2)
+    assert described(flattener.flatten(value)) == described(flatten(value))
+
+
+class Trained:
+    """A training with a parameter that is no part of the model, and a buffer of which the state has one half."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterList(torch.rand(3) for _ in range(3))
+        self.hidden = torch.nn.Parameter(torch.rand(3))
+        self.optimizer = torch.optim.AdamW([*self.model, self.hidden])
+        for parameter in (*self.model, self.hidden):
+            parameter.grad = torch.rand(3)
+        self.optimizer.step()
+        self.both = torch.rand(6)
+        self.value: State = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "buffer": self.both[:3],
+            "hidden": self.hidden.data,
+            "rng": torch.get_rng_state(),
+        }
+
+    def owned(self, ownership: Ownership, flattener: Flattener) -> tuple[bool, ...]:
+        """Return which of its tensors may be captured later."""
+        return ownership.deferred_rows(flattener.flatten(self.value).leaves, [self.optimizer])
+
+    def move_mean(self, tensor: torch.Tensor) -> None:
+        """Have a part of the optimizer's state lie elsewhere."""
+        self.optimizer.state[self.model[0]]["exp_avg"] = tensor
+
+    def lose_parameter(self) -> None:
+        """Have the optimizer know one parameter less."""
+        self.optimizer.state.pop(self.optimizer.param_groups[0]["params"].pop())
+
+
+OWNERS: dict[str, Callable[[Trained], object]] = {
+    "nothing": lambda _: None,
+    "a generator": lambda it: it.value.update(rng=torch.get_rng_state()),
+    "a buffer elsewhere": lambda it: it.value.update(buffer=torch.rand(3)),
+    "a buffer that is a parameter's": lambda it: it.value.update(buffer=it.model[0].data[:2]),
+    "a buffer that is all of a parameter": lambda it: it.value.update(buffer=it.hidden.data, hidden=torch.rand(3)),
+    "a buffer that an optimizer has": lambda it: it.optimizer.add_param_group(
+        {"params": [it.value["buffer"].requires_grad_()]}
+    ),
+    "a parameter that none has": Trained.lose_parameter,
+    "state that none has": lambda it: it.optimizer.state.pop(it.model[0]),
+    "state elsewhere": lambda it: it.move_mean(torch.rand(3)),
+    "state where a buffer is": lambda it: it.move_mean(it.both[3:]),
+    "a parameter elsewhere": lambda it: setattr(it.model[0], "data", torch.rand(3)),
+    "a parameter that is not there elsewhere": lambda it: setattr(it.hidden, "data", torch.rand(3)),
+    "an array of a parameter": lambda it: it.value.update(rng=it.model[0].detach().numpy()),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(OWNERS)), max_size=5))
+@settings(deadline=None)
+def test_what_optimizers_own_is_found_as_if_each_state_were_the_first(changes: Sequence[str]) -> None:
+    """A tensor that is taken for an optimizer's, and is not, would be torn."""
+    training, ownership, flattener = Trained(), Ownership(), Flattener()
+    for change in ["nothing", "nothing", *changes]:
+        try:
+            OWNERS[change](training)
+        except (IndexError, ValueError, KeyError):
+            continue
+        assert training.owned(ownership, flattener) == training.owned(Ownership(), Flattener())
+
+
+@pytest.mark.parametrize("change", OWNERS)
+def test_a_change_of_what_optimizers_own_is_seen(change: str) -> None:
+    """By each alone."""
+    training, ownership, flattener = Trained(), Ownership(), Flattener()
+    training.owned(ownership, flattener)
+    OWNERS[change](training)
+    assert training.owned(ownership, flattener) == training.owned(Ownership(), Flattener())
+
+
+def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
+    """Of an array, nothing but its address as an object tells it from the one before, which may be gone."""
+    training, ownership = Trained(), Ownership()
+    training.value["rng"] = np.zeros(3)
+    leaves = flatten(training.value).leaves
+    assert all(ownership.deferred_rows(leaves, [training.optimizer])[:2])
+    array = next(row for row, leaf in enumerate(leaves) if leaf.name == "rng")
+    leaves[array] = dataclasses.replace(leaves[array], source=training.model[0].detach().numpy())
+    assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
+
+
+def test_states_of_two_trainings_are_told_apart() -> None:
+    """One is a copy of the other, in memory of its own."""
+    value, flattener = state(), Flattener()
+    flattener.flatten(value)
+    flattener.flatten(value)
+    other = copy.deepcopy(value)
+    assert described(flattener.flatten(other)) == described(flatten(other))

@@ -15,12 +15,13 @@ import torch
 
 from asymcheck.format.digest import digest
 from benchmarks import peers
-from benchmarks.async_peers import Saver, flat_tensors, process_group
+from benchmarks.async_peers import Saver, flat_tensors, process_group, train, untimed
 from benchmarks.schemes import NONE, SCHEMES, Scheme
 from benchmarks.zoo import Training
 
 _WARM_UP = 3
-_PLAIN_STEPS = 16
+_PLAIN_STEPS = 12
+_ROUNDS = 2
 _RING_FOLDER = "ASYMCHECK_RING_FOLDER"
 
 
@@ -42,8 +43,9 @@ class Measured:
     parameters: int
     state_bytes: int
     plain_s: float
-    """Mean seconds of an iteration without checkpoints, before and after."""
-    slowdown: float
+    """Mean seconds of an iteration without checkpoints, before and after, and in between."""
+    slowdowns: list[float]
+    """Of each round, against the iterations without checkpoints before and after it."""
     stalls: list[float]
     durable: list[float]
     errors: list[float]
@@ -104,37 +106,77 @@ def _measure(cell: Cell, where: Path) -> Measured:
     _keep_rings_in(where)
     training = _warm(cell)
     with process_group():
-        plain = [_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS)]
-        used = time.process_time()
-        plain.append(_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS))
-        plain_processor_s = (time.process_time() - used) / _PLAIN_STEPS
+        plain = _Plain(training, where)
         before = _start_of_peak()
-        used = _processor_s()
-        saver = scheme_of(cell).make(training.state, where)
-        with_s = _train(training, saver, cell.every, cell.steps)
-        saver.finish()
-        used = _processor_s() - used
+        rounds = [_round(cell, training, where / str(number), plain) for number in range(_ROUNDS)]
         peak = _peak() - before
-        plain.append(_train(training, NONE.make(training.state, where), 0, _PLAIN_STEPS))
     tensors = flat_tensors(training.state)
     state_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
-    count = len(range(0, cell.steps, cell.every))
-    files = sum(path.stat().st_blocks * 512 for path in peers.files_in(where))
-    # What keeps only the newest checkpoints has fewer files than checkpoints.
-    kept = max(1, min(count, _kept(where, count)))
+    steps, count = untimed(cell.every) + cell.steps, 1 + len(range(0, cell.steps, cell.every))
+    spent_s = statistics.mean(one.processor_s for one in rounds) - plain.processor_s * steps
     return Measured(
         parameters=training.parameters,
         state_bytes=state_bytes,
-        plain_s=statistics.mean(plain),
-        slowdown=with_s / statistics.mean(plain),
+        plain_s=statistics.mean(plain.means),
+        slowdowns=[one.slowdown for one in rounds],
         # The first one sets up memory, threads or processes, for all alike.
-        stalls=saver.stalls[1:] or saver.stalls,
-        durable=saver.durable,
-        errors=saver.errors,
-        bytes_a_checkpoint=files / kept,
+        stalls=[stall for one in rounds for stall in one.saver.stalls[1:]],
+        durable=[seconds for one in rounds for seconds in one.saver.durable],
+        errors=[error for one in rounds for error in one.saver.errors],
+        # What keeps only the newest checkpoints has fewer files than checkpoints.
+        bytes_a_checkpoint=statistics.mean(one.file_bytes / max(1, min(count, one.kept or count)) for one in rounds),
         peak_bytes=max(peak, 0),
-        processor_s_per_gb=max(0.0, used - plain_processor_s * cell.steps) / (count * state_bytes / 1e9),
+        processor_s_per_gb=max(0.0, spent_s) / (count * state_bytes / 1e9),
     )
+
+
+class _Plain:
+    """The training without checkpoints, from time to time: machines become slower and faster."""
+
+    def __init__(self, training: Training, where: Path) -> None:
+        """Train a first time."""
+        self._saver = NONE.make(training.state, where)
+        self._training = training
+        self.means = [self._train()]
+        """Mean seconds of an iteration, each time."""
+        used = time.process_time()
+        self.again()
+        self.processor_s = (time.process_time() - used) / _PLAIN_STEPS
+        """Processor seconds of an iteration."""
+
+    def _train(self) -> float:
+        return train(self._training.iterate, self._saver, 0, _PLAIN_STEPS)
+
+    def again(self) -> float:
+        """Train once more; return the mean of this time and the last."""
+        self.means.append(self._train())
+        return statistics.mean(self.means[-2:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """What a scheme did once, in an empty folder."""
+
+    saver: Saver
+    slowdown: float
+    """Against the plain training before and after it."""
+    processor_s: float
+    file_bytes: int
+    kept: int | None
+    """How many checkpoints lie there; None for all."""
+
+
+def _round(cell: Cell, training: Training, where: Path, plain: _Plain) -> _Round:
+    where.mkdir()
+    used = _processor_s()
+    saver = scheme_of(cell).make(training.state, where)
+    with_s = train(lambda step: training.iterate(step, saver.before_optimizer), saver, cell.every, cell.steps)
+    saver.finish()
+    used = _processor_s() - used
+    files = sum(path.stat().st_blocks * 512 for path in peers.files_in(where))
+    kept = _kept(where)
+    peers.remove(where)
+    return _Round(saver, with_s / plain.again(), used, files, kept)
 
 
 def ring_folder(where: Path) -> Path:
@@ -148,13 +190,13 @@ def _keep_rings_in(where: Path) -> None:
     os.environ[_RING_FOLDER] = str(folder)
 
 
-def _kept(where: Path, count: int) -> int:
-    """Return how many checkpoints lie in a folder: those that overwrite keep one, or one for each slot."""
+def _kept(where: Path) -> int | None:
+    """Return how many checkpoints lie in a folder of what overwrites: one, or one for each slot; None of all else."""
     names = [path.name for path in where.iterdir()]
     if "checkpoint.pt" in names:
         return 1
     slots = [name for name in names if name.startswith("slot-")]
-    return len(slots) or count
+    return len(slots) or None
 
 
 def _warm(cell: Cell) -> Training:
@@ -164,15 +206,6 @@ def _warm(cell: Cell) -> Training:
     for step in range(_WARM_UP):
         training.iterate(step)
     return training
-
-
-def _train(training: Training, saver: Saver, every: int, steps: int) -> float:
-    began = time.perf_counter()
-    for step in range(steps):
-        training.iterate(step, saver.before_optimizer)
-        if every and step % every == 0:
-            saver.save(step)
-    return (time.perf_counter() - began) / steps
 
 
 def train_until_killed(cell: Cell, where: Path, pipe: Connection) -> None:

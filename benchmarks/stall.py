@@ -44,7 +44,7 @@ class Plan:
     every: int
     """Steps from one checkpoint to the next."""
     steps: int
-    """Steps to train."""
+    """Steps to train, of which the first makes a checkpoint; more come before, see :func:`async_peers.train`."""
     rounds: int = 1
     """How often each system does."""
     tokens: int = _SHORT
@@ -77,7 +77,7 @@ class Shape:
 
 _LONG = (OURS_NAME, "torch DCP async thread")
 # What one checkpoint in ten steps costs is less than what two trainings in a row differ by: it takes several.
-FULL = Shape(12, 768, (Plan(1, 12), Plan(10, 21, 2), Plan(50, 51), Plan(10, 11, 2, _CONTEXT, _LONG)))
+FULL = Shape(12, 768, (Plan(1, 12), Plan(10, 20, 2), Plan(50, 50), Plan(10, 10, 2, _CONTEXT, _LONG)))
 QUICK = Shape(2, 128, (Plan(1, 8),))
 
 
@@ -142,7 +142,7 @@ def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Taken], 
             saver, mean = _measured(loop, factories[name], scratch / "store", plan)
             plain.append(loop.time(Saver(loop.state, scratch), 0, short))
             taken, slowdown = found[name], mean / statistics.mean(plain[-2:])
-            # The first one sets up memory, threads or processes, for all alike.
+            # Without the first one, as the time of iterations.
             taken.stalls += saver.stalls[1:]
             taken.durable += saver.durable
             taken.slowdowns.append(slowdown)
@@ -208,14 +208,13 @@ class _Loop:
 
     def time(self, saver: Saver, every: int, steps: int) -> float:
         """Train; return the mean seconds of an iteration, checkpoints included."""
-        began = time.perf_counter()
-        for step in range(steps):
+
+        def iterate(_step: int) -> None:
             start = int(torch.randint(len(self._text) - self.tokens, ()))
             tokens = self._text[None, start : start + self.tokens].long()
             self._optimizer.zero_grad()
             self._model(tokens, labels=tokens).loss.backward()
             saver.before_optimizer()
             self._optimizer.step()
-            if every and step % every == 0:
-                saver.save(step)
-        return (time.perf_counter() - began) / steps
+
+        return async_peers.train(iterate, saver, every, steps)

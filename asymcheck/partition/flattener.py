@@ -115,9 +115,8 @@ class _Known:
             return given.local if given.box == columns.boxes[row] else None
         walker = Walker(called, columns.groups[row])
         walker.node(given, columns.names[row], 1)
-        if len(walker.leaves) != 1 or walker.visits[0][0] is not given:
-            return None
-        leaf = walker.leaves[0]
+        # What is of the kind of a tensor is one leaf.
+        (leaf,) = walker.leaves
         known = (columns.dtypes[row], columns.shapes[row], columns.boxes[row], columns.sizes[row])
         return leaf.source if (leaf.dtype, leaf.shape, leaf.box, leaf.nbytes) == known else None
 
@@ -148,7 +147,8 @@ def _place(source: Source) -> int:
 class _Kinds:
     """All that makes up the identity keys of tensors but their places, and what decides whether they can be stored.
 
-    It is compared one thing after another, and as it comes: thousands of shapes at once would set off the collector.
+    It is compared one thing after another, and as it comes: to keep thousands of shapes at once can set off the
+    collector.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

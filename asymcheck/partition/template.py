@@ -56,10 +56,15 @@ class _Plain:
     node: Node
     name: str | None
     depth: int
+    is_metadata: bool = False
+    """Whether it is the versions of modules of a mapping at that depth."""
 
     def take(self, walk: Walk, value: object) -> Node:
         walker = Walker(walk.called)
-        node = walker.node(value, self.name, self.depth)
+        if self.is_metadata:
+            node = walker.metadata(value, self.name or "", self.depth)
+        else:
+            node = walker.node(value, self.name, self.depth)
         walk.is_as_before &= not walker.leaves
         return node
 
@@ -90,7 +95,7 @@ class _Mapping:
     key_nodes: list[Node]
     children: Sequence[Template]
     has_tensors_alone: bool
-    metadata: _Metadata | None
+    metadata: _Plain | None
 
     def take(self, walk: Walk, value: object) -> Node:
         mapping = self._mapping(walk, value)
@@ -124,21 +129,6 @@ class _Mapping:
         if _are_as_before(self.children, nodes):
             return self.entries
         return [[*pair] for pair in zip(self.key_nodes, nodes, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Metadata:
-    """The versions of modules: that a mapping at ``depth`` has them, and no tensor in them."""
-
-    node: Node
-    name: str
-    depth: int
-
-    def take(self, walk: Walk, value: object) -> Node:
-        walker = Walker(walk.called)
-        node = walker.metadata(value, self.name, self.depth)
-        walk.is_as_before &= not walker.leaves
-        return node
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +177,7 @@ def template_of(node: Node, name: str | None, depth: int) -> Template:
         key_nodes=[key for key, _ in content],
         children=children,
         has_tensors_alone=all(type(child) is _Tensor for child in children),
-        metadata=_Metadata(rest[0], below(name, "_metadata"), depth) if rest else None,
+        metadata=_Plain(rest[0], below(name, "_metadata"), depth, is_metadata=True) if rest else None,
     )
 
 

@@ -84,12 +84,13 @@ class _Known:
         """Find out which ``leaves`` are deferred, of which optimizers have some, by row, and ``rest`` besides."""
         self._keys = [leaf.key for leaf in leaves]
         self._objects, self._rest = objects, [*map(identity_key, rest)]
-        theirs, memory = {*objects}, {*self._rest} - {None}
+        # One object may have several rows, as different parts of wholes.
+        memory = {*self._rest, *(self._keys[row] for row in objects if row >= 0)} - {None}
         starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         others: list[Source] = []
         for row, leaf in enumerate(leaves):
-            if leaf.key is None or (row not in theirs and leaf.key not in memory):
+            if leaf.key not in memory:
                 others.append(leaf.source)
             elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
                 storage = leaf.source.untyped_storage()
@@ -100,14 +101,14 @@ class _Known:
         self.rows = tuple([starts.get(row, 0) not in mixed for row in range(len(leaves))])
         """Whether each is deferred."""
         self._arrays = {row for row, leaf in enumerate(leaves) if not isinstance(leaf.source, torch.Tensor)}
-        self._others = {row for row in range(len(leaves)) if row not in theirs and self._keys[row] not in memory}
+        self._others = {row for row, key in enumerate(self._keys) if key not in memory}
 
     def holds_for(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> bool:
         """Tell whether it is what would be found out of another state."""
         keys = [leaf.key for leaf in leaves]
-        if len(keys) != len(self._keys) or objects != self._objects or len(rest) != len(self._rest):
+        if len(keys) != len(self._keys) or objects != self._objects:
             return False
-        # As they come: thousands of keys at once would set off the collector.
+        # As many as before, for as many objects have no row.
         if not all(map(eq, self._rest, map(identity_key, rest))):
             return False
         moved = {row for row, (old, new) in enumerate(zip(self._keys, keys, strict=True)) if old != new}

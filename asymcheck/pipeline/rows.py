@@ -14,7 +14,7 @@ from asymcheck.format.digest_set import as_column
 from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.manifest_columns import Column, describing_columns, extents_column, inline_columns
 from asymcheck.format.tree import Node
-from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.leaves import Leaf, whole_bytes
 from asymcheck.partition.plan import Cut
 from asymcheck.partition.roles import role_of
 from asymcheck.partition.state import Columns
@@ -121,11 +121,4 @@ class _Places:
 
 def inline_bytes(leaves: Sequence[Leaf], cut: Cut) -> dict[int, bytes]:
     """Return the bytes of the tensors that stay in the manifest, by row."""
-    return {row: _bytes_of(leaves[row]) for row in cut.inline}
-
-
-def _bytes_of(leaf: Leaf) -> bytes:
-    data = bytearray(leaf.nbytes)
-    if data:
-        leaf.copy_bytes(0, memoryview(data))
-    return bytes(data)
+    return dict(zip(cut.inline, whole_bytes([leaves[row] for row in cut.inline]), strict=True))

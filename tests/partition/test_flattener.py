@@ -23,6 +23,11 @@ from asymcheck.partition.shards import TensorShard
 from asymcheck.partition.state import FlatState, flatten
 from asymcheck.pipeline.ownership import Ownership
 
+# Torch calls some kinds of tensors that are refused here prototypes, once in each process.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
+]
 State = dict[Any, Any]
 COMPLEX = torch.rand(3, dtype=torch.complex64)
 
@@ -62,6 +67,7 @@ def state() -> State:
         "array": np.arange(5),
         "shard": TensorShard(torch.rand(2, 2), (4, 2), (2, 0)),
         "generator": torch.get_rng_state(),
+        "twins": [torch.rand(2), torch.rand(2)],
         "complex": torch.rand(3, dtype=torch.complex64),
         "imaginary": COMPLEX.imag,
         "pair": [np.ones(2), torch.ones(2, dtype=torch.float64)],
@@ -180,6 +186,17 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "the type of a key": _bool_keys,
     "the kind of a mapping": lambda value: _set(value, "history", OrderedDict(value["history"])),
     "the kind of a list": lambda value: _set(value, "ema", tuple(value["ema"])),
+    "twins that are one": lambda value: _set(value, "twins", [value[5].clone()] * 2),
+    "a twin that is the other": lambda value: _set(value, "twins", [value["twins"][0]] * 2),
+    "the name of a tensor": lambda value: _optimizer(value)["state"].update(
+        {0: {"step": torch.tensor(1.0), "average": torch.rand(4, 3)}}
+    ),
+    "the kind of a mapping of tensors": lambda value: _optimizer(value)["state"].update(
+        {0: OrderedDict(_optimizer(value)["state"][0])}
+    ),
+    "a sparse tensor": lambda value: _set(value, 5, torch.rand(2).to_sparse()),
+    "a sparse matrix": lambda value: value["ema"].__setitem__(0, torch.rand(4, 3).to_sparse_csr()),
+    "a nested tensor": lambda value: _set(value, 5, torch.nested.nested_tensor([torch.rand(2)])),
     "an object": lambda value: _set(value, "history", Part(value["history"])),
     "a version": lambda value: _versions(value, 3),
     "a version that is True": lambda value: _versions(value, True),
@@ -322,6 +339,7 @@ OWNERS: dict[str, Callable[[Trained], object]] = {
         {"params": [it.value["buffer"].requires_grad_()]}
     ),
     "a parameter that none has": Trained.lose_parameter,
+    "one more that is no optimizer's": lambda it: it.value.update(more=torch.rand(1)),
     "state that none has": lambda it: it.optimizer.state.pop(it.model[0]),
     "state elsewhere": lambda it: it.move_mean(torch.rand(3)),
     "state where a buffer is": lambda it: it.move_mean(it.both[3:]),
@@ -362,6 +380,32 @@ def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
     array = next(row for row, leaf in enumerate(leaves) if leaf.name == "rng")
     leaves[array] = dataclasses.replace(leaves[array], source=training.model[0].detach().numpy())
     assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
+
+
+def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None:
+    """As two ranks' worth of rows that happen to lie in one tensor."""
+    weight = torch.nn.Parameter(torch.rand(2, 2))
+    optimizer = torch.optim.SGD([weight])
+    parts = [TensorShard(weight, (4, 2), (offset, 0)) for offset in (0, 2)]
+    leaves = flatten({"parts": parts, "buffer": torch.rand(1)}).leaves
+    assert Ownership().deferred_rows(leaves, [optimizer]) == (True, True, False)
+
+
+def test_an_empty_tensor_is_no_optimizers() -> None:
+    """It has no memory by which it could be told from another one; nor is there anything to capture."""
+    weight = torch.nn.Parameter(torch.rand(4)[:0])
+    leaves = flatten({"weight": [weight], "buffer": torch.rand(4)[:0]}).leaves
+    optimizer = torch.optim.SGD([weight.detach().requires_grad_()])
+    assert Ownership().deferred_rows(leaves, [optimizer]) == (False, False)
+
+
+def test_a_tensor_without_bytes_is_refused_where_one_with_bytes_was() -> None:
+    """Without an empty tensor beside it, whose address is that of all that have none."""
+    flattener = Flattener()
+    for _ in range(3):
+        flattener.flatten([torch.rand(2)])
+    with pytest.raises(UnsupportedValueError, match="meta device"):
+        flattener.flatten([torch.rand(2, device="meta")])
 
 
 def test_states_of_two_trainings_are_told_apart() -> None:

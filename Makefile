@@ -30,11 +30,11 @@ demo: $(STAMP)
 	@$(PY) -m tools.demo
 
 test: $(STAMP)
-	$(PY) -m pytest -q -n $(JOBS) tests
+	$(PY) -m pytest -q -n $(JOBS) --dist loadgroup tests
 
 # Hours rather than minutes are allowed here: the limits that catch a hang in `make test` would cut these short.
 long: $(STAMP)
-	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7300 tests
+	$(PY) -m pytest -q -m long -n $(JOBS) --dist loadgroup --timeout=7200 -o faulthandler_timeout=7300 tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check --quiet .

@@ -1,14 +1,17 @@
-"""What every test shares: one compute thread, interrupts that arrive, hypothesis profiles, and a place for a store."""
+"""What tests share: one compute thread, interrupts that arrive, hypothesis profiles, other processes, a place."""
 
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.zygote import Zygote
 
 # Rings of tests, also of those that are killed, lie in a folder of their own and not among those of trainings. Before
 # the package is imported; processes that tests start inherit it.
@@ -40,3 +43,13 @@ def pytest_sessionfinish() -> None:
 def store_path(tmp_path: Path) -> Path:
     """A path for a store that does not exist yet, in a directory of the test's own."""
     return tmp_path / "store"
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process to fork children from."""
+    zygote = Zygote(
+        tmp_path_factory.mktemp("zygote"), "asymcheck", "torch.distributed.fsdp", "torch.distributed.tensor"
+    )
+    yield zygote
+    zygote.close()

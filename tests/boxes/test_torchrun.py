@@ -15,6 +15,8 @@ from asymcheck.format.digest import digest
 from tests.boxes import trainer
 from tests.store.equality import tensor_bytes
 
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("torchrun")
 ROOT = Path(__file__).resolve().parents[2]
 
 

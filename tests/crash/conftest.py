@@ -1,4 +1,4 @@
-"""The zygote, and stores to start from."""
+"""Stores to start from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from asymcheck.store import Store  # noqa: E402 - as said above
 from tests.crash.actions import Action, open_store, perform  # noqa: E402 - as above
 from tests.crash.dead_rings import CAPTURED, DURABLE, copied, kill_when_ready  # noqa: E402 - as above
 from tests.crash.trainer import train  # noqa: E402 - as above
-from tests.crash.zygote import Zygote  # noqa: E402 - as above
-
-
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """A process to fork children from."""
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
-    yield zygote
-    zygote.close()
-
+from tests.zygote import Zygote  # noqa: E402 - as above
 
 Template = Callable[[Sequence[Action]], Path]
 """Returns a folder with a store, on which actions were taken, and its journal; it is shared: copy it."""

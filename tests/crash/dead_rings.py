@@ -11,7 +11,7 @@ from asymcheck.format.ring import decode_ring_header, encode_ring_header
 from asymcheck.tiers.dram_ring import RingReader
 from tests.checkpointer.loops import rings
 from tests.crash.states import Journal
-from tests.crash.zygote import Child, wait_until
+from tests.zygote import Child, wait_until
 
 DURABLE, CAPTURED = 2, 5
 """The killed training whose rings are damaged has steps 0 and 1 on disk, and 2, 3 and 4 in memory alone."""

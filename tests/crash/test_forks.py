@@ -21,7 +21,7 @@ from asymcheck.tiers.files import DESCRIPTORS
 from tests.crash.actions import open_store, save
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
-from tests.crash.zygote import Zygote, wait_until
+from tests.zygote import Zygote, wait_until
 
 SOON_S = 10.0
 """Far less than the 20 s for which these stores wait for a lock; far more than a save takes on a busy machine."""

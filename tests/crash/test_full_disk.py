@@ -19,7 +19,7 @@ from asymcheck.store import Store
 from tests.crash.actions import open_store
 from tests.crash.states import CONFIG, Promises, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
-from tests.crash.zygote import Zygote
+from tests.zygote import Zygote
 
 SIZE_MIB = 8
 
@@ -186,7 +186,7 @@ def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
         ballast = _fill(small_disk, leave * 1024)
         child = zygote.start(try_to_save, path=str(path), step=1)
         status = child.wait()
-        assert status == 0, f"with {leave} KiB left: ended with {status}: {child.errors.read_text()}"
+        assert status == 0, f"with {leave} KiB left: ended with {status}: {child.output.read_text()}"
         steps = check_as_it_lies(path, dataclasses.replace(owed, newest={})).steps["default"]
         ballast.unlink()
         if 1 in steps:

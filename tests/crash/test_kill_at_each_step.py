@@ -14,8 +14,8 @@ from asymcheck.events import COMMIT_ORDER
 from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_survived
-from tests.crash.zygote import Zygote
 from tests.visiting import Visited, visiting
+from tests.zygote import Zygote
 
 Copy = Callable[[Sequence[Action]], Path]
 

@@ -12,7 +12,7 @@ from asymcheck.store import Store
 from tests.crash.actions import delete, open_store, restore, save
 from tests.crash.states import Journal, Promises
 from tests.crash.survival import check_as_it_lies, check_goes_on
-from tests.crash.zygote import Child, Zygote, wait_until
+from tests.zygote import Child, Zygote, wait_until
 
 KEPT = 3
 LONGEST_S = 0.12

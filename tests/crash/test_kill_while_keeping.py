@@ -17,7 +17,7 @@ from tests.crash import faults
 from tests.crash.states import Journal, fingerprint
 from tests.crash.survival import leftovers
 from tests.crash.trainer import FOR_EVER, _note_complete, config_for, newest_complete
-from tests.crash.zygote import Zygote, wait_until
+from tests.zygote import Zygote, wait_until
 
 KEPT = 2
 EVENTS = ["manifest.committed", "catalog.committed", "gc.marked_freed", "gc.retired", "gc.forgotten"]

@@ -11,7 +11,7 @@ import pytest
 
 import asymcheck
 from tests.crash.trainer import train
-from tests.crash.zygote import Zygote, wait_until
+from tests.zygote import Zygote, wait_until
 
 
 def train_traced(path: str) -> None:

@@ -22,7 +22,7 @@ from tests.crash import faults
 from tests.crash.actions import Action, perform
 from tests.crash.states import Journal
 from tests.crash.survival import check_survived
-from tests.crash.zygote import Zygote
+from tests.zygote import Zygote
 
 
 def packs_under_their_final_name() -> None:

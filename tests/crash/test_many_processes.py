@@ -17,7 +17,7 @@ from asymcheck.store import Store
 from tests.crash.actions import delete, open_store, save
 from tests.crash.states import CONFIG, Journal, Promises, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, check_steps, leftovers
-from tests.crash.zygote import Child, Zygote, wait_until
+from tests.zygote import Child, Zygote, wait_until
 
 SAVES = 20
 SAVES_LONG = 600

@@ -16,7 +16,7 @@ from asymcheck.store import Store
 from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on
-from tests.crash.zygote import Zygote
+from tests.zygote import Zygote
 
 BEFORE: list[Action] = [["save", 0], ["save", 1], ["save", 2], ["delete", 0]]
 NOBODY = 65534

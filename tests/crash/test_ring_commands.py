@@ -23,8 +23,8 @@ from tests.cli.conftest import Outcome, run_command
 from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest, say_store
 from tests.crash.states import Journal
 from tests.crash.trainer import assert_restored, train, train_two_runs
-from tests.crash.zygote import Child, Zygote, wait_until
 from tests.store.equality import assert_same
+from tests.zygote import Child, Zygote, wait_until
 
 
 def call(folder: Path, command: str, *words: object) -> Outcome:

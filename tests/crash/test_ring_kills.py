@@ -24,7 +24,7 @@ from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, copied, flip, kill_when_ready, partition_of_newest
 from tests.crash.states import Journal, fingerprint
 from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
-from tests.crash.zygote import Child, Zygote, wait_until
+from tests.zygote import Child, Zygote, wait_until
 
 
 def _steps(folder: Path) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from asymcheck import Store
 from tests.checkpointer.loops import rings
 from tests.crash.trainer import train_two_until_terminated, train_until_terminated
-from tests.crash.zygote import REPOSITORY, Zygote
+from tests.zygote import REPOSITORY, Zygote
 
 EXITING = """
 import sys
@@ -62,8 +62,8 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
     """Between two calls, inside one, and while an optimizer step waits for copies; the status is that of the signal."""
     child = zygote.start(train_until_terminated, path=str(tmp_path), where=where)
-    assert child.wait() == -signal.SIGTERM, child.errors.read_text()
-    assert child.errors.read_text() == ""
+    assert child.wait() == -signal.SIGTERM, child.output.read_text()
+    assert child.output.read_text() == ""
     assert _steps(tmp_path) == [0, 1]
     assert rings(tmp_path) == []
 
@@ -74,8 +74,8 @@ def test_sigterm_saves_the_last_step_of_every_run(
 ) -> None:
     """Two checkpointers of one process: both are drained before it ends, whichever of them is in a call."""
     child = zygote.start(train_two_until_terminated, path=str(tmp_path), where=where)
-    assert child.wait() == -signal.SIGTERM, child.errors.read_text()
-    assert child.errors.read_text() == ""
+    assert child.wait() == -signal.SIGTERM, child.output.read_text()
+    assert child.output.read_text() == ""
     assert _steps(tmp_path) == [0, 1, *range(of_the_second)]
     assert rings(tmp_path) == []
 
@@ -84,7 +84,7 @@ def test_a_handler_of_the_program_stays(zygote: Zygote, tmp_path: Path) -> None:
     """It decides how the process ends; what was complete in memory by then can be taken up."""
     child = zygote.start(train_until_terminated, path=str(tmp_path), where="handled")
     assert child.wait() == 1
-    assert "SystemExit: 3" in child.errors.read_text()
+    assert "SystemExit: 3" in child.output.read_text()
 
 
 FORKING = """

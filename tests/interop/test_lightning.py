@@ -21,6 +21,9 @@ from tests.interop import launch_ranks, small_fit
 from tests.interop.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
 
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("lightning")
+
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 KINDS: dict[str, dict[str, Any]] = {

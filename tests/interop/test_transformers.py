@@ -21,6 +21,9 @@ from tests.interop import launch_ranks, small_trainer
 from tests.interop.small_trainer import STEPS, STEPS_IN_EPOCH, log_of, make_trainer, outcome
 from tests.store.equality import assert_same
 
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("transformers")
+
 transformers.utils.logging.set_verbosity_error()
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.job import Job, Meeting
+from tests.zygote import Zygote
 
 Launch = Callable[..., Job]
 
 
 @pytest.fixture(scope="session")
-def launch() -> Launch:
+def launch(zygote: Zygote) -> Launch:
     """Return what starts the ranks of a scenario; names in capitals are environment variables of it."""
-    meeting = Meeting()
+    meeting = Meeting(zygote)
 
     def launched(scenario: str, folder: Path, *arguments: object, world_size: int = 4, **environment: object) -> Job:
         with pytest.MonkeyPatch.context() as patch:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks.job import Meeting
+from tests.zygote import Zygote
 
 
 @pytest.fixture(scope="session")
-def meeting() -> Meeting:
+def meeting(zygote: Zygote) -> Meeting:
     """One for all tests, as the agent of torchrun is one for all attempts: what was said there before stays."""
-    return Meeting()
+    return Meeting(zygote)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.zygote import Child, Zygote
 
 LIMIT_S = 240.0
 """For one that hangs; a busy machine needs minutes for what takes seconds."""
@@ -22,19 +22,17 @@ class Job:
     """The ranks of one launch."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Child]
 
     def wait(self) -> list[dict[str, object]]:
         """Wait for all ranks; return what each has to tell."""
         for rank, process in enumerate(self.processes):
-            try:
-                code = process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
+            if not process.has_ended(LIMIT_S):
                 self.kill()
                 pytest.fail(f"rank {rank} hangs:\n{self.output(rank)}")
-            if code:
+            if process.wait():
                 self.kill()
-                pytest.fail(f"rank {rank} ended with {code}:\n{self.output(rank)}")
+                pytest.fail(f"rank {rank} ended with {process.status}:\n{self.output(rank)}")
         return [self.told(rank) for rank in range(len(self.processes))]
 
     def told(self, rank: int) -> dict[str, object]:
@@ -44,7 +42,7 @@ class Job:
 
     def output(self, rank: int) -> str:
         """Return what a rank has written to its output."""
-        return (self.folder / f"output-{rank}.txt").read_text(errors="replace")[-6000:]
+        return self.processes[rank].output.read_text(errors="replace")[-6000:]
 
     def kill(self, *ranks: int) -> None:
         """Kill ranks, or all, and wait until they are gone."""
@@ -56,17 +54,18 @@ class Job:
         """Wait until a rank has made a file of this name."""
         began = time.monotonic()
         while not (self.folder / name).exists():
-            if self.processes[rank].poll() is not None or time.monotonic() - began > LIMIT_S:
+            if self.processes[rank].has_ended() or time.monotonic() - began > LIMIT_S:
                 self.kill()
                 pytest.fail(f"rank {rank} never came to {name}:\n{self.output(rank)}")
             time.sleep(0.005)
 
 
 class Meeting:
-    """Where ranks find each other, launch after launch."""
+    """Where ranks find each other, launch after launch, and what starts them."""
 
-    def __init__(self) -> None:
-        """Open it."""
+    def __init__(self, zygote: Zygote) -> None:
+        """Open it; ``zygote`` starts the ranks."""
+        self._zygote = zygote
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
     def launch(
@@ -77,9 +76,8 @@ class Meeting:
         (folder / "memory").mkdir(exist_ok=True)
         processes = []
         for rank in range(world_size):
-            command = [sys.executable, "-m", program, scenario, str(folder), *arguments]
             names = {"RANK": rank, "WORLD_SIZE": world_size, "MEETING": self.store.port, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
-            with (folder / f"output-{rank}.txt").open("wb") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            output = folder / f"output-{rank}.txt"
+            processes.append(self._zygote.start_program(program, [scenario, folder, *arguments], environment, output))
         return Job(folder, processes)

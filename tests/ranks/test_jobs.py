@@ -13,6 +13,8 @@ from asymcheck import Store
 from tests.ranks.job import Meeting
 from tests.ranks.training import Training
 
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("jobs")
 _STEPS = 6
 Told = list[dict[str, dict[str, object]]]
 

@@ -56,7 +56,8 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
         wait_for_one(tmp_path, least + 1)
         time.sleep(chance.random() * _SPAN_S)
         job.kill(victim)
-        assert job.processes[1 - victim].wait(LIMIT_S) == 0, job.output(1 - victim)
+        assert job.processes[1 - victim].has_ended(LIMIT_S), job.output(1 - victim)
+        job.processes[1 - victim].finish()
         found = job.told(1 - victim)
         told = "\n".join([*cast(list[str], found["told"]), str(found.get("ended", ""))])
         assert f"rank {victim} did not answer" in told

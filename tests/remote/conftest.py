@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from asymcheck import RemoteConfig, Store, StoreConfig
-from tests.crash.zygote import Zygote
 from tools.local_hdfs import LocalHdfs
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
@@ -109,14 +108,6 @@ def store(store_path: Path) -> Path:
     """A store with steps 1 and 2."""
     save_steps(store_path, 1, 2)
     return store_path
-
-
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """A process to fork children from."""
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, RemoteUnreachableError, StoreNotFoundError
-from tests.crash.zygote import wait_until
 from tests.remote.conftest import CONFIG, check_location, check_state, config
+from tests.zygote import wait_until
 from tools.local_hdfs import LocalHdfs
 
 # Short, and not so short that a busy machine could not answer.

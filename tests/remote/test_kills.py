@@ -11,9 +11,9 @@ from asymcheck import Store, events
 from asymcheck.errors import InconsistentCheckpointError, StoreNotFoundError
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import parse_location
-from tests.crash.zygote import Zygote
 from tests.remote.child import push, push_and_die, push_and_lose
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config
+from tests.zygote import Zygote
 
 STEPS = [(event, count) for event in events.REMOTE_ORDER for count in ((1, 2) if "manifest" not in event else (1,))]
 QUICK = [

@@ -28,8 +28,8 @@ from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.tier import RemoteManifests
 from asymcheck.types import CheckpointRef
-from tests.crash.zygote import wait_until
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
+from tests.zygote import wait_until
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})

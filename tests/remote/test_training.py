@@ -14,8 +14,8 @@ from asymcheck import Checkpointer, Push, Retention, Store, UnreachableRemoteWar
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.spanning import Far
-from tests.crash.zygote import wait_until
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
+from tests.zygote import wait_until
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 ONE_ATTEMPT = config(attempts=1, options={"dfs.client.failover.max.attempts": "1"})

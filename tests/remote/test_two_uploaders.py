@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asymcheck import Store, events
-from tests.crash.zygote import Zygote
 from tests.remote.child import push
 from tests.remote.conftest import CONFIG, check_location, config, save_steps, state_of
+from tests.zygote import Zygote
 
 
 def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, place: str) -> None:

@@ -1,6 +1,6 @@
 """Processes by the hundred: one that has torch imported, and forks a child for each trial.
 
-A child opens its stores itself, so it is like a process of its own; only the second that the imports take is saved.
+A child opens its stores itself, so it is like a process of its own; only the seconds that the imports take are saved.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import dataclasses
 import importlib
 import json
 import os
+import runpy
+import select
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 PATIENCE_S = 60.0
 
 
@@ -28,38 +30,53 @@ class Child:
 
     zygote: Zygote
     pid: int
-    errors: Path
+    output: Path
+    """What it writes to stdout and stderr."""
+    status: int | None = None
+    """How it ended, negative for a signal; None until somebody has waited for it."""
 
     def kill(self) -> None:
         """Send SIGKILL; the process id stays its own until :meth:`wait`."""
-        os.kill(self.pid, signal.SIGKILL)
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def has_ended(self, limit_s: float = 0.0) -> bool:
+        """Tell whether it ends within that time."""
+        if self.status is not None:
+            return True
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            return bool(select.select([descriptor], [], [], limit_s)[0])
+        finally:
+            os.close(descriptor)
 
     def wait(self) -> int:
         """Return the exit status, negative for a signal."""
-        reply = self.zygote.ask(do="wait", pid=self.pid)
-        return int(str(reply["status"]))
+        if self.status is None:
+            self.status = int(str(self.zygote.ask(do="wait", pid=self.pid)["status"]))
+        return self.status
 
     def finish(self) -> None:
         """Wait, and fail with the child's traceback unless it ended well."""
         status = self.wait()
-        assert status == 0, f"child ended with {status}:\n{self.errors.read_text()}"
+        assert status == 0, f"child ended with {status}:\n{self.output.read_text()}"
 
     def wait_killed(self) -> None:
         """Wait, and fail unless SIGKILL ended it."""
         status = self.wait()
-        assert status == -signal.SIGKILL, f"child ended with {status}:\n{self.errors.read_text()}"
+        assert status == -signal.SIGKILL, f"child ended with {status}:\n{self.output.read_text()}"
 
 
 class Zygote:
     """The parent of all children. Not thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start it; children's error output goes to ``folder``."""
+    def __init__(self, folder: Path, *imports: str) -> None:
+        """Start it, with these modules imported; children's output goes to ``folder``."""
         self._folder = folder
         self._number = 0
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.zygote"],
+            [sys.executable, "-m", "tests.zygote", *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
@@ -80,15 +97,21 @@ class Zygote:
     def start(self, function: Callable[..., None], **arguments: object) -> Child:
         """Run ``function``, of the top level of a module, with ``arguments``, which must be JSON, in a new process."""
         self._number += 1
-        errors = self._folder / f"child-{self._number}.txt"
+        return self._start(self._folder / f"child-{self._number}.txt", function, arguments)
+
+    def start_program(self, module: str, words: Sequence[object], environment: dict[str, str], output: Path) -> Child:
+        """Do what ``python -m module words...`` does, in a new process; ``output`` gets what it writes."""
+        return self._start(output, run_program, {"words": [module, *map(str, words)], "environment": environment})
+
+    def _start(self, output: Path, function: Callable[..., None], arguments: dict[str, object]) -> Child:
         reply = self.ask(
             do="start",
             module=function.__module__,
             function=function.__qualname__,
             arguments=arguments,
-            errors=str(errors),
+            output=str(output),
         )
-        return Child(self, int(str(reply["pid"])), errors)
+        return Child(self, int(str(reply["pid"])), output)
 
     def close(self) -> None:
         """End it, and every child that is left."""
@@ -111,8 +134,20 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def run_program(words: list[str], environment: dict[str, str]) -> None:
+    """Be the program with this name and these arguments, with this environment alone."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = words[1:]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
 def _serve() -> None:
-    importlib.import_module("tests.crash.actions")
+    answers = os.fdopen(os.dup(1), "w")
+    # What modules print when they are imported must not get between the answers.
+    os.dup2(2, 1)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
     # The first optimizer of a process imports it, which takes a second.
     importlib.import_module("torch._dynamo")
@@ -127,8 +162,8 @@ def _serve() -> None:
             alive.discard(request["pid"])
             _, status = os.waitpid(request["pid"], 0)
             reply = {"status": os.waitstatus_to_exitcode(status)}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -141,7 +176,7 @@ def _fork(request: dict[str, object]) -> int:
         return pid
     status = 1
     try:
-        out = os.open(str(request["errors"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        out = os.open(str(request["output"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.dup2(out, 1)
@@ -152,6 +187,7 @@ def _fork(request: dict[str, object]) -> int:
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 

@@ -47,7 +47,7 @@ class RemoteConfig:
     encoded_bytes: int = 512 * MIB
     """Memory for what was encoded and is not sent yet; packs are cut smaller where it asks for that."""
     uploads: int = 4
-    """Packs that are written at the same time: to close a file takes HDFS up to half a second.
+    """Packs that are written at the same time; as many more may wait for HDFS to complete them, up to half a second.
 
     Measured on one DataNode, packs of 100 MiB: 4 send at 0.72 to 0.87 of the client's own speed, 2 at 0.5 to 0.73.
     """

@@ -314,6 +314,5 @@ class _Push:
 
     def _upload(self, choice: Choice, reencoder: Reencoder | None) -> set[PackId]:
         sending = Sending(self._there, choice.stored, self._tally, self._note, reencoder)
-        new = sending.send(choice.full, self._there.config.remote.uploads)
-        # One after the other: a frame never arrives before its base.
-        return new | sending.send(choice.based, 1)
+        # A frame never arrives before its base.
+        return sending.send(choice.full) | sending.send_in_order(choice.based)

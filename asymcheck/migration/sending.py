@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asymcheck.errors import GivenUpError
@@ -42,17 +43,30 @@ class Sending:
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()
+        self._one_was_written = threading.Event()
+        self._in_memory = threading.Semaphore(self._config.uploads)
         self._stopped = False
 
-    def send(self, frames: Sequence[Frame], uploads: int) -> set[PackId]:
-        """Write packs with these frames, by so many streams; return their ids."""
-        size = self._pack_bytes(frames, uploads)
+    def send(self, frames: Sequence[Frame]) -> set[PackId]:
+        """Write packs with these frames, several at the same time; return their ids."""
+        # Beside those that are written, as many wait for the location to complete them.
+        return self._send_groups(self._groups(frames), min(2 * self._config.uploads, len(frames)))
+
+    def send_in_order(self, frames: Sequence[Frame]) -> set[PackId]:
+        """Write packs with these frames, one after the other; return their ids."""
+        return self._send_groups(iter(_cut(frames, self._pack_bytes(frames, 1))), min(1, len(frames)))
+
+    def _groups(self, frames: Sequence[Frame]) -> Iterator[Sequence[Frame]]:
+        """Cut frames into packs; while nobody knows what the location takes, the second waits for the first."""
+        uploads = self._config.uploads
         count = 0
         if self._config.compression == "auto" and self._there.pace.write_bytes_per_s is None:
-            count = _fitting(frames, min(_PROBE_BYTES, size))
-        probe = self._send_groups([frames[:count]], 1) if 0 < count < len(frames) else set()
-        rest = frames[count:] if probe else frames
-        return probe | self._send_groups(_groups(rest, size), uploads)
+            count = _fitting(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))
+        if 0 < count < len(frames):
+            yield frames[:count]
+            frames = frames[count:]
+            self._one_was_written.wait()
+        yield from _cut(frames, self._pack_bytes(frames, uploads))
 
     def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
         """Return the size of packs for which all of it is there soonest."""
@@ -70,24 +84,23 @@ class Sending:
         )
         return stream_batch_bytes(facts, uploads, _LEAST_BYTES, limit)
 
-    def _send_groups(self, groups: Sequence[Sequence[Frame]], uploads: int) -> set[PackId]:
-        todo, made, failures = deque(groups), list[PackId](), list[BaseException]()
+    def _send_groups(self, groups: Iterator[Sequence[Frame]], threads: int) -> set[PackId]:
+        taking, made, failures = threading.Lock(), list[PackId](), list[BaseException]()
 
         def work() -> None:
             while not self._stopped:
-                try:
-                    group = todo.popleft()
-                except IndexError:
+                with taking:
+                    group = next(groups, None)
+                if group is None:
                     return
                 try:
                     made.append(self._send_pack(group))
                 except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
                     failures.append(error)
-                    self._stopped = True
+                    self._stop()
 
         # They end with the process, whatever the location does: what waits for an answer must not hold its end.
-        streams = min(uploads, len(groups))
-        workers = [threading.Thread(target=work, name=f"asymcheck-push-{i}", daemon=True) for i in range(streams)]
+        workers = [threading.Thread(target=work, name=f"asymcheck-push-{i}", daemon=True) for i in range(threads)]
         for worker in workers:
             worker.start()
         _join(workers, self._stop)
@@ -97,20 +110,32 @@ class Sending:
 
     def _stop(self) -> None:
         self._stopped = True
+        # Whoever waits for that looks whether it goes on.
+        self._one_was_written.set()
 
     def _send_pack(self, group: Sequence[Frame]) -> PackId:
-        before = sum(frame.stored for frame in group)
-        began = time.perf_counter()
-        frames = self._encoded(group)
-        spent = [time.perf_counter() - began]
+        with contextlib.ExitStack() as held:
+            if self._reencoder is not None:
+                held.enter_context(self._in_memory)
+            began = time.perf_counter()
+            frames = self._encoded(group)
+            if all(map(operator.is_, frames, group)):
+                held.close()
+            return self._upload(group, frames, time.perf_counter() - began)
+
+    def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
+        """Send a group, as its ``frames`` are to be sent."""
+        spent = [encoding_s]
         plan = plan_pack([frame.entry for frame in frames])
-        header, _ = self._uploader.upload(plan, partial(self._read, frames, spent), self._sent)
+        header, _ = self._uploader.upload(
+            plan, partial(self._read, frames, spent), self._sent, self._one_was_written.set
+        )
         stored = sum(frame.stored for frame in frames)
         self._there.pace.made(stored, sum(spent))
         with self._lock:
             self._tally.packs += 1
             self._tally.moved_bytes += stored
-            self._tally.plain_bytes += before
+            self._tally.plain_bytes += sum(frame.stored for frame in group)
             self._tally.moved_partitions += len(frames)
         return header.pack_id
 
@@ -167,8 +192,8 @@ def _fitting(frames: Sequence[Frame], size: int) -> int:
     return len(frames)
 
 
-def _groups(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
-    """Cut frames into packs of at most ``size`` bytes, or one frame,."""
+def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
+    """Cut frames into packs of at most ``size`` bytes, or one frame."""
     groups: list[list[Frame]] = []
     room = 0
     for frame in frames:

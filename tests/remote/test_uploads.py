@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
@@ -15,17 +15,19 @@ from asymcheck.tiers.remote.deadline import Rate, within
 from asymcheck.tiers.remote.files import RemoteFiles
 from tests.remote.conftest import CONFIG, check_location, check_state, config
 
-Write = Callable[[RemoteFiles, PurePath, Iterable[bytes]], int]
+Write = Callable[[RemoteFiles, PurePath, Iterable[bytes], "Callable[[], None] | None"], int]
 
 
 def spoil_packs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[bytes]], list[bytes]]) -> None:
     """Let what is written into packs be something else, and counted as if it were not."""
     whole: Write = RemoteFiles.write
 
-    def write(self: RemoteFiles, path: PurePath, pieces: Iterable[bytes]) -> int:
+    def write(
+        self: RemoteFiles, path: PurePath, pieces: Iterable[bytes], written: Callable[[], None] | None = None
+    ) -> int:
         data = [bytes(piece) for piece in pieces]
         changed = spoil(data) if path.parent.name == "packs" else data
-        whole(self, path, changed)
+        whole(self, path, changed, written)
         return sum(map(len, data))
 
     monkeypatch.setattr(RemoteFiles, "write", write)
@@ -64,6 +66,59 @@ def test_what_arrives_otherwise_gets_no_name(
     with Store.open(store, config=CONFIG) as opened:
         opened.push(place)
     check_location(place, 2)
+
+
+def test_a_pack_is_written_while_others_are_being_completed(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never more at the same time than is allowed; and none is completed here before twice as many were written."""
+    whole, lock = RemoteFiles.write, threading.Lock()
+    writing, most, count = 0, 0, 0
+    enough = threading.Event()
+
+    def write(
+        self: RemoteFiles, path: PurePath, pieces: Iterable[bytes], written: Callable[[], None] | None = None
+    ) -> int:
+        if written is None:
+            return whole(self, path, pieces)
+
+        def watched() -> Iterator[bytes]:
+            nonlocal writing, most
+            with lock:
+                writing += 1
+                most = max(most, writing)
+            yield from pieces
+
+        def then() -> None:
+            nonlocal writing, count
+            with lock:
+                writing -= 1
+                count += 1
+            written()
+            if count >= 4:
+                enough.set()
+            assert enough.wait(60)
+
+        return whole(self, path, watched(), then)
+
+    monkeypatch.setattr(RemoteFiles, "write", write)
+    with Store.open(store, config=config(uploads=2, pack_bytes=8192, compression="off")) as opened:
+        assert opened.push(folder).packs > 4
+    assert most == 2
+    check_location(folder, 2)
+
+
+def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other packs wait until it shows what the location takes."""
+    monkeypatch.setattr("asymcheck.migration.sending._PROBE_BYTES", 8192)
+    spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
+    with (
+        Store.open(store, config=config(attempts=2)) as opened,
+        pytest.raises(StorageError, match="attempt 2 of 2: "),
+    ):
+        opened.push(folder)
 
 
 def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,9 +223,12 @@ class RemoteFiles:
         if self._client.removes_empty and not self.walk(path):
             self._unless_gone("remove directory", path, lambda _: self._client.remove_empty(str(path)))
 
-    def write(self, path: PurePath, pieces: Iterable[bytes | memoryview]) -> int:
+    def write(
+        self, path: PurePath, pieces: Iterable[bytes | memoryview], written: Callable[[], None] | None = None
+    ) -> int:
         """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
 
+        ``written`` is called when the last of them was written, before the servers are asked to complete the file.
         What a failure leaves is a file of any length: it must never be renamed.
         """
         file = self._do("create", path, lambda _: self._client.create(str(path)))
@@ -237,6 +240,8 @@ class RemoteFiles:
                 self.pace.wrote(len(piece), time.perf_counter() - began)
                 count += len(piece)
                 emit("remote.piece_sent", path.name, len(piece))
+            if written is not None:
+                written()
             began = time.perf_counter()
             self._do("close", path, partial(_close, file))
             self.pace.closed(time.perf_counter() - began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
@@ -73,9 +74,21 @@ class PackUpload:
         self._files = files
         self._packs = packs
         self._rate = rate
+        self._streams = threading.Semaphore(files.config.uploads)
 
-    def upload(self, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]) -> tuple[PackHeader, Entries]:
-        """Write one pack and give it its name; ``sent`` is told of payload bytes, also of those sent in vain.
+    def upload(
+        self, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None], written: Callable[[], None]
+    ) -> tuple[PackHeader, Entries]:
+        """Write one pack, when it is its turn, and give it its name.
+
+        Of all that threads upload together, ``uploads`` are written at the same time. A pack's turn ends with its last
+        byte: to complete a file takes HDFS half a second, in which the next one is written.
+
+        Args:
+            plan: what the pack holds.
+            read: gives it the frames.
+            sent: is told of payload bytes, also of those sent in vain.
+            written: is called when a turn has ended, also in vain.
 
         Raises:
             StorageError: it failed as often as is allowed.
@@ -85,7 +98,7 @@ class PackUpload:
         final = self._packs / layout.pack_name(header.pack_id)
 
         def attempt(temporary: PurePosixPath) -> None:
-            self._attempt(temporary, final, header, plan, read, sent)
+            self._attempt(temporary, final, header, plan, read, sent, written)
 
         self._files.attempt(final, lambda: self._packs / f"{os.urandom(16).hex()}{layout.TEMPORARY}", attempt)
         return header, plan.entries
@@ -98,19 +111,23 @@ class PackUpload:
         plan: PackPlan,
         read: ReadFrame,
         sent: Callable[[int], None],
+        written: Callable[[], None],
     ) -> None:
         index = encode_index(header.pack_id, plan.entries)
         emit("remote.pack_begun", temporary.name)
-        # Read ahead: the device and the location are busy at the same time.
-        with contextlib.closing(ahead(self._pieces(header, index, plan, read, sent), "push-read")) as pieces:
-            written = self._files.write(temporary, pieces)
-        emit("remote.pack_closed", temporary.name, written)
-        self._check(temporary, header, plan, written)
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(self._streams)
+            turn.callback(written)
+            # Read ahead: the device and the location are busy at the same time.
+            with contextlib.closing(ahead(self._pieces(header, index, plan, read, sent), "push-read")) as pieces:
+                count = self._files.write(temporary, pieces, turn.close)
+        emit("remote.pack_closed", temporary.name, count)
+        self._check(temporary, header, plan, count)
         emit("remote.pack_checked", temporary.name)
         # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
         if not self._files.publish(temporary, final):
             self._files.delete(temporary)
-        emit("remote.pack_renamed", final.name, written)
+        emit("remote.pack_renamed", final.name, count)
 
     def _pieces(
         self, header: PackHeader, index: bytes, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]

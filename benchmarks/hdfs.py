@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import os
 import shutil
 import statistics
@@ -31,6 +32,7 @@ from tools.local_hdfs import LocalHdfs
 PUSH, PUT = "asymcheck push", "raw put"
 RESTORE, GET = "asymcheck load into", "raw get"
 TORCH, DCP = "torch.save + put", "torch DCP through fsspec"
+_PLAIN = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Shape:
 
 
 FULL = Shape(8, 5, (1, 3), training.FULL, 20)
-QUICK = Shape(1, 1, (1,), training.QUICK, 4)
+QUICK = Shape(1, 3, (1,), training.QUICK, 4)
 
 
 def run(
@@ -175,6 +177,15 @@ class _Throughput:
         return took
 
 
+@dataclasses.dataclass(frozen=True)
+class _Iteration:
+    """An iteration beside a push."""
+
+    seconds: float
+    corrected_s: float
+    """Without what the servers took."""
+
+
 class _Beside:
     """A real training: what its checkpoints take there, and by how much pushing them slows it down."""
 
@@ -192,13 +203,25 @@ class _Beside:
             for step in range(count):
                 self._run.train(1)
                 store.save(self._run.state(), step=step)
-            plain, beside, corrected = self._beside(store)
-        ours, peers = self._raw.sizes("/trained"), self._peers()
+            plain, beside = [self._iterations()], []
+            for number in range(self._shape.rounds):
+                beside.append(self._beside(store, f"{self._cluster.url}/trained-{number}"))
+                plain.append(self._iterations())
+        # Each round against the iterations before and after it.
+        alone = [statistics.mean(pair) for pair in itertools.pairwise(plain)]
+        corrected = [one.corrected_s / without for one, without in zip(beside, alone, strict=True)]
+        whole = [one.seconds / without for one, without in zip(beside, alone, strict=True)]
+        ours, peers = self._raw.sizes("/trained-0"), self._peers()
         results = [
-            row("no push", "iteration", "ms", [plain * 1e3]),
-            row(PUSH, "iteration beside it", "ms", [beside * 1e3]),
+            row("no push", "iteration", "ms", [one * 1e3 for one in plain]),
+            row(PUSH, "iteration beside it", "ms", [one.seconds * 1e3 for one in beside]),
+            row(PUSH, "slowdown", "x", corrected),
+            row(PUSH, "slowdown with the servers", "x", whole),
         ]
-        ratios = {"slowdown_while_pushing": corrected, "slowdown_with_servers": beside / plain}
+        ratios = {
+            "slowdown_while_pushing": statistics.median(corrected),
+            "slowdown_with_servers": statistics.median(whole),
+        }
         for name, sizes in {PUSH: ours, **peers}.items():
             results.append(row(name, f"{count} checkpoints there", "MB", [sum(sizes) / 1e6]))
             results.append(row(name, f"files of {count} checkpoints", "x", [len(sizes)]))
@@ -218,12 +241,11 @@ class _Beside:
         folders = {TORCH: "/torch", DCP: "/dcp"}
         return {name: self._raw.sizes(folder) * self._shape.checkpoints for name, folder in folders.items()}
 
-    def _beside(self, store: Store) -> tuple[float, float, float]:
-        """Return seconds of an iteration without and beside a push, and the slowdown without what servers took."""
-        before = self._iterations(5)
+    def _beside(self, store: Store, url: str) -> _Iteration:
+        """Push all checkpoints to a location that is new, and train until they are there."""
         count, servers = 0, self._cluster.processor_s()
         began = time.perf_counter()
-        with store.pushing(Push(f"{self._cluster.url}/trained", close_s=None)) as pushing:
+        with store.pushing(Push(url, close_s=None)) as pushing:
             while pushing.statistics().pushed < self._shape.checkpoints:
                 self._run.train(1)
                 count += 1
@@ -231,15 +253,14 @@ class _Beside:
                     raise RuntimeError(pushing.statistics().problem)
         took = time.perf_counter() - began
         servers = self._cluster.processor_s() - servers
-        plain = statistics.mean((before, self._iterations(5)))
-        beside = took / count
         # What the servers took would be taken on other machines: it is spread over the processors here.
-        return plain, beside, max(beside - servers / count / (os.cpu_count() or 1), 0.0) / plain
+        return _Iteration(took / count, max(took - servers / (os.cpu_count() or 1), 0.0) / count)
 
-    def _iterations(self, count: int) -> float:
+    def _iterations(self) -> float:
+        """Return the seconds of an iteration when nothing is pushed."""
         began = time.perf_counter()
-        self._run.train(count)
-        return (time.perf_counter() - began) / count
+        self._run.train(_PLAIN)
+        return (time.perf_counter() - began) / _PLAIN
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -50,7 +50,7 @@ class Grid:
 
 _ALL = tuple(scheme.name for scheme in SCHEMES)
 FULL = Grid(MODELS, "base", {1: 10, 10: 30, 25: 50, 50: 100, 100: 200}, _ALL, kills=3)
-QUICK = Grid(MODELS, "tiny", {1: 10, 10: 20, 50: 50}, _ALL)
+QUICK = Grid(MODELS, "tiny", {1: 10, 10: 20, 50: 50}, _ALL, kills=3)
 
 
 def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report:

@@ -27,9 +27,14 @@ def draw_models(report: Report, path: Path, every: int = 10) -> None:
     figure = Figure(figsize=(2.4 * len(models) + 2.6, 2.2 + 0.75 * len(schemes)), layout="constrained")
     grid = figure.subplots(len(_SHOWN), len(models), squeeze=False, sharey=True)
     for axes, (metric, unit) in zip(grid, _SHOWN, strict=True):
+        after = "" if metric == "recovery" else f", every {every}"
+        rows = {
+            model: {one.system: one for one in report.results if one.metric == f"{metric}, {model}{after}"}
+            for model in models
+        }
+        scale = "log" if any(map(_is_wide, rows.values())) else "linear"
         for axis, model in zip(axes, models, strict=True):
-            label = f"{metric}, {model}" if metric == "recovery" else f"{metric}, {model}, every {every}"
-            _bars(axis, schemes, {one.system: one for one in report.results if one.metric == label})
+            _bars(axis, schemes, rows[model], scale)
             axis.set_title(f"{model}: {metric} [{unit}]", fontsize=8)
     told = [report.environment.get(name, "") for name in ("processor", "file system", "state")]
     figure.suptitle(
@@ -44,7 +49,13 @@ def _of(report: Report, metric: str) -> list[Row]:
     return [one for one in report.results if one.metric.startswith(f"{metric}, ")]
 
 
-def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row]) -> None:
+def _is_wide(rows: dict[str, Row]) -> bool:
+    """Tell whether one takes so much more than the others that little would be seen of them."""
+    medians = sorted(one.median for one in rows.values())
+    return bool(medians) and max(one.max for one in rows.values()) > 10 * max(medians[len(medians) // 2], 1e-9)
+
+
+def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> None:
     for place, scheme in enumerate(schemes):
         one = rows.get(scheme)
         if one is None:
@@ -67,12 +78,8 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row]) -> None:
         axis.invert_yaxis()
     axis.tick_params(axis="x", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
-    medians = sorted(one.median for one in rows.values())
-    # One that takes a hundred times as long as the others would leave nothing to see of them.
-    if medians and medians[-1] > 50 * max(medians[len(medians) // 2], 1e-9):
-        axis.set_xscale("log")
-    else:
-        axis.set_xlim(left=0)
+    axis.set_xscale(scale)
+    axis.set_xlim(left=0 if scale == "linear" else min((one.min for one in rows.values()), default=1) / 2)
 
 
 def draw_goodput(report: Report, path: Path) -> None:

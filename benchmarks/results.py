@@ -38,8 +38,9 @@ _CAUSES: Mapping[str, str] = {
     "size. A plain copy of a few MB takes less. It pays from some hundred MB on.",
     "time to durable": "Background writers run at nice 19 and make the index, the catalog and the manifest durable "
     "beside the bytes: for a few MB that is most of the time. It pays from some hundred MB on.",
-    "recovery": "A restore takes up what lies in memory, opens a generation, durably, and compares every digest; the "
-    "others map a file. It pays with size, and it is what finds a flipped bit.",
+    "recovery": "What is fixed, some 50 ms: after a kill the catalog is made anew from the packs (a third of it, with "
+    "two dozen packs), the manifest is read and checked, each tensor matched, a generation opened, durably, and every "
+    "digest compared. The others map a file. It pays with size, and it is what finds a flipped bit.",
     "bytes a checkpoint": "Frames are aligned to 4 KiB, and beside them lie manifest, index and catalog: some percent "
     'of a few MB. Nothing is compressed where the drive is faster than the codec (`compression="smallest"` does it).',
 }

@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 
 import torch
 
-from asymcheck.config import CaptureConfig
+from asymcheck.config import CaptureConfig, RemoteConfig, StoreConfig
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
@@ -104,6 +104,23 @@ def check_glob(pattern: object) -> None:
     """
     if not isinstance(pattern, str):
         raise InvalidInputError(f"tensors={pattern!r:.100}: give one glob of dotted names, such as 'model.*'")
+
+
+def check_kinds(config: StoreConfig | None) -> StoreConfig:
+    """Return how a store is opened, by default as :class:`StoreConfig` has it; its values are checked by the tiers.
+
+    Raises:
+        InvalidInputError: it is something else, or ``remote`` in it is.
+    """
+    if config is None:
+        return StoreConfig()
+    if not isinstance(config, StoreConfig):
+        raise InvalidInputError(f"config={config!r:.100}: give asymcheck.StoreConfig(…), or None")
+    if not isinstance(config.remote, RemoteConfig):
+        raise InvalidInputError(
+            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); a location goes to Store.open(…, remote=…)"
+        )
+    return config
 
 
 def check_capture(capture: CaptureConfig | None) -> CaptureConfig:

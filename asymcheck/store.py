@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from asymcheck.arguments import check_location, check_step
+from asymcheck.arguments import check_kinds, check_location, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
 from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError
@@ -77,10 +77,11 @@ class Store(Restores):
             InvalidInputError: ``location`` or a value of ``config`` cannot be used.
             RemoteUnreachableError: a remote location did not answer.
         """
+        config = check_kinds(config)
         if is_uri(location):
-            return cls(RemoteTier(parse_location(location), config or StoreConfig()))
+            return cls(RemoteTier(parse_location(location), config))
         behind = None if remote is None else parse_location(remote)
-        store = cls(NvmeTier(check_location(location), config or StoreConfig(), read_only=read_only))
+        store = cls(NvmeTier(check_location(location), config, read_only=read_only))
         if behind is not None:
             store._stand_behind(behind)
         return store

@@ -24,7 +24,9 @@ from asymcheck.tiers.remote import is_uri
 @click.option("--discard-rings", is_flag=True, help="Also remove rings with captures that are not durable.")
 @ring_folder_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@click.pass_context
 def gc(
+    ctx: click.Context,
     store: str,
     dry_run: bool,  # noqa: FBT001 - click's way
     retention: Retention | None,
@@ -51,6 +53,8 @@ def gc(
             "--keep rules are for a store on a local drive: in a location, 'asymcheck delete' deletes what is to go, "
             "or the training that pushes there, with asymcheck.Push(keep=...)"
         )
+    if retention is None and ctx.get_parameter_source("run") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--run goes with --keep rules: without any, what all runs need stays")
     with Store.open(store, read_only=True):
         pass  # There is a store: to open it for writing would make one.
     with Store.open(store) as opened:

@@ -95,6 +95,7 @@ def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
     ("words", "message"),
     [
         (["--drop-abandoned"], "goes with a rule"),
+        (["--run", "default"], "goes with --keep rules"),
         (["--keep-last", 0], "x>=1"),
         (["--keep-best", "loss"], "give a metric and how many"),
         (["--keep-best", "loss:0"], "give a metric and how many"),

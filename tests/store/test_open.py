@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Store, StoreConfig, events
+from asymcheck import RemoteConfig, Store, StoreConfig, events
 from asymcheck.errors import (
     AsymcheckError,
     ClosedStoreError,
@@ -277,6 +277,26 @@ def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: d
     with pytest.raises(InvalidInputError, match=name):
         Store.open(store_path, config=config)
     assert not store_path.exists()
+
+
+@pytest.mark.parametrize("config", [3, {"slots": 2}, RemoteConfig(), StoreConfig], ids=str)
+def test_what_is_no_configuration_is_refused(store_path: Path, config: object) -> None:
+    """Of a store on a drive and of a location alike."""
+    for location in (store_path, store_path.as_uri()):
+        with pytest.raises(InvalidInputError, match=r"give asymcheck.StoreConfig\(…\)"):
+            Store.open(location, config=config)  # type: ignore[arg-type]  # wrong on purpose
+    assert not store_path.exists()
+
+
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [("hdfs://namenode:8020/there", "give asymcheck.RemoteConfig"), (RemoteConfig(options=8), "give a mapping")],  # type: ignore[arg-type]  # wrong on purpose
+    ids=str,
+)
+def test_what_is_no_configuration_of_locations_is_refused(store_path: Path, remote: RemoteConfig, message: str) -> None:
+    """With a message of this package's own."""
+    with pytest.raises(InvalidInputError, match=message):
+        Store.open(store_path.as_uri(), config=dataclasses.replace(StoreConfig(), remote=remote))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from asymcheck.config import COMPRESSIONS, MIB, RemoteConfig, StoreConfig
+from asymcheck.config import COMPRESSIONS, MIB, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
 from asymcheck.format.pack import ENTRY_DTYPE
@@ -44,10 +44,6 @@ def check_config(config: StoreConfig) -> None:
     """
     if config.compression not in COMPRESSIONS:
         raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
-    if not isinstance(config.remote, RemoteConfig):
-        raise InvalidInputError(
-            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); a location goes to Store.open(…, remote=…)"
-        )
     for field in dataclasses.fields(config):
         if field.name in _CHECKED_ELSEWHERE:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from asymcheck.config import COMPRESSIONS, RemoteConfig
 from asymcheck.errors import InvalidInputError
@@ -30,7 +31,8 @@ def check_remote(config: RemoteConfig) -> None:
         raise InvalidInputError(f"client {config.client!r}: give 'hdfs-native', 'libhdfs' or None")
     if config.compression not in COMPRESSIONS:
         raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
-    words: list[object] = [word for item in dict(config.options).items() for word in item]
+    options: object = config.options
+    words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
     if not all(isinstance(word, str) for word in words):
         raise InvalidInputError(f"options {config.options!r:.100}: give a mapping of strings to strings")
     for name, (least, most) in _WHOLE.items():

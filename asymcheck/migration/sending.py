@@ -89,11 +89,11 @@ class Sending:
 
         def work() -> None:
             while not self._stopped:
-                with taking:
-                    group = next(groups, None)
-                if group is None:
-                    return
                 try:
+                    with taking:
+                        group = next(groups, None)
+                    if group is None:
+                        return
                     made.append(self._send_pack(group))
                 except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
                     failures.append(error)

@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import PurePath, PurePosixPath
 
+import hdfs_native as hdfs_native_client
 import pytest
 
 from asymcheck import Store
@@ -70,6 +72,27 @@ def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
     assert files.list(top(files)) == ["b", "one"]
     walked = {str(entry.path.relative_to(top(files))): entry.size for entry in files.walk(top(files), recursive=True)}
     assert {name: size for name, size in walked.items() if size} == {"b/c/two": 7, "one": 3}
+
+
+def test_a_folder_that_goes_during_a_listing_takes_no_other_with_it(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes a checkpoint while this one looks which there are."""
+    files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
+    for name in ("a", "b", "c"):
+        assert files.put_small(top(files) / name / "one", b"1")
+    whole = hdfs_native_client.Client.list_status
+
+    def delete_one(self: hdfs_native_client.Client, path: str, recursive: bool = False) -> Iterator[object]:
+        for number, found in enumerate(whole(self, path, recursive)):
+            yield found
+            if number == 0 and path == str(top(files)):
+                files.delete(top(files) / "b" / "one")
+                files.delete_empty(top(files) / "b")
+
+    monkeypatch.setattr(hdfs_native_client.Client, "list_status", delete_one)
+    names = [entry.path.parent.name for entry in files.walk(top(files), recursive=True) if entry.is_file]
+    assert names == ["a", "c"]
 
 
 def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:

@@ -108,11 +108,25 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         try:
-            return [_info_of(found) for found in self._client.list_status(selector.base_dir, selector.recursive)]
+            found = self._children(selector.base_dir)
         except FileNotFoundError:
             if not selector.allow_not_found:
                 raise
             return []
+        # Not by the client's own recursion: that ends with an error where a directory goes that was listed before, so
+        # that all others would seem to be gone with it.
+        folders = [info.path for info in found if selector.recursive and info.type == fs.FileType.Directory]
+        while folders:
+            try:
+                below = self._children(folders.pop())
+            except FileNotFoundError:
+                continue
+            found += below
+            folders += [info.path for info in below if info.type == fs.FileType.Directory]
+        return found
+
+    def _children(self, path: str) -> list[fs.FileInfo]:
+        return [_info_of(found) for found in self._client.list_status(path, recursive=False)]
 
     def create_dir(self, path: str, recursive: bool) -> None:  # noqa: FBT001 - pyarrow's way
         self._client.mkdirs(path, create_parent=recursive)

@@ -79,6 +79,7 @@ class Chooser:
         self._whole = whole
         self._choice = Choice()
         self._depths: dict[Digest, int] = {}
+        self._under_deltas: set[Digest] = set()
 
     def choose(self, names: Sequence[Digest]) -> Choice:
         """Return what to send so that ``names`` can be read there."""
@@ -88,6 +89,10 @@ class Chooser:
             else:
                 self._choice.reused += 1
         return self._choice
+
+    def carries_deltas(self, name: Digest) -> bool:
+        """Tell whether deltas on a partition are to be sent: their chain was counted from it as it lies. Thread-safe."""
+        return name in self._under_deltas
 
     def can_be_base(self, name: Digest) -> bool:
         """Tell whether a delta may be made against a partition that is there; it is relied upon then. Thread-safe."""
@@ -129,6 +134,8 @@ class Chooser:
             for base in copy.bases():
                 depth = self._base(base) + (copy.kind() == registry.KIND_DELTA)
             too_deep = depth > registry.DELTA_DEPTH_MAX
+            if copy.kind() == registry.KIND_DELTA and not too_deep:
+                self._under_deltas |= copy.bases()
             self._add(name, copy, decoded=too_deep)
             depth = 0 if too_deep else depth
         self._depths[name] = depth

@@ -289,23 +289,28 @@ class _Push:
         with (
             Sources(self._here, needs, hints) as here,
             older_of(self._here, self._older, self._encoder) as older,
-            search(self._there, all_needs(here, manifests, older.manifests)) as there,
         ):
             names = here.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
             names = [name for name in names if name not in but]
             while True:
-                chooser = Chooser(here, there, self._damaged)
-                choice = chooser.choose(names)
                 try:
-                    new = self._upload(choice, self._reencoder(manifests, chooser, older))
+                    return self._send_from(here, names, manifests, older)
                 except DamagedPartitionError as error:
                     # Then another copy of it is decoded, and sent as that; if there is none, that says so.
                     if error.digest is None or error.digest in self._damaged:
                         raise
                     self._damaged.add(Digest(error.digest))
-                    continue
-                self._tally.reused_partitions += choice.reused
-                return choice.relied | new
+
+    def _send_from(
+        self, here: Sources, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
+    ) -> set[PackId]:
+        # Looked for each time: what another attempt has sent is there.
+        with search(self._there, all_needs(here, manifests, older.manifests)) as there:
+            chooser = Chooser(here, there, self._damaged)
+            choice = chooser.choose(names)
+            new = self._upload(choice, self._reencoder(manifests, chooser, older))
+            self._tally.reused_partitions += choice.reused
+            return choice.relied | new
 
     def _reencoder(self, manifests: Sequence[Manifest], chooser: Chooser, older: Older) -> Reencoder | None:
         if self._there.config.remote.compression == "off":

@@ -87,8 +87,8 @@ class Reencoder:
         return frame if encoded is None else _in_memory(frame.name, encoded.descriptor, encoded.payload())
 
     def _base(self, name: Digest) -> Digest | None:
-        """Return the older state of a partition, when it is here and there, and not on a long chain of deltas."""
-        base = self._meaning.older(name)
+        """Return the older state of a partition, when it is here and there, and no chain of deltas becomes too long."""
+        base = None if self._chooser.carries_deltas(name) else self._meaning.older(name)
         if base is None or self._older.sources is None or self._older.sources.find(base) is None:
             return None
         return base if self._chooser.can_be_base(base) else None

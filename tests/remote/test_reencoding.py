@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck import Checkpointer, Push, RemoteConfig, Store, StoreConfig
 from asymcheck.errors import DamagedPartitionError
 from asymcheck.format import registry
+from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.tiers.remote.pace import Pace
+from asymcheck.types import PackId
+from tests.store.deltas import entries_of
 
 MIB = 1 << 20
 REMOTE = RemoteConfig(compression="smallest", pack_bytes=2 * MIB, uploads=2, grace_s=0.0)
@@ -124,21 +128,50 @@ def test_a_base_that_was_lost_there_is_no_base(store: Path, folder: str) -> None
         check(there.load(1), 1)
 
 
+def longest_chain(location: str) -> int:
+    """The most deltas there between a partition and a full frame."""
+    bases = {row["digest"].tobytes(): row["base_digest"].tobytes() for row in rows(location)}
+
+    def depth(name: bytes) -> int:
+        return 1 + depth(bases[name]) if any(bases[name]) else 0
+
+    return max(map(depth, bases))
+
+
 def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
     """After as many as a reader follows, a partition is sent whole."""
     with Store.open(store_path, config=CONFIG) as opened:
         for step in range(registry.DELTA_DEPTH_MAX + 3):
             opened.save(state_of(step), step=step)
             opened.push(folder)
-    bases = {row["digest"].tobytes(): row["base_digest"].tobytes() for row in rows(folder)}
-
-    def depth(name: bytes) -> int:
-        return 1 + depth(bases[name]) if any(bases[name]) else 0
-
-    assert max(map(depth, bases)) == registry.DELTA_DEPTH_MAX
+    assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
     with Store.open(folder, config=CONFIG) as there:
         check(there.load(), registry.DELTA_DEPTH_MAX + 2)
         assert there.verify() == []
+
+
+def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folder: str) -> None:
+    """A partition that lies whole here, on which others are encoded: their chain was counted from there."""
+    random = torch.Generator().manual_seed(0)
+    newest = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int32, generator=random)
+    state = {"newest": newest, "before": newest.clone()}
+    kept = {}
+    config = dataclasses.replace(CONFIG, compression="smallest")
+    with Store.open(store_path, config=config) as opened, Checkpointer(opened, state) as checkpointer:
+        for step in range(registry.DELTA_DEPTH_MAX + 5):
+            state["before"].copy_(newest)
+            newest += torch.randint(0, 3, (100_000,), dtype=torch.int32, generator=random)
+            checkpointer.step(step)
+            checkpointer.wait()
+            if step % 2 == 0:
+                opened.push(folder)
+                kept[step] = newest.clone()
+    assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
+    with Store.open(folder, config=CONFIG) as there:
+        for step, wanted in kept.items():
+            loaded = there.load(step)
+            assert isinstance(loaded, dict)
+            assert torch.equal(loaded["newest"], wanted)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +236,22 @@ def test_damage_here_is_found_before_it_is_encoded(store: Path, folder: str) -> 
     newest.write_bytes(data)
     with Store.open(store, config=CONFIG) as opened, pytest.raises(DamagedPartitionError, match="digest mismatch"):
         opened.push(folder)
+
+
+def test_what_arrived_before_damage_was_met_is_not_sent_again(store_path: Path, folder: str, tmp_path: Path) -> None:
+    """The rest is, and of what is damaged the other copy, decoded."""
+    for where in (store_path, tmp_path / "copy"):
+        with Store.open(where, config=CONFIG) as opened:
+            opened.save(state_of(0), step=0)
+    (pack,) = (store_path / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    last = entries_of(NvmeTier(store_path, CONFIG, read_only=True), PackId(bytes.fromhex(pack.stem)))[-1]
+    data[int(last["offset"]) + 4096] ^= 1
+    pack.write_bytes(data)
+    (copy,) = (tmp_path / "copy" / "packs").iterdir()
+    shutil.copy(copy, store_path / "packs")
+    with Store.open(store_path, config=changed(compression="off", uploads=1, pack_bytes=MIB)) as opened:
+        done = opened.push(folder)
+    assert done.moved_bytes <= len(data)
+    with Store.open(folder, config=CONFIG) as there:
+        check(there.load(), 0)

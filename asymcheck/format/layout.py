@@ -21,7 +21,7 @@ TEMPORARY = ".tmp"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _PACK = re.compile(r"([0-9a-f]{32})\.pack\Z")
-_DOOMED = re.compile(r"([0-9a-f]{32})\.doomed\Z")
+_DOOMED = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{32}\.doomed\Z")
 _PACK_TEMPORARY = re.compile(r"([0-9a-f]{32})\.tmp\Z")
 _RECORD_TEMPORARY = re.compile(r"[0-9a-f]{16}\.tmp\Z")
 _CATALOG_SET_ASIDE = re.compile(r"catalog\.damaged-[0-9]+\.tmp\Z", re.ASCII)
@@ -82,9 +82,9 @@ def parse_pack_name(name: str) -> PackId | None:
     return PackId(bytes.fromhex(match[1])) if match else None
 
 
-def doomed_name(pack_id: PackId) -> str:
-    """Return the file name of a pack that collection is about to remove from a remote layout."""
-    return f"{pack_id.hex()}.doomed"
+def doomed_name(pack_id: PackId, collection: bytes) -> str:
+    """Return the file name of a pack that the collection of these 16 bytes is about to remove from a remote layout."""
+    return f"{pack_id.hex()}.{collection.hex()}.doomed"
 
 
 def parse_doomed_name(name: str) -> PackId | None:

@@ -91,7 +91,7 @@ class Chooser:
         return self._choice
 
     def carries_deltas(self, name: Digest) -> bool:
-        """Tell whether deltas on a partition are to be sent: their chain was counted from it as it lies. Thread-safe."""
+        """Tell whether deltas on a partition are to be sent: their chain is counted from it as it lies. Thread-safe."""
         return name in self._under_deltas
 
     def can_be_base(self, name: Digest) -> bool:

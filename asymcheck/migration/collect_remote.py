@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 
 from asymcheck.errors import FormatError, InconsistentCheckpointError, MissingPartitionError
 from asymcheck.events import emit
@@ -41,6 +43,7 @@ class _Collection:
         self._live: set[Digest] = set()
         self._is_certain = True
         self._is_spared = False
+        self._name = os.urandom(16)
         self._result = Collected()
 
     def carry_out(self) -> Collected:
@@ -54,17 +57,35 @@ class _Collection:
                 continue
             if self._dry_run:
                 self._count(entry.size)
-            elif self._there.doom(pack_id):
+            elif self._there.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
         doomed = self._there.doomed_packs()
         if not self._dry_run:
+            self._claim(doomed)
+            doomed = self._there.doomed_packs()
             self._look()
+        needed = [pack_id for pack_id in doomed if not self._is_garbage(pack_id)]
         for pack_id, entry in sorted(doomed.items()):
-            self._end(pack_id, entry)
+            if pack_id not in needed and (self._dry_run or self._is_own(pack_id, entry)):
+                self._remove(pack_id, entry)
+        if needed and not self._dry_run:
+            self._there.reprieve(needed)
         if self._is_spared:
             raise InconsistentCheckpointError(self._uncertainty())
         self._result.kept_packs = len(packs.keys() | doomed.keys()) - self._result.freed_packs
         return self._result
+
+    def _claim(self, doomed: Mapping[PackId, Entry]) -> None:
+        """Take over what others have announced, for they may have been killed.
+
+        What a living one has seen of it is not what holds then: it removes under its own names only, as this one does.
+        """
+        for pack_id, entry in doomed.items():
+            if not self._is_own(pack_id, entry):
+                self._there.doom(entry, pack_id, self._name)
+
+    def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
+        return entry.path.name == layout.doomed_name(pack_id, self._name)
 
     def _temporaries(self) -> None:
         for entry in self._there.temporaries():
@@ -132,12 +153,7 @@ class _Collection:
         self._is_spared |= not self._is_certain
         return self._is_certain
 
-    def _end(self, pack_id: PackId, entry: Entry) -> None:
-        """Remove a doomed pack, unless a checkpoint needs it that was committed meanwhile."""
-        if not self._is_garbage(pack_id):
-            if not self._dry_run:
-                self._there.reprieve(pack_id)
-            return
+    def _remove(self, pack_id: PackId, entry: Entry) -> None:
         if not self._dry_run:
             self._there.files.delete(entry.path)
             emit("remote.pack_removed", pack_id.hex())

@@ -269,9 +269,7 @@ class _Push:
 
     def _lasts(self, relied: set[PackId]) -> bool:
         """Tell whether all packs are there to stay; a collection that was killed may have announced their removal."""
-        gone = relied.difference(self._there.lasting_packs())
-        lost = [pack_id for pack_id in gone if not self._there.reprieve(pack_id)]
-        return not lost
+        return not self._there.reprieve(relied)
 
     def _report(self) -> None:
         """Say how far it is, to whoever may want to stop it."""

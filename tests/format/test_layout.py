@@ -47,6 +47,10 @@ def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
     assert layout.is_pack_temporary(unfinished)
     assert layout.parse_pack_name(unfinished) is None
     assert unfinished.endswith(layout.TEMPORARY)
+    doomed = layout.doomed_name(pack_id, bytes(16))
+    assert layout.parse_doomed_name(doomed) == pack_id
+    assert layout.parse_pack_name(doomed) is None
+    assert layout.parse_doomed_name(layout.pack_name(pack_id)) is None
 
 
 @given(st.text(max_size=80))

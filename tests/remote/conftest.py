@@ -71,6 +71,11 @@ def check_location(location: str, *steps: int) -> None:
         assert [one for one in there.verify() if one.checkpoints] == []
 
 
+def announce(pack: Path) -> None:
+    """Leave a pack as a collection does that was killed before it removed it."""
+    pack.rename(pack.with_name(f"{pack.name.partition('.')[0]}.{'0' * 32}.doomed"))
+
+
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHdfs]:
     """A NameNode and one DataNode."""

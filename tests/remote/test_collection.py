@@ -14,11 +14,12 @@ import torch
 
 from asymcheck import Store, events
 from asymcheck.errors import InconsistentCheckpointError
+from asymcheck.format import layout
 from asymcheck.pipeline.collect import Collected
-from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.tiers.remote.files import Entry, RemoteFiles
 from asymcheck.types import PackId
-from tests.remote.conftest import CONFIG, check_location, config, packs_of
+from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
 _FRAMES = 4096
@@ -99,7 +100,7 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
 ) -> None:
     """Its pack and its manifest come when packs and manifests were read, and its base is still there by then."""
     begun, go_on = threading.Event(), threading.Event()
-    doom: Callable[[RemoteTier, PackId], bool] = RemoteTier.doom
+    doom: Callable[[RemoteTier, Entry, PackId, bytes], bool] = RemoteTier.doom
 
     def wait(found: events.Event) -> None:
         if found.name == "remote.pack_begun":
@@ -112,10 +113,10 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
         age(folder)
         pushing = threading.Thread(target=store.push, args=(folder, 2))
 
-        def after_the_push(self: RemoteTier, pack_id: PackId) -> bool:
+        def after_the_push(self: RemoteTier, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
             go_on.set()
             pushing.join()
-            return doom(self, pack_id)
+            return doom(self, entry, pack_id, collection)
 
         monkeypatch.setattr(RemoteTier, "doom", after_the_push)
         with events.observe(wait), Store.open(folder, config=DELTAS) as there:
@@ -135,17 +136,29 @@ def test_what_a_killed_collection_has_left_is_counted_once(store: Path, folder: 
     number, nbytes = len(packs_of(folder)), sum(pack.stat().st_size for pack in packs_of(folder))
     for dry_run in (True, False):
         for pack in packs_of(folder):
-            pack.rename(pack.with_suffix(".doomed"))
+            announce(pack)
         with Store.open(folder, config=CONFIG) as there:
             assert there.gc(dry_run=dry_run) == Collected(kept_packs=number)
     check_location(folder, 1)
     with Store.open(folder, config=CONFIG) as there:
         there.delete(1)
         for pack in packs_of(folder):
-            pack.rename(pack.with_suffix(".doomed"))
+            announce(pack)
         for dry_run in (True, False):
             assert there.gc(dry_run=dry_run) == Collected(freed_packs=number, freed_bytes=nbytes)
     assert packs_of(folder) == set()
+
+
+def test_the_indexes_of_what_was_removed_are_forgotten(pushed: Path, folder: str) -> None:
+    """A training pushes for weeks, and what it pushed first is not kept."""
+    there = RemoteTier(parse_location(folder), CONFIG)
+    there.read_indexes(there.pack_ids())
+    held = set(there._indexes)
+    (gone, *left) = sorted(packs_of(folder))
+    gone.unlink()
+    assert len(there.pack_ids()) == len(left)
+    assert held - set(there._indexes) == {layout.parse_pack_name(gone.name)}
+    there.close()
 
 
 def test_what_has_no_age_is_left_alone(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

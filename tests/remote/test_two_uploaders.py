@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import threading
+from pathlib import Path, PurePath
 
 import pytest
 import torch
 
 from asymcheck import Store, events
+from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote.files import Entry, RemoteFiles
+from asymcheck.types import PackId
 from tests.remote.child import push
-from tests.remote.conftest import CONFIG, check_location, config, save_steps, state_of
+from tests.remote.conftest import CONFIG, announce, check_location, config, save_steps, state_of
 from tests.zygote import Zygote
 
 
@@ -78,13 +82,52 @@ def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: s
         assert there.verify() == []
 
 
+def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One announces what it saw to be garbage when the other has announced it, and a push has taken that back."""
+    orphaned(store, folder)
+    doom, delete = RemoteTier.doom, RemoteFiles.delete
+    pushed, announced = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        with Store.open(folder, config=config(grace_s=0.0)) as there:
+            there.gc()
+
+    other = threading.Thread(target=collect)
+
+    def doom_late(self: RemoteTier, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
+        if threading.current_thread() is not other and not pushed.is_set():
+            other.start()
+            assert pushed.wait(60)
+        return doom(self, entry, pack_id, collection)
+
+    def delete_late(self: RemoteFiles, path: PurePath) -> None:
+        if path.suffix == ".doomed" and not pushed.is_set():
+            with Store.open(store, config=CONFIG) as opened:
+                opened.push(folder, 2)
+            pushed.set()
+            assert announced.wait(60)
+        delete(self, path)
+
+    def observe(found: events.Event) -> None:
+        if found.name == "remote.pack_doomed" and threading.current_thread() is not other:
+            announced.set()
+            other.join()
+
+    monkeypatch.setattr(RemoteTier, "doom", doom_late)
+    monkeypatch.setattr(RemoteFiles, "delete", delete_late)
+    with events.observe(observe):
+        collect()
+    assert announced.is_set()
+    check_location(folder, 1, 2)
+
+
 def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) -> None:
     """Packs that it has announced are read, relied upon, and put back."""
     with Store.open(store, config=CONFIG) as opened:
         opened.push(folder, 2)
     packs = Path(folder.removeprefix("file://")) / "packs"
     for pack in packs.iterdir():
-        pack.rename(pack.with_suffix(".doomed"))
+        announce(pack)
     check_location(folder, 2)
     with Store.open(store, config=CONFIG) as opened:
         opened.push(folder, 1)

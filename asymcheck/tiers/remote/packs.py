@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import PurePosixPath
 
 from asymcheck.errors import FormatError, MissingPartitionError, TruncatedError
-from asymcheck.format import layout
 from asymcheck.format.frame import frame_length
 from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.tiers.pack_index import PackIndex, digests_of, find_frames
@@ -56,14 +55,6 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
         raise MissingPartitionError(f"pack {path.name} came and went in {files.location}") from error
 
 
-def _other_name(path: PurePosixPath) -> PurePosixPath:
-    pack_id = layout.parse_pack_name(path.name)
-    if pack_id is not None:
-        return path.with_name(layout.doomed_name(pack_id))
-    pack_id = layout.parse_doomed_name(path.name)
-    return path if pack_id is None else path.with_name(layout.pack_name(pack_id))
-
-
 @dataclasses.dataclass(eq=False)
 class _Piece:
     """Neighbouring frames that are read together."""
@@ -96,14 +87,17 @@ class ReadAhead:
 class RemotePack:
     """A complete pack opened for reading. Threads may read together."""
 
-    def __init__(self, files: RemoteFiles, path: PurePosixPath, index: PackIndex, reading: ReadAhead) -> None:
-        """Read the file at ``path``, whose index was read; ``reading`` fetches ahead."""
+    def __init__(
+        self, files: RemoteFiles, paths: Callable[[], Iterator[PurePosixPath]], index: PackIndex, reading: ReadAhead
+    ) -> None:
+        """Read the file that is at one of ``paths``, whose index was read; ``reading`` fetches ahead."""
         self.next: RemotePack | None = None
         """The one that is expected after it."""
         self.header: PackHeader = index.header
         self.entries: Entries = index.entries
         self.damage: FormatError | None = index.damage
-        self.path = path
+        self.path = next(paths())
+        self._paths = paths
         self._files = files
         self._reading = reading
         self._pieces: list[_Piece] = []
@@ -187,8 +181,8 @@ class RemotePack:
         return count - len(pieces)
 
     def _read(self, start: int, end: int) -> memoryview:
-        # It may have got its other name since it was opened.
-        for path in (self.path, _other_name(self.path)):
+        # It may have got another name since it was opened.
+        for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
                 return self._files.read_range(path, start, end - start)[0]
         raise MissingPartitionError(f"pack {self.path.name} was removed while it was being read")

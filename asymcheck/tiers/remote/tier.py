@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import PurePath, PurePosixPath
 
 from asymcheck.config import WRITER, StoreConfig
@@ -181,6 +183,7 @@ class RemoteTier:
         self._pid = os.getpid()
         self._closed = False
         self._indexes: dict[PackId, PackIndex] = {}
+        self._doomed: dict[PackId, Entry] = {}
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -271,13 +274,19 @@ class RemoteTier:
 
     def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
         """Return complete packs, and doomed ones, by one listing: a pack that gets its other name is in one of them."""
-        lasting, doomed = {}, {}
+        lasting: dict[PackId, Entry] = {}
+        doomed: dict[PackId, Entry] = {}
         # The newest first: they serve the newest checkpoint.
         for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
             if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
                 lasting[pack_id] = entry
             elif (pack_id := layout.parse_doomed_name(entry.path.name)) is not None:
                 doomed[pack_id] = entry
+        with self._lock:
+            self._doomed = doomed
+            # What was removed is asked for no more, and a training pushes for weeks.
+            for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
+                del self._indexes[pack_id]
         return lasting, doomed
 
     def lasting_packs(self) -> dict[PackId, Entry]:
@@ -293,13 +302,29 @@ class RemoteTier:
         lasting, doomed = self._packs()
         return [*lasting, *doomed]
 
-    def doom(self, pack_id: PackId) -> bool:
-        """Announce that a pack will be removed; return False when it is gone."""
-        return self.files.rename(self.packs / layout.pack_name(pack_id), self.packs / layout.doomed_name(pack_id))
+    def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
+        """Announce that ``collection`` will remove a pack; return False when it is gone, or has another name by now."""
+        return self.files.rename(entry.path, self.packs / layout.doomed_name(pack_id, collection))
 
-    def reprieve(self, pack_id: PackId) -> bool:
-        """Take that back; return False when it was removed."""
-        return self.files.rename(self.packs / layout.doomed_name(pack_id), self.packs / layout.pack_name(pack_id))
+    def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
+        """Take back that packs will be removed, whoever announced it; return those that are gone."""
+        lasting, doomed = self._packs()
+        return {pack_id for pack_id in pack_ids if pack_id not in lasting and not self._kept(pack_id, doomed)}
+
+    def _kept(self, pack_id: PackId, doomed: Mapping[PackId, Entry]) -> bool:
+        entry = doomed.get(pack_id)
+        return entry is not None and self.files.rename(entry.path, self.packs / layout.pack_name(pack_id))
+
+    def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
+        """Yield where a pack may be, likely places first: collections announce what they remove by other names."""
+        yield self.packs / layout.pack_name(pack_id)
+        with self._lock:
+            known = self._doomed.get(pack_id)
+        if known is not None:
+            yield known.path
+        for found in self._packs():
+            if pack_id in found:
+                yield found[pack_id].path
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - as another tier takes it
         """Return no pack: those that a manifest hints at lie in the store that it comes from."""
@@ -313,20 +338,21 @@ class RemoteTier:
             FormatError: header or index are damaged and no frame was found, or they need a newer program.
             RemoteUnreachableError: nobody answers.
         """
-        path = self.packs / layout.pack_name(pack_id)
         with self._lock:
             index = self._indexes.get(pack_id)
         if index is None:
-            try:
-                index = read_pack_index(self.files, path, pack_id)
-            except MissingPartitionError:
-                path = self.packs / layout.doomed_name(pack_id)
-                index = read_pack_index(self.files, path, pack_id)
+            index = self._read_index(pack_id)
             if index.damage is None:
-                # For ever: a pack here is never overwritten. One that is removed is found missing when it is read.
+                # For as long as it is there: a pack here is never overwritten.
                 with self._lock:
                     self._indexes[pack_id] = index
-        return RemotePack(self.files, path, index, self._ahead)
+        return RemotePack(self.files, partial(self._paths, pack_id), index, self._ahead)
+
+    def _read_index(self, pack_id: PackId) -> PackIndex:
+        for path in self._paths(pack_id):
+            with contextlib.suppress(MissingPartitionError):
+                return read_pack_index(self.files, path, pack_id)
+        raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
         """Return the indexes of packs, by several requests at a time; None where nothing is found, or no pack any more.

@@ -167,9 +167,9 @@ class Background:
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
-        deferred = self._ownership.deferred_rows(flat.leaves, optimizers, parts)
-        layout = Layout(columns.sizes, columns.groups, deferred, columns.widths)
         timing, joint, turn = self._timed(state), self._joint, None
+        deferred = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
+        layout = Layout(columns.sizes, columns.groups, deferred, columns.widths)
         if joint is None:
             plan = timing.plan(layout)
         elif joint.is_first:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -55,26 +56,41 @@ class Ownership:
 
     That holds for parameters and state of optimizers, and for what parts say of themselves, unless something else in
     the state lies in the same memory: a buffer that shares one allocation with parameters, a view or a numpy array of
-    one.
+    one. It does not hold for the weight of an embedding with ``max_norm``, whose rows each call of it scales in place.
     """
 
     def __init__(self) -> None:
         """Begin without a state."""
         self._known: _Known | None = None
+        self._modules: list[nn.Module] = []
+        self._embeddings: list[nn.Module] = []
 
     def deferred_rows(
-        self, leaves: Sequence[Leaf], optimizers: Iterable[Optimizer], parts: Iterable[Distributed] = ()
+        self,
+        leaves: Sequence[Leaf],
+        optimizers: Iterable[Optimizer],
+        parts: Iterable[Distributed] = (),
+        modules: Sequence[nn.Module] = (),
     ) -> tuple[bool, ...]:
         """Tell it of each leaf of a state; sooner where the last one had the same tensors at the same places."""
         theirs = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
         theirs += [tensor for part in parts for tensor in part.owned()]
         ours = {id(leaf.source): row for row, leaf in enumerate(leaves)}
+        objects, rest = self._found(theirs, ours)
+        if self._known is None or modules != self._modules or not self._known.holds_for(leaves, objects, rest):
+            self._modules = [*modules]
+            self._embeddings = [part for one in modules for part in one.modules() if hasattr(part, "max_norm")]
+            self._known = _Known(leaves, *self._found(theirs, ours))
+        return self._known.rows
+
+    def _found(self, theirs: Sequence[torch.Tensor], ours: Mapping[int, int]) -> tuple[list[int], list[torch.Tensor]]:
+        """Return in which rows the tensors of optimizers are, and those that are in none."""
+        scaled = {id(one.weight) for one in self._embeddings if getattr(one, "max_norm", None) is not None}
+        if scaled:
+            theirs = [tensor for tensor in theirs if id(tensor) not in scaled]
         # Most of a state are the very objects that optimizers have; only for the rest is it worth to compare memory.
         objects = [ours.get(name, -1) for name in map(id, theirs)]
-        rest = [tensor for tensor, row in zip(theirs, objects, strict=True) if row < 0]
-        if self._known is None or not self._known.holds_for(leaves, objects, rest):
-            self._known = _Known(leaves, objects, rest)
-        return self._known.rows
+        return objects, [tensor for tensor, row in zip(theirs, objects, strict=True) if row < 0]
 
 
 class _Known:

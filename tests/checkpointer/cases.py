@@ -297,6 +297,23 @@ def no_tensors() -> Loop:
     return Loop(state, iterate)
 
 
+def bounded_embedding() -> Loop:
+    """Embeddings whose rows each forward pass scales in place, unless they are short enough; one becomes such late."""
+    words = torch.nn.Embedding(300, WIDTH, max_norm=1.0)
+    bags = torch.nn.EmbeddingBag(300, WIDTH)
+    model = torch.nn.ModuleDict({"words": words, "bags": bags})
+    optimizer = torch.optim.SGD(model.parameters(), 3.0, momentum=0.9)
+    rows = torch.arange(300).view(30, 10)
+
+    def iterate(step: int) -> None:
+        update(optimizer, (words(rows).mean() - 1).square() + (bags(rows + 0).mean() - 1).square())
+        bags.max_norm = 0.5 if step > 1 else None
+
+    loop = Loop({"model": model, "optimizer": optimizer}, iterate)
+    loop.between = lambda _checkpointer: (words(rows), bags(rows))
+    return loop
+
+
 def empty_tensors() -> Loop:
     """Tensors of no elements, among parameters and beside them."""
     model = torch.nn.Module()
@@ -343,6 +360,7 @@ CASES: dict[str, Callable[[], Loop]] = {
     "reassigned": reassigned,
     "fenced-loading": fenced_loading,
     "no-tensors": no_tensors,
+    "bounded-embedding": bounded_embedding,
     "empty-tensors": empty_tensors,
     **{kind: of_kind(make) for kind, make in KINDS.items()},
 }

@@ -382,6 +382,18 @@ def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
     assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
 
 
+def test_an_embedding_that_scales_its_rows_is_found_where_it_takes_the_place_of_another_one() -> None:
+    """Each call of it changes its weight, which is an optimizer's."""
+    model = torch.nn.ModuleDict({"words": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 2, bias=False)})
+    ownership, found = Ownership(), []
+    for bound in (None, None, 1.0, 1.0, None):
+        model["words"] = torch.nn.Embedding(4, 2, max_norm=bound)
+        leaves = flatten({"model": model}).leaves
+        assert [leaf.name for leaf in leaves] == ["model.words.weight", "model.out.weight"]
+        found.append(ownership.deferred_rows(leaves, [torch.optim.SGD(model.parameters())], modules=[model]))
+    assert found == [(True, True), (True, True), (False, True), (False, True), (True, True)]
+
+
 def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None:
     """As two ranks' worth of rows that happen to lie in one tensor."""
     weight = torch.nn.Parameter(torch.rand(2, 2))

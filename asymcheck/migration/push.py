@@ -201,10 +201,9 @@ class _Push:
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Their bytes travel beside the packs: to close a file takes half a second there. The rename comes last.
-        staging = {
-            name: beside(partial(self._there.manifests.stage, run, ref, name, data[name]), "push-manifest")
-            for name in data
-        }
+        names, threads = list(data), min(self._there.config.remote.uploads, len(data))
+        shares = [{name: data[name] for name in names[start::threads]} for start in range(threads)]
+        staging = [beside(partial(self._stage, share), "push-manifest") for share in shares]
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
             self._send_and_commit(manifests, data, staging, staged, heads)
@@ -212,11 +211,22 @@ class _Push:
             self._unstage(staging, staged)
             raise
 
+    def _stage(self, data: Mapping[ManifestName, bytes]) -> dict[ManifestName, PurePosixPath]:
+        """Write manifests under temporary names, one after the other; those are all there, or none."""
+        staged: dict[ManifestName, PurePosixPath] = {}
+        try:
+            for name, content in data.items():
+                staged[name] = self._there.manifests.stage(self._listing.run, self._listing.ref, name, content)
+        except BaseException:
+            self._unstage([], staged)
+            raise
+        return staged
+
     def _send_and_commit(
         self,
         manifests: Sequence[Manifest],
         data: Mapping[ManifestName, bytes],
-        staging: dict[ManifestName, Callable[[], PurePosixPath]],
+        staging: list[Callable[[], dict[ManifestName, PurePosixPath]]],
         staged: dict[ManifestName, PurePosixPath],
         heads: _Heads,
     ) -> None:
@@ -229,8 +239,8 @@ class _Push:
             Others(self._there, self._listing, self._report).wait_for(held)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
-            for name in tuple(staging):
-                staged[name] = staging.pop(name)()
+            while staging:
+                staged.update(staging.pop()())
             if not self._lasts(relied):
                 continue
             if not committed:
@@ -260,12 +270,15 @@ class _Push:
                 self._there.files.delete(self._there.manifests.directory(run, ref) / str(name))
 
     def _unstage(
-        self, staging: Mapping[ManifestName, Callable[[], PurePosixPath]], staged: Mapping[ManifestName, PurePosixPath]
+        self,
+        staging: Sequence[Callable[[], Mapping[ManifestName, PurePosixPath]]],
+        staged: Mapping[ManifestName, PurePosixPath],
     ) -> None:
         """Remove what will not be published, as far as that can be done; collection removes the rest."""
-        with contextlib.suppress(Exception):
-            for path in [*staged.values(), *(wait() for wait in staging.values())]:
-                self._there.manifests.unstage(path)
+        for wait in (lambda: staged, *staging):
+            with contextlib.suppress(Exception):
+                for path in wait().values():
+                    self._there.manifests.unstage(path)
 
     def _lasts(self, relied: set[PackId]) -> bool:
         """Tell whether all packs are there to stay; a collection that was killed may have announced their removal."""

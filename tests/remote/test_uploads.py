@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +10,15 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
 
-from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck import Part, RemoteConfig, Store, StoreConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
+from asymcheck.format.layout import ManifestName
+from asymcheck.pipeline.request import new_save_id
 from asymcheck.tiers.remote.deadline import Rate, within
 from asymcheck.tiers.remote.files import RemoteFiles
-from tests.remote.conftest import CONFIG, check_location, check_state, config
+from asymcheck.tiers.remote.tier import RemoteManifests
+from asymcheck.types import CheckpointRef
+from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 
 Write = Callable[[RemoteFiles, PurePath, Iterable[bytes], "Callable[[], None] | None"], int]
 
@@ -106,6 +111,34 @@ def test_a_pack_is_written_while_others_are_being_completed(
         assert opened.push(folder).packs > 4
     assert most == 2
     check_location(folder, 2)
+
+
+@pytest.mark.parametrize("spoilt", [None, 5])
+def test_manifests_are_staged_by_a_few_threads(
+    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, spoilt: int | None
+) -> None:
+    """However many ranks there are; when one cannot be staged, nothing is left of the others."""
+    whole, threads = RemoteManifests.stage, set[int]()
+
+    def stage(
+        manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes
+    ) -> PurePosixPath:
+        threads.add(threading.get_ident())
+        if name.rank == spoilt:
+            raise StorageError("it does not fit")
+        return whole(manifests, run, ref, name, data)
+
+    monkeypatch.setattr(RemoteManifests, "stage", stage)
+    save_id = new_save_id().hex()
+    with Store.open(store_path, config=config(uploads=2)) as opened:
+        for rank in range(12):
+            opened.save(state_of(rank), step=1, part=Part(rank, 12, save_id))
+        with contextlib.nullcontext() if spoilt is None else pytest.raises(StorageError, match="it does not fit"):
+            opened.push(folder)
+    assert 0 < len(threads) <= 2
+    assert list(Path(folder.removeprefix("file://")).rglob("*.tmp")) == []
+    with Store.open(folder, config=CONFIG) as there:
+        assert [one.complete for one in there.checkpoints()] == ([True] if spoilt is None else [])
 
 
 def test_what_goes_ahead_and_fails_keeps_nobody_waiting(

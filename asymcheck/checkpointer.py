@@ -289,7 +289,8 @@ class Checkpointer:
                 capture = self._begin(step, metrics)
                 self.wait()
                 return saved(capture)
-            self.wait()
+            # What of that was lost is told at the end: this one is saved all the same.
+            self._outcomes.wait(self._background)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._generation
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
@@ -347,7 +348,7 @@ class Checkpointer:
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
-        return self._statistics if self._background is None else self._background.statistics
+        return self._statistics
 
     @property
     def pushed(self) -> PushStatistics:
@@ -379,7 +380,6 @@ class Checkpointer:
                         try:
                             self._report()
                         finally:
-                            self._statistics = self._background.statistics
                             self._background = None
                 finally:
                     if self._together is not None:

@@ -30,6 +30,12 @@ class Outcomes:
         self._complaints, self._last, self._on_checkpoint = complaints, last, on_checkpoint
         self._untold: list[Capture] = []
 
+    def wait(self, background: Background | None) -> None:
+        """Wait until everything begun is durable or lost, and count it; raises nothing of that."""
+        if background is not None:
+            background.wait("nvme")
+        self.note(background)
+
     def note(self, background: Background | None) -> None:
         """Count what has become durable, or was lost; raises nothing."""
         settled = [] if background is None else background.settled()

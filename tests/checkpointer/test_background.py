@@ -117,6 +117,22 @@ def test_all_losses_are_named_at_once(store: Store, disk: Disk, config: CaptureC
     checkpointer.close()
 
 
+def test_a_save_is_durable_before_an_earlier_loss_is_told(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """Whoever saves the final state has it, and hears of the loss all the same, once."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        loop.iterate(0)
+        disk.full = "packs"
+        checkpointer.step(0)
+        _wait_in_silence(checkpointer)
+        disk.full = None
+        loop.iterate(1)
+        with pytest.raises(LostCheckpointError, match="step 0 of run 'default' was not saved: no room"):
+            checkpointer.save(1)
+        assert checkpointer.last_step == 1
+        assert_stored(store, {1: copy_of(loop.state)})
+
+
 def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> None:
     """A store that outlives many checkpointers does not gather what they used."""
     _, _, loop = linear_loop()

@@ -42,6 +42,8 @@ class Session:
         self._ranks, self._keys, self._name, self._met = ranks, keys, name, met
         # Of rank 0: what it has said, to be removed when everybody has heard it. Shared by all threads.
         self._posted = posted
+        # Of rank 0, too: the round to which all report in what it has told them last, if to any.
+        self._awaited: Round | None = None
         self._lock = threading.Lock()
         self._was_missing = threading.Event()
         self._number = 0
@@ -92,6 +94,7 @@ class Session:
 
     def open(self, number: int, does: str, step: int | None, first: int | None, said: object) -> None:
         """Tell all others, as rank 0, what is done together now; they report to part ``first``, if to any."""
+        self._awaited = None if first is None else (number, first)
         self.post((number, 0), json.dumps({"does": does, "step": step, "first": first, "said": said}).encode())
 
     def follow(self, does: str, step: int | None, what: str, *, old_counts: bool = False) -> tuple[int, Any]:
@@ -144,6 +147,9 @@ class Session:
         with contextlib.suppress(RanksError):
             if self.is_first:
                 self.report((number, 0), reason, failed=True)
+                if self._awaited is not None and self._awaited[0] == number:
+                    # Who has heard by now that it begins waits for the verdict of that round.
+                    self.report(self._awaited, reason, failed=True)
                 return
             if number > self._number:
                 was_behind, self._is_behind = self._is_behind, True

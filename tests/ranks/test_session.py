@@ -297,6 +297,18 @@ def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() 
     assert each(3, lambda rank: do(sessions[rank], 3)) == ["3+3+3"] * 3
 
 
+def test_rank_0_that_gives_up_what_it_has_begun_tells_all() -> None:
+    """Those that have reported to it, and those that hear of it only now; and all are there for the next."""
+    sessions = sessions_of(dist.HashStore(), 3, timeout_s=2.0)
+    number, _ = sessions[0].begin("saves", 1, 1, lambda: None, "save of step 1")
+    assert sessions[1].follow("saves", 1, "save of step 1") == (number, None)
+    sessions[0].give_up(number, InvalidInputError("no memory"))
+    with pytest.raises(RankFailedError, match=r"^rank 0: InvalidInputError: no memory$"):
+        sessions[1].agree((number, 1), b"", joined, "save of step 1")
+    assert do(sessions[2], 1) == "RankFailedError: rank 0: InvalidInputError: no memory"
+    assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
+
+
 def test_a_restore_is_taken_for_nothing_else() -> None:
     """Nor that of another step."""
     sessions = sessions_of(dist.HashStore(), 2)

@@ -201,8 +201,10 @@ class RingFlusher:
             self._write_soon(moving, number)
 
     def _write_soon(self, moving: Moving, number: int) -> None:
-        moving.writes.append(Future())
-        self._writers.put((moving.writes[-1], moving, number))
+        # Not the last one of the list: a thread that makes room for the capture may have added another by then.
+        done: Future[None] = Future()
+        moving.writes.append(done)
+        self._writers.put((done, moving, number))
 
     def _work_off(self, item: tuple[Future[None], Moving, int]) -> None:
         done, moving, number = item

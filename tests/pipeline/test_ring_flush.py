@@ -1,0 +1,37 @@
+"""The flush from the ring: what two threads ask of it at once is done, each part once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
+
+from asymcheck.pipeline.moving import Moving
+from asymcheck.pipeline.ring_flush import RingFlusher
+
+
+class _Overtaken(list[Future[None]]):
+    """A list that another thread appends to, too, before the first to do so goes on."""
+
+    def __init__(self, other: Callable[[], object]) -> None:
+        self._others = [other]
+
+    def append(self, future: Future[None]) -> None:
+        """Append, and be overtaken the first time."""
+        super().append(future)
+        if self._others:
+            self._others.pop()()
+
+
+def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
+    """The commit thread queues what is complete while a thread that makes room queues what was put off."""
+    queued: list[tuple[Future[None], Moving, int]] = []
+    flusher = RingFlusher.__new__(RingFlusher)
+    vars(flusher)["_writers"] = SimpleNamespace(put=queued.append)
+    moving = cast(Moving, SimpleNamespace())
+    moving.writes = _Overtaken(lambda: flusher._write_soon(moving, 1))
+    flusher._write_soon(moving, 0)
+    assert sorted(number for _, _, number in queued) == [0, 1]
+    assert len({id(done) for done, _, _ in queued}) == 2
+    assert {id(done) for done, _, _ in queued} == {id(done) for done in moving.writes}

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Literal
 
 from asymcheck.arguments import check_capture, check_on_error, check_step
@@ -353,7 +352,8 @@ class Checkpointer:
     @property
     def pushed(self) -> PushStatistics:
         """What ``push`` has done so far, and what waits."""
-        return self._beside.statistics()
+        with self._ending:
+            return self._beside.statistics()
 
     @property
     def last_step(self) -> int | None:
@@ -392,9 +392,7 @@ class Checkpointer:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Finish; when training has failed, do not wait for long for ranks that may have ended."""
         self._ending.is_hurried = error is not None
         self.close()

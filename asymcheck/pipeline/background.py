@@ -114,7 +114,7 @@ class Background:
         self._short: Ring | None = None
         self.statistics = Statistics()
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        """Entered while a fence waits, also one of an optimizer step: a signal handler that closes has to wait."""
+        """Entered by what hooks of optimizers and modules do: a signal handler that closes has to wait."""
         self.on_commit: Callable[[], object] = lambda: None
         """Called on a thread of the background after each commit; must not raise."""
         self.on_close: Callable[[Background], None] = lambda _closed: None
@@ -202,7 +202,8 @@ class Background:
 
     def _enter_window(self, number: int) -> None:
         if self._capturer is not None:
-            self._capturer.enter_window(number)
+            with self.held:
+                self._capturer.enter_window(number)
 
     def _enter_timed(self, number: int) -> None:
         if self._capturer is not None:

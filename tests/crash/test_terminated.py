@@ -58,9 +58,12 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
     assert rings(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["outside", "inside", "fence"])
+@pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed"])
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
-    """Between two calls, inside one, and while an optimizer step waits for copies; the status is that of the signal."""
+    """Between two calls, inside one, and where a hook or a property holds what the threads of the background need.
+
+    The status is that of the signal.
+    """
     child = zygote.start(train_until_terminated, path=str(tmp_path), where=where)
     assert child.wait() == -signal.SIGTERM, child.output.read_text()
     assert child.output.read_text() == ""

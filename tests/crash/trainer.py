@@ -6,24 +6,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
-from asymcheck import Checkpointer, Store, events
+from asymcheck import Checkpointer, Push, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
-from asymcheck.partition.leaves import Leaf, copy_partition
-from asymcheck.partition.plan import Partition
-from asymcheck.pipeline import capture
+from asymcheck.migration.known import Known
+from asymcheck.pipeline.capturer import Capturer
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Severity
 from tests.checkpointer.disks import Disk, open_on
 from tests.checkpointer.loops import Loop, copy_late, copy_of, folder_for_rings, linear_loop
 from tests.crash import faults
 from tests.crash.states import Journal, fingerprint
+from tests.zygote import PATIENCE_S
 
 FOR_EVER = 1 << 30
 
@@ -128,27 +127,40 @@ def train_two_until_terminated(path: str, where: str) -> None:
 
 
 def train_until_terminated(path: str, where: str) -> None:
-    """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or in a ``fence``."""
+    """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or while a lock is held.
+
+    That is in a ``fence``, at a ``window``, or where what is ``pushed`` is counted.
+    """
     folder, armed = Path(path), threading.Event()
+    # One that hangs ends, too, and not by SIGTERM.
+    signal.alarm(int(PATIENCE_S))
     disk = Disk()
     store = open_on(disk, folder / "store")
     _, _, loop = linear_loop()
-    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+    push = Push(f"file://{folder}/remote") if where == "pushed" else None
+    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), push=push)
     if where == "handled":
         signal.signal(signal.SIGTERM, _leave)
     loop.iterate(0)
     checkpointer.step(0)
     disk.delay_s = 0.01
-    if where == "fence":
+    if where in _TERMINATES_IN:
         checkpointer.wait()
-        _terminate_in_the_fence(armed)
+        # Copies are left to the fence, so that there are some when a window begins, too.
+        copy_late(pytest.MonkeyPatch())
+        _terminate_in(where, armed, disk)
     loop.iterate(1)
     if where == "inside":
         loop.state["terminating"] = _Terminating()
+    if where in _TERMINATES_IN:
+        # So that there is something left to commit.
+        disk.opened.clear()
     checkpointer.step(1)
-    if where == "fence":
+    if where in _TERMINATES_IN:
         armed.set()
+        _ = checkpointer.pushed
         loop.iterate(2)
+        raise AssertionError(f"nothing came to {where}")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(3600)
 
@@ -170,17 +182,30 @@ class _Terminating:
         """Take nothing."""
 
 
-def _terminate_in_the_fence(armed: threading.Event) -> None:
-    """Leave the copies to the fence, and send the signal while the training thread makes one there."""
-    copy_late(pytest.MonkeyPatch())
+_TERMINATES_IN: dict[str, tuple[type, str]] = {
+    "fence": (Capturer, "_copy_released"),
+    "window": (Capturer, "_release"),
+    "pushed": (Known, "look"),
+}
+"""What the training thread calls there, in the middle of a copy, or while it holds what others need."""
 
-    def copy(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
+
+def _terminate_in(where: str, armed: threading.Event, disk: Disk) -> None:
+    """Send the signal when the training thread gets there, and only then let the disk take what is left."""
+    owner, name = _TERMINATES_IN[where]
+    original = vars(owner)[name]
+
+    def called(*arguments: object) -> object:
         if armed.is_set() and threading.current_thread() is threading.main_thread():
             armed.clear()
+            disk.opened.set()
             os.kill(os.getpid(), signal.SIGTERM)
-        copy_partition(partition, leaves, payload)
+        elif armed.is_set() and where == "fence":
+            # Else it could make all the copies.
+            disk.opened.wait()
+        return original(*arguments)
 
-    vars(capture)["copy_partition"] = copy
+    setattr(owner, name, called)
 
 
 def assert_restored(folder: Path, at_least: int, at_most: int = FOR_EVER, run: str = "default") -> int:

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,9 @@ _MICRO = 1e6
 _GIGA = 1e9
 _SHOWN_AS_INSTANTS = "capture."
 _SEPARATE = {"window": "forward and backward", "checkpoint": "checkpoints"}
+
+_Lines = tuple[str, str | int, list[dict[str, object]]]
+"""Name and key of a track, and what is to be written of it."""
 
 
 def trace(path: str | os.PathLike[str]) -> Trace:
@@ -51,8 +55,10 @@ class Trace:
         """
         self._path = Path(path)
         self._pid = os.getpid()
-        # A signal handler that closes a checkpointer may come while this thread writes a line.
+        # A signal handler that closes a checkpointer may come while this thread writes a line. The threads that it
+        # waits for must not wait for this one in turn: a line that finds the lock held is left to who holds it.
         self._lock = threading.RLock()
+        self._waiting: deque[_Lines] = deque()
         self._training = threading.get_ident()
         self._tracks: dict[tuple[str, str | int], int] = {}
         self._ends_at = 0
@@ -77,6 +83,8 @@ class Trace:
         """
         self._told.close()
         with self._lock:
+            if os.getpid() == self._pid:
+                self._write_waiting()
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
                 return
@@ -111,32 +119,50 @@ class Trace:
             if interval.name != "checkpoint" and interval.seconds > 0 and not about.get("known"):
                 about["GB/s"] = round(interval.bytes / interval.seconds / _GIGA, 3)
         title = str(about.get("phase", interval.name))
-        with self._lock:
-            described = {"name": title, "cat": interval.name, "tid": self._track_of(interval)}
-            if interval.name == "checkpoint":
-                # Several are under way at once, so they are no nested slices of a track. An id has 64 bits.
-                described["id"] = f"0x{about.get('save', '')!s:.16}"
-                self._write({"ph": "b", **described, "ts": start, "args": about})
-                self._write({"ph": "e", **described, "ts": end})
-            else:
-                self._write({"ph": "X", **described, "ts": start, "dur": round(end - start, 3), "args": about})
+        described = {"name": title, "cat": interval.name}
+        if interval.name == "checkpoint":
+            # Several are under way at once, so they are no nested slices of a track. An id has 64 bits.
+            described["id"] = f"0x{about.get('save', '')!s:.16}"
+            lines = [{"ph": "b", **described, "ts": start, "args": about}, {"ph": "e", **described, "ts": end}]
+        else:
+            lines = [{"ph": "X", **described, "ts": start, "dur": round(end - start, 3), "args": about}]
+        self._tell(*self._track_of(interval), lines)
 
     def _on_event(self, event: Event) -> None:
         if not event.name.startswith(_SHOWN_AS_INSTANTS) or os.getpid() != self._pid:
             return
         now = round(time.perf_counter() * _MICRO, 3)
         thread = threading.current_thread()
-        with self._lock:
-            tid = self._track(thread.name, threading.get_ident())
-            about = {"of": event.detail, "bytes": event.bytes}
-            self._write({"ph": "i", "s": "t", "name": event.name, "cat": "event", "tid": tid, "ts": now, "args": about})
+        about = {"of": event.detail, "bytes": event.bytes}
+        line = {"ph": "i", "s": "t", "name": event.name, "cat": "event", "ts": now, "args": about}
+        self._tell(thread.name, threading.get_ident(), [line])
 
-    def _track_of(self, interval: Interval) -> int:
+    def _track_of(self, interval: Interval) -> tuple[str, str | int]:
         if interval.name in _SEPARATE:
             run = interval.detail.get("run")
-            return self._track(f"{_SEPARATE[interval.name]} of run {run}", interval.name)
+            return f"{_SEPARATE[interval.name]} of run {run}", interval.name
         is_training = interval.thread == self._training
-        return self._track("training thread" if is_training else interval.thread_name, interval.thread)
+        return "training thread" if is_training else interval.thread_name, interval.thread
+
+    def _tell(self, name: str, key: str | int, lines: list[dict[str, object]]) -> None:
+        """Write lines of a track, or leave them to the thread that is writing."""
+        self._waiting.append((name, key, lines))
+        # Again when it was given back: what came just before that has found it held.
+        while self._waiting and self._lock.acquire(blocking=False):
+            try:
+                self._write_waiting()
+            finally:
+                self._lock.release()
+
+    def _write_waiting(self) -> None:
+        while True:
+            try:
+                name, key, lines = self._waiting.popleft()
+            except IndexError:
+                return
+            tid = self._track(name, key)
+            for line in lines:
+                self._write({**line, "tid": tid})
 
     def _track(self, name: str, key: str | int) -> int:
         """Return the number of a track; the first time it is asked for, name it. Numbers of threads are given again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
     assert rings(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed"])
+@pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed", "trace"])
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
     """Between two calls, inside one, and where a hook or a property holds what the threads of the background need.
 
@@ -69,6 +70,10 @@ def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_pa
     assert child.output.read_text() == ""
     assert _steps(tmp_path) == [0, 1]
     assert rings(tmp_path) == []
+    if where == "trace":
+        # Of which nothing has written the end.
+        traced = json.loads((tmp_path / "trace.json").read_text("utf-8") + "]")
+        assert [line["args"]["step"] for line in traced if line.get("cat") == "commit"] == [0, 1]
 
 
 @pytest.mark.parametrize(("where", "of_the_second"), [("outside", 2), ("inside 0", 1), ("inside 1", 2)])

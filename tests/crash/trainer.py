@@ -16,6 +16,7 @@ from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
 from asymcheck.migration.known import Known
 from asymcheck.pipeline.capturer import Capturer
+from asymcheck.tracing import Trace
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Severity
 from tests.checkpointer.disks import Disk, open_on
@@ -129,7 +130,7 @@ def train_two_until_terminated(path: str, where: str) -> None:
 def train_until_terminated(path: str, where: str) -> None:
     """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or while a lock is held.
 
-    That is in a ``fence``, at a ``window``, or where what is ``pushed`` is counted.
+    That is in a ``fence``, at a ``window``, where what is ``pushed`` is counted, or as a ``trace`` is written.
     """
     folder, armed = Path(path), threading.Event()
     # One that hangs ends, too, and not by SIGTERM.
@@ -139,6 +140,8 @@ def train_until_terminated(path: str, where: str) -> None:
     _, _, loop = linear_loop()
     push = Push(f"file://{folder}/remote") if where == "pushed" else None
     checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), push=push)
+    if where == "trace":
+        Trace(folder / "trace.json")
     if where == "handled":
         signal.signal(signal.SIGTERM, _leave)
     loop.iterate(0)
@@ -159,6 +162,8 @@ def train_until_terminated(path: str, where: str) -> None:
     if where in _TERMINATES_IN:
         armed.set()
         _ = checkpointer.pushed
+        with events.timed("mine"):
+            pass
         loop.iterate(2)
         raise AssertionError(f"nothing came to {where}")
     os.kill(os.getpid(), signal.SIGTERM)
@@ -186,6 +191,7 @@ _TERMINATES_IN: dict[str, tuple[type, str]] = {
     "fence": (Capturer, "_copy_released"),
     "window": (Capturer, "_release"),
     "pushed": (Known, "look"),
+    "trace": (Trace, "_write"),
 }
 """What the training thread calls there, in the middle of a copy, or while it holds what others need."""
 

@@ -140,9 +140,10 @@ class Background:
         capture.began_s = began
         if self._ring is not None and capture.transfers.lanes:
             self._ring.pin(capture.transfers.lanes[0].link)
+        capturer.begin(capture)
+        # Not before: of one that was not begun, nobody hears that it is durable or lost.
         self.statistics.captures += 1
         self.statistics.captured_bytes += capture.state_bytes
-        capturer.begin(capture)
         self._captures.append(capture)
         timing = self._timed(state)
         timing.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)

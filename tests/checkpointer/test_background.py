@@ -220,6 +220,36 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
     assert_stored(store, {1: copy_of(state)})
 
 
+def test_a_copy_that_fails_inside_step_does_not_end_the_choice_of_an_interval(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as no checkpoint, neither begun nor lost, so that the next one to be measured does not wait for it."""
+    state: dict[str, object] = {"x": torch.randn(5000)}
+    copy, left = copy_partition, [1]
+
+    def fail(*arguments: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError
+        copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr(capturer, "copy_partition", fail)
+    with Checkpointer(store, state, every="auto", capture=config) as checkpointer:
+        assert not checkpointer.step(0)
+        with pytest.raises(MemoryError):
+            checkpointer.step(1)
+        begun = []
+        for step in range(2, 7):
+            state["x"] = torch.full((5000,), float(step))
+            if checkpointer.step(step):
+                begun.append(step)
+            checkpointer.wait()
+        assert begun == [2, 4, 6]
+        found = checkpointer.statistics()
+        assert (found.captures, found.durable, found.lost) == (3, 3, 0)
+        assert found.captured_bytes == 3 * 5000 * 4
+
+
 # ------------------------------------------------------------------------------------------------------------ waiting
 
 

@@ -71,6 +71,8 @@ class Capturer:
     def begin(self, capture: Capture) -> None:
         """Copy what is eager, and queue the rest for the windows that the plan names.
 
+        One that is given up meanwhile because it could not be stored is one that was begun and is lost.
+
         Raises:
             AsymcheckError: it could not be copied; the capture was given up.
         """
@@ -101,8 +103,11 @@ class Capturer:
             # What was cloned just now is fetched after it.
             capture.transfers.gate()
         except BaseException as error:
+            is_lost = error is capture.error
             self._give_up(capture, error)
             self._to_be_completed(capture, None)
+            if is_lost:
+                return
             raise
         with self._changed:
             self._open = capture

@@ -109,9 +109,10 @@ def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config
     assert_every_step_is_right(store, loop, 6, sized(config, 2 * 10 * 4096 + 8192))
 
 
-def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """Nobody waits for room that cannot come; when the disk has room again, so has the ring."""
-    loop = _large_loop(eager=False)
+@pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
+def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig, eager: bool) -> None:
+    """Nobody waits for room that cannot come, nor is interrupted; when the disk has room again, so has the ring."""
+    loop = _large_loop(eager=eager)
     checkpointer = Checkpointer(store, loop.state, capture=sized(config, 1 << 16), on_error="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)

@@ -23,8 +23,9 @@ class Boundaries:
 
     Blocks are the elements of the longest ``ModuleList`` or ``Sequential`` of at least two, else the direct children,
     else the module itself. A forward without gradients gives no marks, and neither does one that recomputes activations
-    inside backward. A block whose output needs no gradient gives no backward mark. Inside a region of
-    ``torch.compile`` there are no boundaries: hook such a module as a whole.
+    inside backward. A block whose output needs no gradient gives no backward mark, and one in TorchScript, which takes
+    no hooks, gives none at all. Inside a region of ``torch.compile`` there are no boundaries: hook such a module as a
+    whole.
 
     On CUDA, autograd calls ``mark`` from threads of its own. What ``mark`` raises breaks the training.
     """
@@ -34,9 +35,14 @@ class Boundaries:
         self._hooks = _Hooks(mark)
         self._handles: list[RemovableHandle] = []
         blocks = {id(block): block for module in modules for block in blocks_of(module)}
-        for block in blocks.values():
-            self._handles.append(block.register_forward_pre_hook(self._hooks.enter))
-            self._handles.append(block.register_forward_hook(self._hooks.leave))
+        try:
+            for block in blocks.values():
+                if not isinstance(block, torch.jit.ScriptModule):
+                    self._handles.append(block.register_forward_pre_hook(self._hooks.enter))
+                    self._handles.append(block.register_forward_hook(self._hooks.leave))
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Remove the hooks; graphs that are still alive give no marks any more. May be called again."""

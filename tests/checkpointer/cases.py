@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -258,6 +259,15 @@ def compiled() -> Loop:
     return simple(model, torch.optim.AdamW(model.parameters()))
 
 
+def scripted() -> Loop:
+    """A model that is TorchScript as a whole, and takes no hooks."""
+    with warnings.catch_warnings():
+        # torch would rather have us compile.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)))
+    return simple(model, torch.optim.AdamW(model.parameters()))
+
+
 def reassigned() -> Loop:
     """Parameters whose memory is exchanged for other memory just after ``step()``."""
     model = torch.nn.Linear(WIDTH, WIDTH)
@@ -357,6 +367,7 @@ CASES: dict[str, Callable[[], Loop]] = {
     "scaled": scaled,
     "odd-layouts": odd_layouts,
     "recomputed": recomputed,
+    "scripted": scripted,
     "reassigned": reassigned,
     "fenced-loading": fenced_loading,
     "no-tensors": no_tensors,

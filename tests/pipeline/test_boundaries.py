@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 import torch
@@ -242,6 +243,35 @@ def test_a_copy_of_the_model_is_silent() -> None:
         assert torch.equal(twin(TOKENS), model(TOKENS))
         seen.clear()
     boundaries.remove()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have us compile
+def test_a_layer_in_torchscript_gives_no_marks() -> None:
+    """It takes no hooks; the layers beside it give theirs."""
+    first, second, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    model = nn.Sequential(first, torch.jit.script(second), last)
+    with _marks(model) as seen:
+        model(ROWS).sum().backward()
+    assert seen == [F, F, B, B]
+
+
+class Unwilling(nn.Linear):
+    """A layer that takes no hooks after its forward."""
+
+    def register_forward_hook(self, *_arguments: object, **_options: object) -> NoReturn:
+        """Refuse."""
+        raise RuntimeError("not this one")
+
+
+def test_a_module_that_refuses_its_hooks_leaves_none_on_others() -> None:
+    """Nor its own first one: whoever tries again would have them twice."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Unwilling(WIDTH, WIDTH))
+    seen: list[Phase] = []
+    with pytest.raises(RuntimeError, match="not this one"):
+        Boundaries([model], seen.append)
+    assert [len(block._forward_pre_hooks) + len(block._forward_hooks) for block in model] == [0, 0]
+    model(ROWS).sum().backward()
+    assert seen == []
 
 
 class Mixture(nn.Module):

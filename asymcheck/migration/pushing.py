@@ -9,21 +9,17 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from asymcheck.errors import (
-    UNKNOWING,
     AsymcheckError,
     ClosedStoreError,
-    ForkedStoreError,
     FormatError,
     GivenUpError,
     HeadRecordError,
     InconsistentCheckpointError,
-    InvalidInputError,
-    OutOfSpaceError,
-    ReadOnlyStoreError,
     RecoveryError,
     UnreachableRemoteWarning,
     warn_user,
 )
+from asymcheck.migration.failures import SO_IS_ALL, Hopeless
 from asymcheck.migration.known import Known
 from asymcheck.migration.others import SentParts, begun_first
 from asymcheck.migration.present import Present
@@ -43,11 +39,6 @@ _RETRY_S = 15.0
 _GIVE_UP_S = 2.0
 _LOOKED_AT = 64
 """About so many manifests of those that are there by name are read, the newest: a push that was killed left one."""
-_SO_IS_ALL = (
-    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
-    *(GivenUpError, HeadRecordError, InvalidInputError),
-)
-"""Errors that every checkpoint would have. The last: another training has this name there, until somebody mends it."""
 
 
 class Pushing:
@@ -85,7 +76,7 @@ class Pushing:
         self._claimed: dict[str, CheckpointFiles] = {}
         self._heads: list[int] | None = None
         # Why they cannot be pushed; and those of them that are still to be.
-        self._hopeless: dict[str, str] = {}
+        self._hopeless = Hopeless()
         self._damaged: list[str] = []
         self._sending: str | None = None
         self._newest: CheckpointRef | None = None
@@ -120,7 +111,7 @@ class Pushing:
         return held(self.rules, self._due(), self._sending)
 
     def failure(self) -> Exception | None:
-        """Return why the last attempt failed; None when it did not."""
+        """Return why the last attempt failed; None when it did not, or when the checkpoint is damaged here."""
         return self._failure
 
     def wait(self) -> None:
@@ -130,6 +121,9 @@ class Pushing:
             RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call has failed.
             InconsistentCheckpointError: some are damaged here; the others lie there.
         """
+        with self._looking:
+            # They may have been repaired. An attempt that is under way notes what it finds in the old one.
+            self._hopeless = Hopeless()
         wanted = self._unsure()
         began = self._begun
         while wanted & self._unsure():
@@ -227,7 +221,7 @@ class Pushing:
         """Push one; return False when it failed for a reason that another one may not have."""
         try:
             self._push(there, one)
-        except _SO_IS_ALL:
+        except SO_IS_ALL:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the others have their turn
             self._fail(error)
@@ -247,8 +241,8 @@ class Pushing:
             whole = [one for one in there if one.on_line is not False and one.ref not in self._parts]
             self._newest = max((one.ref for one in whole), default=None)
             found = due(self.rules, here, there, time.time_ns())
-            self._damaged = [self._hopeless[one.save_id] for one in found if one.save_id in self._hopeless]
-            return [one for one in found if one.save_id not in self._hopeless]
+            self._damaged = self._hopeless.problems(found)
+            return self._hopeless.without(found)
 
     def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
         """Return what is there; whether it is on the line the store says, where training goes on."""
@@ -302,15 +296,16 @@ class Pushing:
             if listing is None:
                 return
             self._sending = one.save_id
+        hopeless = self._hopeless
         try:
             moved = push(self._here, there, [listing], self._going_on, self._encoder)
         except HeadRecordError:
             raise
         except (FormatError, RecoveryError) as error:
-            # Another attempt would change nothing. One that was deleted meanwhile is due no more.
+            # One that was deleted meanwhile is due no more.
             if self._here.manifests.listing(self._run, one.ref).manifests:
-                self._hopeless[one.save_id] = f"{one.ref}: {error}"
-                raise
+                hopeless.add(one, error)
+                self._note(failures=1)
         else:
             with self._looking:
                 self._sent[one.save_id] = one

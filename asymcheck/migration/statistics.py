@@ -14,11 +14,11 @@ class PushStatistics:
     backlog: int = 0
     """Checkpoints that are durable here, are to be pushed, and are not known to be there."""
     damaged: int = 0
-    """Those besides that are damaged here, so that they cannot be pushed."""
+    """Those that are damaged here, so that they cannot be pushed until they are repaired."""
     sent_bytes: int = 0
     """Payload bytes of the frames that were sent."""
     failures: int = 0
-    """How often a checkpoint could not be pushed; it is tried again, unless it is damaged here."""
+    """How often a checkpoint could not be pushed; it is tried again, but seldom where it is damaged here."""
     problem: str = ""
     """Why the last attempt, or removal of old ones there, failed, or what is damaged; empty when all is well."""
     newest_step: int | None = None

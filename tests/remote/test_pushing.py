@@ -18,7 +18,7 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format.layout import ManifestName
-from asymcheck.migration import prune_remote
+from asymcheck.migration import failures, prune_remote
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -102,23 +102,51 @@ def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypa
     check_location(folder, 1, 2)
 
 
-def test_one_that_is_damaged_here_does_not_hold_up_the_others(
-    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not tried for ever, and never silently left out."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folder: str) -> None:
+    """It is not tried in each round, and never silently left out."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with Store.open(store, config=CONFIG) as opened:
-        pushing = opened.pushing(folder)
+        pushing = opened.pushing(folder, poll_s=0.01)
+        wait_until(lambda: pushing.statistics().damaged == 1, "the damage to be seen")
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        wait_until(lambda: pushing.failure() is None, "a round without an attempt")
-        with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
-            pushing.wait()
+        rounds = pushing._begun
+        wait_until(lambda: pushing._begun > rounds + 2, "rounds without an attempt")
+        assert (pushing.statistics().failures, pushing.failure()) == (1, None)
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: step 2 "):
             now = pushing.close()
     assert (now.pushed, now.backlog, now.damaged, now.failures) == (1, 0, 1, 1)
     check_location(folder, 1)
+
+
+def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
+    """As it says when it raises; until then it sends all others, and raises again."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    newest.unlink()
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+        for _ in range(2):
+            with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
+                pushing.wait()
+            check_location(folder, 1)
+        newest.write_bytes(whole)
+        pushing.wait()
+    now = pushing.statistics()
+    assert (now.pushed, now.backlog, now.damaged, now.problem) == (2, 0, 0, "")
+    check_location(folder, 1, 2)
+
+
+def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says when that is, so now and then it is tried."""
+    monkeypatch.setattr(failures, "_AGAIN_S", 0.05)
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    newest.unlink()
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder, poll_s=0.01) as pushing:
+        wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
+        newest.write_bytes(whole)
+        wait_until(lambda: pushing.statistics().pushed == 2, "it to be pushed")
+    check_location(folder, 1, 2)
 
 
 def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(

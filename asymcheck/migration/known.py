@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError
 from asymcheck.format.manifest import Manifest
@@ -27,6 +28,7 @@ class Known:
         self._is_first = True
         self._heads: list[int] | None = None
         self._line: Line | None = None
+        self._present: Line | None = None
 
     def look(self) -> list[Checkpoint]:
         """Return what is complete now, oldest first.
@@ -48,12 +50,27 @@ class Known:
                 ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
                 for ref in refs
             }
-        line = self._present_line(refs)
+        line = self._present = self._present_line(refs)
         self._described = {ref: self._describe(ref) for ref in refs if self._listings[ref].is_complete}
         return [
             dataclasses.replace(one, on_line=None if line is None else ref in line)
             for ref, one in self._described.items()
         ]
+
+    @property
+    def generation(self) -> int:
+        """The newest one that the last look has seen, by its head record or a checkpoint."""
+        return max([*(self._heads or ()), *(ref.generation for ref in self._listings)], default=1)
+
+    def placed(self, others: Iterable[Checkpoint], generation: int) -> list[Checkpoint]:
+        """Return checkpoints that lie elsewhere, where ``generation`` is the newest, by the line of the last look.
+
+        As they are when that is not known, or is older than what is known elsewhere.
+        """
+        line = self._present
+        if line is None or line.generation < generation:
+            return list(others)
+        return [dataclasses.replace(one, on_line=one.ref in line) for one in others]
 
     def listing(self, one: Checkpoint) -> CheckpointFiles | None:
         """Return the manifests of a checkpoint; None when the last look has not found it."""

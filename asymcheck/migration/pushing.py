@@ -72,6 +72,8 @@ class Pushing:
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
         self._sent: dict[str, Checkpoint] = {}
+        # The newest that was known there when it was looked for.
+        self._generation = 0
         # Found there by name: whether they are whole is still to be seen.
         self._claimed: dict[str, CheckpointFiles] = {}
         self._heads: list[int] | None = None
@@ -247,7 +249,8 @@ class Pushing:
     def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
         """Return what is there; whether it is on the line the store says, where training goes on."""
         own = {one.save_id: one for one in here}
-        return [own.get(save_id, one) for save_id, one in self._sent.items()]
+        away = self._known.placed([self._sent[name] for name in self._sent.keys() - own], self._generation)
+        return [*away, *(own[name] for name in self._sent.keys() & own)]
 
     def _connected(self) -> RemoteTier:
         there = self._connect()
@@ -255,6 +258,7 @@ class Pushing:
             known = Known(there, self._run, metrics=self.rules.asks_for_metrics)
             found = known.look()
             with self._looking:
+                self._generation = known.generation
                 here = {one.save_id for one in self._known.look()}
                 self._sent.update((one.save_id, one) for one in found)
                 count = 0

@@ -266,6 +266,46 @@ def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str
         check_state(there.load(), 1)
 
 
+def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tmp_path: Path) -> None:
+    """A new machine goes on from an older one than the newest; what it left behind is not here, but is there."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+        opened.pull(folder, 1)
+        opened.begin_generation(opened.checkpoints()[0])
+        with opened.pushing(folder) as pushing:
+            wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
+            assert pushing.statistics().newest_step == 1
+
+
+def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> None:
+    """Training has gone back while it was pushed, and the better one is gone here."""
+    with Store.open(store_path, config=CONFIG) as opened:
+        for step, loss in ((1, 3.0), (2, 1.0)):
+            opened.save(state_of(step), step=step, metrics={"loss": loss})
+        opened.push(folder, everything=True)
+        with opened.pushing(Push(folder, best="loss")) as pushing:
+            pushing.wait()
+            opened.begin_generation(opened.checkpoints()[0])
+            opened.delete(2)
+            opened.save(state_of(3), step=3, metrics={"loss": 2.0})
+        assert pushing.statistics().newest_step == 3
+    check_location(folder, 1, 2, 3)
+
+
+def test_a_store_that_knows_less_does_not_say_what_was_abandoned(store: Path, folder: str, tmp_path: Path) -> None:
+    """One that has not heard of it: another machine has gone back."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        opened.begin_generation(opened.checkpoints()[0])
+        opened.push(folder)
+    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+        opened.save(state_of(1), step=1)
+        with opened.pushing(folder) as pushing:
+            wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
+            assert pushing.statistics().newest_step == 1
+
+
 def test_the_location_is_let_go_when_the_store_was_closed(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

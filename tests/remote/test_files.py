@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import PurePath, PurePosixPath
+from unittest.mock import Mock
 
 import hdfs_native as hdfs_native_client
 import pytest
@@ -174,6 +175,23 @@ def test_without_hard_links_files_are_renamed(folder: str, monkeypatch: pytest.M
     assert files.put_small(top(files) / "name", b"second") is False
     assert files.read_small(top(files) / "name", 10) == b"first"
     assert files.list(top(files)) == ["name"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "renames"])
+def test_a_name_that_is_taken_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
+    """An attempt may have given it, and failed then: who finds it taken goes on as if it were there to stay."""
+    if not links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no links")))
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    for name in ("first", "second"):
+        files.write(top(files) / name, [b"bytes"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "no sync")))
+        for name in ("first", "second"):
+            with pytest.raises(StorageError, match=r"rename .*no sync"):
+                files.publish(top(files) / name, top(files) / "name")
+    assert files.publish(top(files) / "second", top(files) / "name") is False
 
 
 def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
+from asymcheck.tiers.remote import local
 from asymcheck.tiers.remote.clients import Writable, connect
 from asymcheck.tiers.remote.deadline import tried, within
 from asymcheck.tiers.remote.location import RemoteLocation
@@ -36,11 +36,6 @@ from asymcheck.tiers.remote.pace import Pace
 from asymcheck.tiers.remote.refusals import refusal
 
 _T = TypeVar("_T")
-
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
-"""What says that a directory above a location cannot be opened, or not be synced, by anybody like us."""
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-"""What a file system says that has no hard links."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +245,7 @@ class RemoteFiles:
             threading.Thread(target=_abandon, args=(file,), name="asymcheck-abandon", daemon=True).start()
             raise
         if self._client.kind == "local":
-            self._do("sync", path, lambda _: _sync(path))
+            self._do("sync", path, lambda _: local.sync(path))
         return count
 
     def publish(self, source: PurePath, target: PurePath) -> bool:
@@ -261,7 +256,7 @@ class RemoteFiles:
         """
         try:
             if self._client.kind == "local":
-                return self._do("rename", target, lambda _: _link(source, target))
+                return self._do("rename", target, lambda _: local.rename(source, target))
             if self._client.kind != "hdfs-native" and self.stat(target) is not None:
                 return False
             self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
@@ -366,34 +361,4 @@ def _listed(selector: fs.FileSelector, filesystem: fs.FileSystem) -> list[fs.Fil
 def _make_directory(path: PurePath, filesystem: fs.FileSystem, *, is_local: bool) -> None:
     filesystem.create_dir(str(path), recursive=True)
     if is_local:
-        # Also what was there already: whoever made it may have been killed before this.
-        for above in (path, *path.parents):
-            try:
-                _sync(above)
-            except OSError as error:
-                if error.errno not in _NOT_OURS:
-                    raise
-
-
-def _sync(path: PurePath) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _link(source: PurePath, target: PurePath) -> bool:
-    """Rename, durably, unless the target exists; return False then, or raise FileExistsError."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(target):
-            return False
-        os.rename(source, target)
-    else:
-        os.unlink(source)
-    _sync(target.parent)
-    return True
+        local.sync_upwards(path)

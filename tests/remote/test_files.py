@@ -206,6 +206,46 @@ def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.M
     released.set()
 
 
+def test_each_piece_is_durable_before_the_next_one_is_written(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them before the turn of the file ends."""
+    sizes: list[int] = []
+    sync = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    def written() -> None:
+        assert sizes == [4, 7, 10]
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    assert files.write(top(files) / "a.tmp", [b"0123", memoryview(b"456"), b"789"], written) == 10
+    assert files.read_small(top(files) / "a.tmp", 10) == b"0123456789"
+
+
+def test_the_pace_of_a_folder_is_not_that_of_the_cache(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that takes its time has taken it."""
+    monkeypatch.setattr(os, "fdatasync", lambda _: time.sleep(0.2))
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    files.write(top(files) / "a.tmp", [bytes(16 << 20)])
+    assert files.pace.write_bytes_per_s is not None
+    assert files.pace.write_bytes_per_s <= (16 << 20) / 0.2
+
+
+def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the deadline for itself."""
+    released = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda _: released.wait(30))
+    files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
+    files.make_directory(top(files))
+    with pytest.raises(RemoteUnreachableError, match=r"write to .*a\.tmp: no answer in 0\.5 s"):
+        files.write(top(files) / "a.tmp", [b"0123"])
+    released.set()
+
+
 def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the failed one left is never renamed, and is removed."""
     names: list[str] = []

@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
-from asymcheck.tiers.remote import hdfs_native
+from asymcheck.tiers.remote import hdfs_native, local
 from asymcheck.tiers.remote.deadline import within
 from asymcheck.tiers.remote.location import RemoteLocation, unknown_scheme
 
@@ -49,8 +49,10 @@ class Client:
     def create(self, path: str) -> Writable:
         """Open a new file for writing.
 
-        Of hdfs-native its own: through pyarrow each piece would be copied once more.
+        Of hdfs-native its own: through pyarrow each piece would be copied once more. In a folder what is written lasts.
         """
+        if self.kind == "local":
+            return local.LastingFile(path)
         if self.kind == "hdfs-native":
             return cast("Writable", self.filesystem.handler.create(path))
         return cast("Writable", self.filesystem.open_output_stream(path))

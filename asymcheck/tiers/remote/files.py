@@ -244,8 +244,6 @@ class RemoteFiles:
             # Whoever collected it as garbage would close it, and wait with that for servers that may never answer.
             threading.Thread(target=_abandon, args=(file,), name="asymcheck-abandon", daemon=True).start()
             raise
-        if self._client.kind == "local":
-            self._do("sync", path, lambda _: local.sync(path))
         return count
 
     def publish(self, source: PurePath, target: PurePath) -> bool:

@@ -1,9 +1,11 @@
-"""A location in a folder: pyarrow writes there, but makes nothing durable, and takes no name only if that is free."""
+"""A location in a folder: what pyarrow has no way to do there: to make things durable, and to take free names alone."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import threading
 from pathlib import PurePath
 
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
@@ -12,8 +14,33 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 """What a file system says that has no hard links."""
 
 
-def sync(path: PurePath) -> None:
-    """Make a file's content durable, or the names in a directory."""
+class LastingFile:
+    """A file being written. What was written is durable: the cache of the kernel would take any amount at once.
+
+    Then nobody would know how fast the location is, and the last byte would have to wait for all of them.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Create it, or empty it."""
+        self._file = io.FileIO(path, "w")
+        # Who has waited long enough for a write closes the file meanwhile; its number may then be another one's.
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of it."""
+        left = memoryview(data)
+        with self._lock:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of it."""
+        with self._lock:
+            self._file.close()
+
+
+def _sync(path: PurePath) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -26,7 +53,7 @@ def sync_upwards(path: PurePath) -> None:
     # Also what was there already: whoever made it may have been killed before this.
     for above in (path, *path.parents):
         try:
-            sync(above)
+            _sync(above)
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
@@ -48,5 +75,5 @@ def rename(source: PurePath, target: PurePath) -> bool:
     else:
         os.unlink(source)
     # Also when it was taken: an attempt of ours may have done that, and have failed here.
-    sync(target.parent)
+    _sync(target.parent)
     return is_free

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
 
+from asymcheck.errors import ClosedStoreError
+
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -63,3 +68,60 @@ def beside(call: Callable[[], _T], name: str) -> Callable[[], _T]:
         return found[0]
 
     return result
+
+
+class Readers(Executor):
+    """Threads that end when nothing is left to do, or with the process.
+
+    Those of concurrent.futures are joined before it ends, however long a location takes to answer.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        """Do so many things at the same time."""
+        self._name = name
+        self._free = count
+        # What does it, and what cancels it.
+        self._waiting: deque[tuple[Callable[[], None], Callable[[], bool]]] = deque()
+        self._lock = threading.Lock()
+        self._is_shut = False
+
+    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Begin ``call`` when it is its turn.
+
+        Raises:
+            ClosedStoreError: after the end.
+        """
+        future: Future[_T] = Future()
+
+        def carry_out() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args, **kwargs))
+                except BaseException as error:  # noqa: BLE001 - as above
+                    future.set_exception(error)
+
+        with self._lock:
+            if self._is_shut:
+                raise ClosedStoreError("the location was closed while something was read from it")
+            self._waiting.append((carry_out, future.cancel))
+            if self._free:
+                threading.Thread(target=self._work, name=f"asymcheck-{self._name}", daemon=True).start()
+                self._free -= 1
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                carry_out, _ = self._waiting.popleft()
+            carry_out()
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it; nobody waits
+        """Begin nothing more; what has begun ends as it may."""
+        with self._lock:
+            self._is_shut = True
+            left = list(self._waiting) if cancel_futures else []
+        for _, cancel in left:
+            cancel()

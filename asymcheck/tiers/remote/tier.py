@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import PurePath, PurePosixPath
 
@@ -35,6 +34,7 @@ from asymcheck.format.record import (
 )
 from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader, listed
 from asymcheck.tiers.pack_index import PackIndex
+from asymcheck.tiers.remote.ahead import Readers
 from asymcheck.tiers.remote.deadline import Rate
 from asymcheck.tiers.remote.files import Entry, RemoteFiles
 from asymcheck.tiers.remote.limits import check_remote
@@ -192,7 +192,7 @@ class RemoteTier:
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
-        self._reading = ThreadPoolExecutor(config.remote.reads, thread_name_prefix="asymcheck-read-ahead")
+        self._reading = Readers(config.remote.reads, "read-ahead")
         self._ahead = ReadAhead(self._reading)
 
     @property
@@ -414,4 +414,4 @@ class RemoteTier:
         """Let go of it; closing twice is no error."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
-            self._reading.shutdown(wait=False, cancel_futures=True)
+            self._reading.shutdown(cancel_futures=True)

@@ -249,8 +249,9 @@ class Pushing:
     def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
         """Return what is there; whether it is on the line the store says, where training goes on."""
         own = {one.save_id: one for one in here}
-        away = self._known.placed([self._sent[name] for name in self._sent.keys() - own], self._generation)
-        return [*away, *(own[name] for name in self._sent.keys() & own)]
+        away = [one for save_id, one in self._sent.items() if save_id not in own]
+        present = [own[save_id] for save_id in self._sent if save_id in own]
+        return [*self._known.placed(away, self._generation), *present]
 
     def _connected(self) -> RemoteTier:
         there = self._connect()

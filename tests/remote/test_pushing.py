@@ -26,7 +26,7 @@ from asymcheck.tiers.nvme import PackFile, Slot
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.tier import RemoteManifests
+from asymcheck.tiers.remote.manifests import RemoteManifests
 from asymcheck.types import CheckpointRef
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 from tests.zygote import wait_until

@@ -16,7 +16,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.tiers.remote.deadline import Rate, within
 from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.tier import RemoteManifests
+from asymcheck.tiers.remote.manifests import RemoteManifests
 from asymcheck.types import CheckpointRef
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 

@@ -14,7 +14,7 @@ from asymcheck.format import layout, registry
 from asymcheck.pipeline.needed import NamedCheckpoint, Needed, is_gone
 from asymcheck.pipeline.repack import plan_repack, repack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.owners import is_let_go
+from asymcheck.tiers.nvme.pins import DeadPins
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
@@ -111,9 +111,7 @@ class _Plan:
         self.tier, self.catalog, self.known = tier, catalog, known
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
-        with catalog.read() as transaction:
-            pins = transaction.pins().items()
-        self.dead_pins = {key for key, (owner, _) in pins if catalog.has_ended(owner) or is_let_go(key, owner)}
+        self.dead_pins = DeadPins.of(catalog)
         known.look()
         self.manifests = known.manifests
         live = known.live()
@@ -126,7 +124,8 @@ class _Plan:
     def count(self, result: Collected) -> None:
         """Say what would be freed."""
         with self.catalog.read() as transaction:
-            pinned = _pinned(transaction, self.dead_pins)
+            dead_pins = self.dead_pins.among(transaction)
+            pinned = _pinned(transaction, dead_pins)
         room = self.tier.pool.room()
         for pack_id in self.candidates:
             with self.tier.locked(_path(self.tier, pack_id)) as held:
@@ -137,7 +136,7 @@ class _Plan:
                 else:
                     room = self._count_freed(pack_id, room, result)
         result.removed_temporaries = len(self.tier.stale_temporaries())
-        planned = plan_repack(self.tier, self.catalog, self.known, self.dead_pins)
+        planned = plan_repack(self.tier, self.catalog, self.known, dead_pins)
         for pack_id in planned.victims:
             room = self._count_freed(pack_id, room, result)
         result.repacked_packs, result.copied_bytes = len(planned.victims), planned.copied_bytes
@@ -176,9 +175,12 @@ class _Plan:
         with self.catalog.write() as transaction:
             if transaction.manifests() - self.manifests - self.stale or not self.known.has_seen_all(transaction):
                 return None
+            # A pull may have brought one back, under the name that it had.
+            if not all(is_gone(self.tier, key) for key in self.stale):
+                return None
             for key in self.stale:
                 transaction.delete_manifest(key)
-            for key in self.dead_pins:
+            for key in self.dead_pins.among(transaction):
                 transaction.delete_pin(key)
             pinned = _pinned(transaction, set())
             freed = [pack_id for pack_id in locked if pack_id not in pinned]

@@ -10,6 +10,7 @@ from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.format.layout import ManifestName
+from asymcheck.pipeline.needed import is_gone
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.tiers.owners import this_process
@@ -76,9 +77,12 @@ def finish(catalog: Catalog, run: str, ref: CheckpointRef, name: ManifestName, s
 def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
     """Delete a checkpoint, durably, by §8.2; collection frees what only it needed."""
     tier.manifests.remove(listing.run, listing.ref)
+    keys = [manifest_key(listing.run, listing.ref, name) for name in listing.manifests]
     with catalog.write() as transaction:
-        for name in listing.manifests:
-            transaction.delete_manifest(manifest_key(listing.run, listing.ref, name))
+        # But for one that a pull has brought back meanwhile.
+        for key in keys:
+            if is_gone(tier, key):
+                transaction.delete_manifest(key)
 
 
 def take_back(tier: NvmeTier, catalog: Catalog, run: str, rank: int, ref: CheckpointRef | None, pin: bytes) -> None:

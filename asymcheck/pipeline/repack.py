@@ -305,7 +305,8 @@ class _Batch:
             live = self._needed.live()
             moved = {pack_id: self._moved(pack_id, live) for pack_id in free}
             with self._catalog.write() as transaction:
-                if transaction.manifests() - self._needed.manifests - gone:
+                came = transaction.manifests() - self._needed.manifests - gone
+                if came or not all(is_gone(self._tier, key) for key in gone):
                     continue
                 has_seen_all = self._needed.has_seen_all(transaction, own)
                 freed = self._mark_freed(transaction, header, moved) if has_seen_all else []

@@ -16,7 +16,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.recovery.survey import PackContent, Survey, read_indexes
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.owners import is_let_go
+from asymcheck.tiers.nvme.pins import DeadPins
 from asymcheck.types import Digest, Location, PackId
 
 
@@ -93,7 +93,7 @@ class Seen:
     """The packs."""
     manifests: Mapping[bytes, int]
     """The manifests, by catalog key, with their sizes in bytes."""
-    dead_pins: frozenset[bytes]
+    dead_pins: DeadPins
     """Pins that protect nothing more."""
 
 
@@ -102,17 +102,7 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
 
     A pack that cannot be read is left out: what it holds is written again by the next save that needs it.
     """
-    return _reconcile(tier, transaction, Seen(read_indexes(tier), _manifests(tier), frozenset()))
-
-
-def dead_pins(catalog: Catalog) -> frozenset[bytes]:
-    """Return the pins that protect nothing more: their owners have ended, or their saves have.
-
-    Whoever calls this before it lists the manifests sees all that these owners committed.
-    """
-    with catalog.read() as transaction:
-        pins = transaction.pins().items()
-    return frozenset(key for key, (owner, _) in pins if catalog.has_ended(owner) or is_let_go(key, owner))
+    return _reconcile(tier, transaction, Seen(read_indexes(tier), _manifests(tier), DeadPins({})))
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:
@@ -126,7 +116,7 @@ def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) ->
     Raises:
         CatalogError: it is damaged so that it must be set aside, which the next start does.
     """
-    dead = dead_pins(catalog)
+    dead = DeadPins.of(catalog)
     seen = Seen(survey or read_indexes(tier), _manifests(tier), dead)
     with catalog.read() as transaction:
         # A look first: as a rule there is nothing to do, and a writer would keep saves waiting.
@@ -170,9 +160,8 @@ def _compare(tier: NvmeTier, transaction: Transaction, seen: Seen) -> _Changes:
     _compare_packs(tier, transaction, seen, present, changes)
     _compare_locations(transaction, seen, present, changes)
     _compare_manifests(tier, transaction, seen, changes)
-    pins = transaction.pins().keys()
-    changes.delete_pins = sorted(pins & seen.dead_pins)
-    changes.kept_pins = len(pins) - len(changes.delete_pins)
+    changes.delete_pins = sorted(seen.dead_pins.among(transaction))
+    changes.kept_pins = len(transaction.pins()) - len(changes.delete_pins)
     return changes
 
 

@@ -32,16 +32,16 @@ class Files:
     def open_existing(self, path: Path) -> int:
         """Open ``path``, which must not be a link, for reading and writing; return a descriptor."""
         with translated("open", path):
-            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open_read(self, path: PurePath) -> int:
-        """Open ``path`` for reading; return a descriptor.
+        """Open ``path`` for reading; return a descriptor. A pipe in a store that came from elsewhere is just empty.
 
         Raises:
             FileNotFoundError: left as it is, because callers treat a vanished file as an answer.
         """
         with translated("open for reading", path):
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
         """Write all of ``data`` at ``offset``."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asymcheck.tiers.files import translated
 from asymcheck.types import Owner
 
 _PROC = Path("/proc")
+_HIDDEN = -1
 _held: set[bytes] = set()
 
 
@@ -21,7 +23,7 @@ def is_dead(owner: Owner) -> bool:
     """Tell whether an owner is certainly dead; one in another PID namespace of this boot counts as alive."""
     if owner.boot_id != _boot_id():
         return True
-    return is_near(owner) and _start_ticks(owner.pid) != owner.start_ticks
+    return is_near(owner) and _start_ticks(owner.pid) not in (owner.start_ticks, _HIDDEN)
 
 
 def is_near(owner: Owner) -> bool:
@@ -56,16 +58,24 @@ def describe(owner: Owner) -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    try:
-        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
+    """Return when a process began; None when there is none, ``_HIDDEN`` when it is not shown to this user."""
+    path = _PROC / str(pid) / "stat"
+    # Any other error says nothing of the process: without a free descriptor all would seem to be dead.
+    with translated("look at", path):
+        try:
+            fields = path.read_bytes().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        except PermissionError:
+            return _HIDDEN
     # A zombie has ended: its locks are gone, and it will write nothing more.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _boot_id() -> str:
-    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    path = _PROC / "sys/kernel/random/boot_id"
+    with translated("read", path):
+        return path.read_text().strip()
 
 
 def _pid_namespace() -> str:

@@ -72,7 +72,12 @@ def _text(path: Path, aside: Path) -> None:
     path.write_bytes(b"something else altogether\n" * 1000)
 
 
-REPLACEMENTS = [_nothing, _folder, _full_folder, _dangling_link, _circular_link, _empty, _zeros, _text]
+def _pipe(path: Path, aside: Path) -> None:
+    """As an archive may hold: whoever opens it waits for another one who does."""
+    os.mkfifo(path)
+
+
+REPLACEMENTS = [_nothing, _folder, _full_folder, _dangling_link, _circular_link, _empty, _zeros, _text, _pipe]
 
 
 def _check(small: SmallStore, path: Path) -> None:

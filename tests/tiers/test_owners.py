@@ -1,12 +1,16 @@
 """Owners: a process is known by more than its number, and dead only when it is certain."""
 
+from __future__ import annotations
+
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
+from asymcheck.errors import StorageError, TooManyFilesError
 from asymcheck.tiers import owners
 from asymcheck.tiers.owners import describe, is_dead, this_process
 
@@ -53,12 +57,44 @@ def test_a_process_that_cannot_be_seen_counts_as_alive() -> None:
     assert not is_dead(hidden)
 
 
+class Refused:
+    """A process table that cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        """Refuse so."""
+        self.number = number
+
+    def __truediv__(self, _name: str) -> Refused:
+        """Whatever is looked for."""
+        return self
+
+    def read_bytes(self) -> bytes:
+        """Refuse."""
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_nobody_is_dead_because_the_process_table_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a descriptor, or because it shows nobody the processes of others."""
+    me = this_process()
+    boot_id = me.boot_id
+    monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
+    for number, error in ((errno.EMFILE, TooManyFilesError), (errno.EIO, StorageError)):
+        monkeypatch.setattr(owners, "_PROC", Refused(number))
+        with pytest.raises(error):
+            is_dead(me)
+    monkeypatch.setattr(owners, "_PROC", Refused(errno.EACCES))
+    assert not is_dead(me)
+    for number in (errno.ENOENT, errno.ESRCH):
+        monkeypatch.setattr(owners, "_PROC", Refused(number))
+        assert is_dead(me)
+
+
 def test_a_command_with_odd_characters_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """The name in the process table may hold spaces and parentheses; the fields behind it count."""
     fields = " ".join(["S", *map(str, range(4, 22)), "4711", "23"])
 
     class Table:
-        def __truediv__(self, name: str) -> "Table":
+        def __truediv__(self, name: str) -> Table:
             return self
 
         def read_bytes(self) -> bytes:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError
+from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, UnsupportedFormatError
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest, ManifestHeader
 from asymcheck.format.ring import COMPLETE
@@ -19,9 +19,10 @@ from asymcheck.pipeline.ring_store import is_of_a_copy
 from asymcheck.tiers.dram_ring import RingPack, RingReader, left_rings, open_left, remove_unmade
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, work_off
 from asymcheck.tiers.slots import Slot
-from asymcheck.types import CheckpointRef, Digest
+from asymcheck.types import CheckpointRef, Digest, SaveId
 
 _SHOWN = 8
+_STAYS = "it stays there, and takes memory until removed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Adopted:
 
 @dataclasses.dataclass(frozen=True)
 class Adoption:
-    """Rings that were taken up: their names are gone, their memory is there as long as they are held."""
+    """Rings that were taken up: their memory is there as long as they are held, though most names are gone."""
 
     adopted: list[Adopted]
     """What became of the captures in them."""
@@ -54,6 +55,8 @@ def adopting(
 ) -> Iterator[Adoption]:
     """Commit what lies complete in the rings of this store that nobody uses any more, and remove these rings.
 
+    A ring stays when it has what could be committed another day, by a newer program or when the store is mended.
+
     Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
     ring nor in the store, it can never be complete. While the rings are held, what is in the store now, and much of
     what was there before, can be read from memory.
@@ -62,6 +65,7 @@ def adopting(
         StorageError: the device refused. The ring stays, and may be adopted again.
     """
     adopted: list[Adopted] = []
+    kept = _Kept()
     with contextlib.ExitStack() as stack:
         readers: list[RingReader] = []
         for path in left_rings(folder, tier.descriptor.store_id):
@@ -71,19 +75,19 @@ def adopting(
                 continue
             except FormatError as error:
                 if not remove_unmade(path):
-                    problem = f"{error}; it stays there, and takes memory until removed"
-                    adopted.append(Adopted(None, None, None, problem))
+                    adopted.append(Adopted(None, None, None, f"{error}; {_STAYS}"))
                 continue
             if reader is not None and is_of_a_copy(tier, reader.header.store):
                 adopted += _left_to_the_other(reader)
             elif reader is not None:
                 readers.append(stack.enter_context(reader))
-        found = [one for reader in readers for one in _found_in(reader, adopted)]
+        found = [one for reader in readers for one in _found_in(reader, adopted, kept)]
         found.sort(key=lambda one: (one.header.ref, one.header.rank))
         for one in found:
-            _adopt_one(tier, catalog, encoder, placing, one, found, adopted)
+            _adopt_one(tier, catalog, encoder, placing, one, found, adopted, kept)
         for reader in readers:
-            reader.unlink()
+            if reader not in kept.rings:
+                reader.unlink()
         yield Adoption(adopted, [RingPack(reader) for reader in readers])
 
 
@@ -108,12 +112,26 @@ class _Found:
         return self.manifest.header
 
 
-def _found_in(reader: RingReader, adopted: list[Adopted]) -> Iterator[_Found]:
+@dataclasses.dataclass
+class _Kept:
+    """What is not at fault for not being committed."""
+
+    rings: set[RingReader] = dataclasses.field(default_factory=set)
+    """Rings that stay."""
+    unread: set[tuple[str, SaveId]] = dataclasses.field(default_factory=set)
+    """Runs and save ids of captures that a newer program may read."""
+
+
+def _found_in(reader: RingReader, adopted: list[Adopted], kept: _Kept) -> Iterator[_Found]:
     for entry in reader.captures:
         if entry.state != COMPLETE:
             continue
         try:
             yield _Found(reader, reader.manifest(entry))
+        except UnsupportedFormatError as error:
+            kept.rings.add(reader)
+            kept.unread.add((reader.header.run, entry.save_id))
+            adopted.append(Adopted(reader.header.run, None, None, f"{error}; {_STAYS}"))
         except FormatError as error:
             adopted.append(Adopted(reader.header.run, None, None, str(error)))
 
@@ -126,6 +144,7 @@ def _adopt_one(
     one: _Found,
     found: Sequence[_Found],
     adopted: list[Adopted],
+    kept: _Kept,
 ) -> None:
     header = one.header
     stored = tier.manifests.listing(header.run, header.ref)
@@ -134,6 +153,8 @@ def _adopt_one(
         return
     missing = _missing_ranks(header, stored, found)
     if missing:
+        if (header.run, header.ref.save_id) in kept.unread:
+            kept.rings.add(one.reader)
         if header.rank == min(other.header.rank for other in found if _is_same(other.header, header)):
             ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
             problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
@@ -141,11 +162,18 @@ def _adopt_one(
         return
     drain = Drain(tier, catalog, encoder, header.ref.save_id, header.rank)
     try:
+        # Asked first, too: what has no place in the store need not be written at each start.
+        placing(header)
         _add_all(tier, drain, one)
         ref = drain.commit(one.manifest, placing)
-    except (MissingPartitionError, FormatError, InvalidInputError) as error:
+    except MissingPartitionError as error:
         drain.abandon()
         adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
+    except (FormatError, InvalidInputError) as error:
+        # Nothing is wrong with the capture, but with the store, as with a head record: that may be mended.
+        drain.abandon()
+        kept.rings.add(one.reader)
+        adopted.append(Adopted(header.run, header.ref.step, None, f"{error}; {_STAYS}"))
     except BaseException:
         drain.abandon()
         raise

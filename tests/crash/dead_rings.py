@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
+from asymcheck.errors import UnsupportedFeatureError
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring import decode_ring_header, encode_ring_header
 from asymcheck.tiers.dram_ring import RingReader
@@ -46,6 +48,12 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def refuse_rings(_features: Iterable[str], what: str) -> None:
+    """Take every manifest in a ring for one of a newer program."""
+    if what.startswith("manifest in ring"):
+        raise UnsupportedFeatureError(f"{what} needs something: install a newer asymcheck")
 
 
 def partition_of_newest(ring: Path) -> tuple[int, int]:

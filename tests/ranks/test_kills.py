@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from asymcheck import Store
 from asymcheck.cli import exits
+from asymcheck.format import manifest_reader
 from tests.cli.conftest import run_command
-from tests.crash.dead_rings import copied
+from tests.crash.dead_rings import copied, refuse_rings
 from tests.ranks.job import LIMIT_S, Job, Meeting
 from tests.ranks.training import Training
 
@@ -95,6 +99,25 @@ def check_files_from_memory(where: Path) -> None:
     assert re.search("of its 2 ranks only [01] left it complete in memory", outcome.err)
 
 
+def check_newer_program(where: Path) -> None:
+    """What one rank left that only a newer program can read is waited for: nothing of it is given up."""
+    copied(where / "whole", where / "newer")
+    rings = sorted((where / "newer" / "memory").iterdir())
+
+    def refuse(features: Iterable[str], what: str) -> None:
+        if rings[0].name in what:
+            refuse_rings(features, what)
+
+    with Store.open(where / "newer" / "store") as store:
+        with pytest.MonkeyPatch.context() as newer:
+            newer.setattr(manifest_reader, "check_reader_features", refuse)
+            with store.adopting(where / "newer" / "memory") as adopted:
+                assert [one.ref for one in adopted] == [None, None]
+        assert sorted((where / "newer" / "memory").iterdir()) == rings
+        with store.adopting(where / "newer" / "memory") as adopted:
+            assert [one.problem for one in adopted] == ["", ""]
+
+
 def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(meeting: Meeting, tmp_path: Path) -> None:
     """Both were killed when step 1 was complete in the memory of each, and committed by none."""
     job = meeting.launch("stuck", 2, tmp_path / "whole")
@@ -108,6 +131,7 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     rings[1].unlink()
 
     check_files_from_memory(tmp_path)
+    check_newer_program(tmp_path)
     with Store.open(tmp_path / "whole" / "store") as store:
         only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]

@@ -1,0 +1,55 @@
+"""Captures that a start cannot commit, though nothing is wrong with them: their ring stays for another day."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import SkippedCheckpointWarning
+from asymcheck.format import manifest_reader
+from tests.checkpointer.loops import rings
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, refuse_rings
+from tests.crash.trainer import assert_restored, train
+from tests.zygote import Zygote
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """The capture of a generation whose head record is not what it was is reported, and taken up when that is back."""
+    kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)
+    (done,) = rings(tmp_path)
+    done.unlink()
+    zygote.start(train, path=str(tmp_path), kill="capture.complete", number=1).wait_killed()
+    (ring,) = rings(tmp_path)
+    head = tmp_path / "store/heads/default/00000002.head"
+    record = head.read_bytes()
+    if how == "missing":
+        head.unlink()
+    else:
+        head.write_bytes(bytes(len(record)))
+    packs = sorted((tmp_path / "store/packs").iterdir())
+    for _ in range(2):
+        with Store.open(tmp_path / "store") as store, store.adopting(ring.parent) as adopted:
+            (left,) = adopted
+            assert (left.step, left.ref) == (1, None)
+            assert "stays there" in left.problem
+    assert rings(tmp_path) == [ring]
+    assert sorted((tmp_path / "store/packs").iterdir()) == packs, "it was written though it has no place"
+    head.write_bytes(record)
+    assert_restored(tmp_path, 1, 1)
+    assert rings(tmp_path) == []
+
+
+def test_what_a_newer_program_left_in_memory_stays_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning; the start goes on without it, and that program takes it up."""
+    (ring,) = rings(folder)
+    with monkeypatch.context() as newer:
+        newer.setattr(manifest_reader, "check_reader_features", refuse_rings)
+        with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default', which .*newer.*stays there"):
+            assert_restored(folder, DURABLE - 1, DURABLE - 1)
+    assert rings(folder) == [ring]
+    with Store.open(folder / "store") as store, store.adopting(ring.parent) as adopted:
+        assert [one.step for one in adopted if one.ref is not None] == list(range(DURABLE, CAPTURED))
+    assert rings(folder) == []

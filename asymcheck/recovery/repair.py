@@ -9,7 +9,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
 from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
-from asymcheck.recovery.replace import Replacement
+from asymcheck.recovery.replace import Elsewhere, Replacement
 from asymcheck.recovery.resolve import what_is_missing
 from asymcheck.recovery.survey import PackContent, Survey, survey
 from asymcheck.tiers.manifests import generations
@@ -135,13 +135,12 @@ class _Repairer:
 
     def _packs(self, found: Survey) -> set[Digest]:
         """Replace the damaged packs; return all partitions that can be had afterwards."""
-        elsewhere = {
-            pack.names[sequence]: pack.location(sequence)
-            for pack in found.packs.values()
-            if pack.is_sound
-            for sequence in pack.promised()
-        }
-        have = set(elsewhere)
+        elsewhere = Elsewhere()
+        have: set[Digest] = set()
+        for pack in found.packs.values():
+            for sequence in pack.promised() if pack.is_sound else ():
+                elsewhere.add(pack.names[sequence], pack.location(sequence))
+                have.add(pack.names[sequence])
         for pack_id, pack in found.packs.items():
             if not pack.is_sound:
                 have.update(pack.names[sequence] for sequence in pack.intact())
@@ -154,15 +153,16 @@ class _Repairer:
             )
         return have
 
-    def _replace(self, pack_id: PackId, pack: PackContent, elsewhere: dict[Digest, Location]) -> None:
+    def _replace(self, pack_id: PackId, pack: PackContent, elsewhere: Elsewhere) -> None:
         where = _where(pack_id)
         found = pack.damage or f"{len(pack.wrong)} of {len(pack.names)} frames are damaged: {_first(pack.wrong)}"
         replaced = Replacement(self._tier, self._catalog, pack, elsewhere).carry_out()
         if replaced.busy:
             self._left.append(Unrepaired("busy-pack", where, f"{found}; {replaced.busy}", _AGAIN))
             return
-        elsewhere.update(replaced.copied)
-        self._copied.update(replaced.copied)
+        for (name, _), location in replaced.copied.items():
+            elsewhere.add(name, location)
+            self._copied[name] = location
         if replaced.changed:
             copied, kept = len(replaced.copied), len(pack.intact()) - len(replaced.copied)
             done = [f"{copied} partition{'s' if copied > 1 else ''} copied into a new pack"] if copied else []

@@ -12,11 +12,15 @@ from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
+from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.frame import frame_length
 from asymcheck.format.pack import PackHeader
 from asymcheck.recovery.survey import PackContent, read_payload
 from asymcheck.tiers.nvme import BaseFrames, Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location
+
+_Copy = tuple[Digest, bytes]
+"""A partition and the base that a frame of it is encoded against; zero for a full frame."""
 
 _CHANGED = "the store changed while it was being repaired"
 _HELD = "another process reads or writes it"
@@ -27,14 +31,43 @@ _PINNED = "a save that is under way has reused partitions of it"
 class Replaced:
     """What became of a damaged pack."""
 
-    copied: dict[Digest, Location] = dataclasses.field(default_factory=dict)
-    """Partitions that now lie in a new pack."""
+    copied: dict[_Copy, Location] = dataclasses.field(default_factory=dict)
+    """Frames that now lie in a new pack."""
     removed: bool = False
     """Whether the damaged pack is gone."""
     changed: bool = False
     """Whether anything was done."""
     busy: str = ""
     """Why nothing could be done; empty when all was done."""
+
+
+class Elsewhere:
+    """Frames that lie intact in sound packs.
+
+    A full frame can stand for any other; one with a base only for its like: else a chain of deltas could grow too long,
+    or lead back to itself.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._full: dict[Digest, Location] = {}
+        self._based: dict[Digest, dict[bytes, Location]] = {}
+
+    def add(self, name: Digest, location: Location) -> None:
+        """Know of one more."""
+        if location.base_digest == ZERO_DIGEST:
+            self._full[name] = location
+        else:
+            self._based.setdefault(name, {})[location.base_digest] = location
+
+    def stands(self, copy: _Copy) -> bool:
+        """Tell whether there is a frame that can stand for this one."""
+        name, base = copy
+        return name in self._full or base in self._based.get(name, {})
+
+    def of(self, name: Digest) -> Location | None:
+        """Return where a partition lies, in full if it does."""
+        return self._full.get(name) or next(iter(self._based.get(name, {}).values()), None)
 
 
 class Replacement:
@@ -50,20 +83,22 @@ class Replacement:
         tier: NvmeTier,
         catalog: Catalog,
         content: PackContent,
-        elsewhere: Mapping[Digest, Location],
+        elsewhere: Elsewhere,
     ) -> None:
-        """Replace the pack with this ``content``; partitions that lie intact ``elsewhere`` need no copy."""
+        """Replace the pack with this ``content``; a frame for which one ``elsewhere`` stands needs no copy."""
         self._tier = tier
         self._catalog = catalog
         self._content = content
         self._pack_id = content.header.pack_id
         self._path = tier.packs / layout.pack_name(self._pack_id)
-        self._elsewhere = {name: elsewhere[name] for name in content.names if name in elsewhere}
+        intact = {content.copy(sequence): sequence for sequence in content.intact()}
         self._copies = {
-            content.names[sequence]: sequence
-            for sequence in content.intact()
-            if content.names[sequence] not in elsewhere
+            (name, base): sequence
+            for (name, base), sequence in intact.items()
+            if not elsewhere.stands((name, base)) and (base == ZERO_DIGEST or (name, ZERO_DIGEST) not in intact)
         }
+        others = {*content.names} - {name for name, _ in self._copies}
+        self._elsewhere = {name: place for name in others if (place := elsewhere.of(name)) is not None}
         # What the device did not give may be there another day.
         self._keep = bool(content.unread or content.baseless)
         self._entered = False
@@ -112,7 +147,7 @@ class Replacement:
         ]
 
     @contextlib.contextmanager
-    def _new_pack(self) -> Iterator[tuple[PackHeader | None, dict[Digest, Location]]]:
+    def _new_pack(self) -> Iterator[tuple[PackHeader | None, dict[_Copy, Location]]]:
         """Write the intact partitions into a complete pack, locked for the ``with`` block.
 
         Unless it was entered by the end of the block, it is removed again.
@@ -120,16 +155,16 @@ class Replacement:
         if not self._copies:
             yield None, {}
             return
-        lengths = {name: int(self._content.entries["stored_length"][at]) for name, at in self._copies.items()}
-        writer = self._tier.start_pack(sum(map(frame_length, lengths.values())))
+        lengths = [int(self._content.entries["stored_length"][at]) for at in self._copies.values()]
+        writer = self._tier.start_pack(sum(map(frame_length, lengths)))
         try:
             try:
-                self._copy(writer, lengths)
+                self._copy(writer, max(lengths))
                 header, locations = writer.seal(time.time_ns(), WRITER)
             except BaseException:
                 writer.abandon()
                 raise
-            yield header, dict(locations)
+            yield header, {(name, location.base_digest): location for name, location in locations}
         finally:
             if not self._entered:
                 # Nobody else could open it yet. Were it to stay, it would be no harm but a second copy.
@@ -137,11 +172,11 @@ class Replacement:
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _copy(self, writer: PackWriter, lengths: Mapping[Digest, int]) -> None:
+    def _copy(self, writer: PackWriter, longest: int) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
-            slot = Slot(max(lengths.values()))
+            slot = Slot(longest)
             read_base = base_reader(BaseFrames(self._tier).copies_of)
-            for name, sequence in self._copies.items():
+            for (name, _), sequence in self._copies.items():
                 found = None
                 if sequence < len(pack.entries):
                     found = read_payload(pack, sequence, name, slot, read_base)
@@ -149,7 +184,7 @@ class Replacement:
                     raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {self._pack_id.hex()}")
                 writer.write(slot, found)
 
-    def _enter(self, header: PackHeader | None, locations: Mapping[Digest, Location]) -> str:
+    def _enter(self, header: PackHeader | None, locations: Mapping[_Copy, Location]) -> str:
         """Say in the catalog where the partitions lie now, in one transaction, or return why not."""
         with self._catalog.read() as transaction:
             pointing = self._pointing(transaction)
@@ -162,7 +197,7 @@ class Replacement:
             for name, location in self._elsewhere.items():
                 if transaction.location(name) is None:
                     transaction.put_location(name, location)
-            for name, location in locations.items():
+            for (name, _), location in locations.items():
                 transaction.put_location(name, location)
             if header is not None:
                 transaction.put_pack(header.pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)

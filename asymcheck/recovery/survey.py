@@ -68,11 +68,15 @@ class PackContent:
         """Return the frames whose partition cannot be had from here."""
         return [i for i in self.wrong if i not in self.rescued]
 
+    def copy(self, sequence: int) -> tuple[Digest, bytes]:
+        """Return the digest of a frame, and that of its base; zero for a full one."""
+        return self.names[sequence], self.entries["base_digest"][sequence].tobytes()
+
     def location(self, sequence: int) -> Location:
         """Return where a frame lies, as the catalog says it."""
         row = self.entries[["offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm"]]
         offset, stored, plain, kind, codec, algorithm = row[sequence].tolist()
-        base = self.entries["base_digest"][sequence].tobytes()
+        _, base = self.copy(sequence)
         return Location(self.header.pack_id, offset, stored, plain, kind, codec, algorithm, base)
 
 

@@ -9,9 +9,10 @@ import pytest
 from asymcheck import Retention, Store
 from asymcheck.codecs.encode import Encoded, encode_planes, encode_zstd
 from asymcheck.format import registry
-from asymcheck.format.digest import digest
+from asymcheck.format.digest import ZERO_DIGEST, digest
 from asymcheck.format.pack import Entries
 from asymcheck.types import Digest
+from tests.damage.flips import flip
 from tests.damage.small_store import CONFIG
 from tests.recovery.test_bases import SEGMENTS, check_loads, delta_of, plain_of, save_steps, write_pack
 
@@ -99,3 +100,56 @@ def test_a_full_frame_stands_for_a_delta(store_path: Path) -> None:
         assert store.gc().freed_packs == 1
         assert store.usage().packs == 1
     check_loads(path, 1)
+
+
+def damaged_pack(path: Path, *encoded: Encoded) -> Path:
+    """Write a pack whose index is damaged, but none of its frames."""
+    pack = write_pack(path, *encoded)
+    flip(pack, (pack.stat().st_size - 4096 + 80) * 8)
+    return pack
+
+
+def test_repair_takes_no_delta_for_a_full_frame(store_path: Path) -> None:
+    """The full copy that a shorter chain ends in is in a damaged pack: it is carried over beside a sound delta."""
+    chain = [[planes_of(0)], *([delta_of(step, step - 1)] for step in range(1, 9))]
+    path = store_of(store_path, (8, 9), *chain, [delta_of(9, 8)])
+    damaged = damaged_pack(path, planes_of(8))
+    with Store.open(path, config=CONFIG) as store:
+        assert store.repair().copied_partitions == 1
+        assert not damaged.exists()
+        assert sorted(int(entry["kind"]) for entry in entries_of(store, 8)) == [registry.KIND_FULL, 1]
+        assert store.repair().done == ()
+    check_loads(path, 8, 9)
+
+
+def test_repair_leaves_no_circle_of_deltas(store_path: Path) -> None:
+    """Of two partitions each is a delta of the other in sound packs; in full they lie in a damaged one."""
+    path = store_of(store_path, (0, 1), [delta_of(0, 1)], [delta_of(1, 0)])
+    damaged_pack(path, planes_of(0), planes_of(1))
+    with Store.open(path, config=CONFIG) as store:
+        assert store.repair().copied_partitions == 2
+    check_loads(path, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("held", "elsewhere", "left"),
+    [
+        ([delta_of(2, 1)], [delta_of(2, 0)], [plain_of(0), plain_of(1)]),
+        ([delta_of(2, 1)], [delta_of(2, 1)], [plain_of(1)]),
+        ([delta_of(2, 1)], [planes_of(2)], [b""]),
+        ([planes_of(2), delta_of(2, 1)], [], [b""]),
+    ],
+    ids=["another base", "the same base", "full elsewhere", "full beside it"],
+)
+def test_repair_takes_a_delta_for_its_like_alone(
+    store_path: Path, held: list[Encoded], elsewhere: list[Encoded], left: list[bytes]
+) -> None:
+    """A delta of a damaged pack is carried over unless what lies elsewhere has the same base, or none."""
+    packs = [[planes_of(0)], [planes_of(1)], *([one] for one in elsewhere)]
+    path = store_of(store_path, (0, 1, 2), *packs)
+    damaged_pack(path, *held)
+    with Store.open(path, config=CONFIG) as store:
+        assert store.repair().left == ()
+        bases = {entry["base_digest"].tobytes() for entry in entries_of(store, 2)}
+        assert bases == {digest(base) if base else ZERO_DIGEST for base in left}
+    check_loads(path, 0, 1, 2)

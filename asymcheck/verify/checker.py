@@ -49,6 +49,8 @@ class _Checker:
         self.run = run
         self.step = step
         self.progress = progress
+        self.packs = set(tier.pack_ids())
+        self.listed: list[CheckpointFiles] = []
         self.findings: list[Finding] = []
         self.needs: dict[Digest, _Need] = {}
         self.disputed: dict[tuple[Digest, int], _Need] = {}
@@ -120,11 +122,21 @@ class _Checker:
             severity = Severity.ERROR if generation in line else Severity.WARNING
             self._add(kind, severity, "I6", f"{layout.HEADS}/{run}/{layout.head_name(generation)}", message)
 
+    def _checkpoints(self, run: str) -> Iterator[CheckpointFiles]:
+        listings = self.tier.manifests.checkpoints(run)
+        return (listing for listing in listings if self.step in (None, listing.ref.step))
+
+    def has_changed(self) -> bool:
+        """Tell whether packs or manifests have come or gone since they were listed."""
+        runs = [run for run in self.tier.manifests.runs() if self.run in (None, run)]
+        return self.packs != set(self.tier.pack_ids()) or self.listed != [
+            listing for run in runs for listing in self._checkpoints(run)
+        ]
+
     def _manifests(self, run: str) -> None:
         """I3 and I4; notes which partitions are needed."""
-        for listing in self.tier.manifests.checkpoints(run):
-            if self.step not in (None, listing.ref.step):
-                continue
+        for listing in self._checkpoints(run):
+            self.listed.append(listing)
             name = f"{run} {listing.ref}"
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
             if not listing.is_complete:
@@ -137,14 +149,19 @@ class _Checker:
                 except UNKNOWING:
                     raise
                 except AsymcheckError as error:
-                    self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                     wholes = None
+                    if isinstance(error, MissingPartitionError) and self._is_deleted(listing, manifest_name):
+                        continue  # Deleted since it was listed.
+                    self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
                     self._note(manifest, name)
                     if wholes is not None:
                         wholes.add(manifest)
             if wholes is not None:
                 self._lacking(wholes, where)
+
+    def _is_deleted(self, listing: CheckpointFiles, name: layout.ManifestName) -> bool:
+        return name not in self.tier.manifests.listing(listing.run, listing.ref).manifests
 
     def _lacking(self, wholes: Wholes, where: str) -> None:
         """No invariant: ranks like those that saved it get back what each had, but nobody else does (§10.5)."""
@@ -371,11 +388,11 @@ def verify(
     Returns:
         Findings, none when all is well. What a concurrent save is writing is not reported as damage.
     """
-    listed, findings = set(tier.pack_ids()), _Checker(tier, run, step, progress, deep=deep).check()
-    for _ in range(_ATTEMPTS - 1):
-        now = set(tier.pack_ids())
-        if now == listed or all(one.severity != Severity.ERROR for one in findings):
-            break
+    findings: list[Finding] = []
+    for _ in range(_ATTEMPTS):
+        checker = _Checker(tier, run, step, progress, deep=deep)
+        findings = checker.check()
         # What is missing may have been copied into another pack meanwhile, or deleted with its checkpoint.
-        listed, findings = now, _Checker(tier, run, step, progress, deep=deep).check()
+        if all(one.severity != Severity.ERROR for one in findings) or not checker.has_changed():
+            break
     return findings

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from asymcheck.errors import CheckpointNotFoundError, RecoveryError
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
 from asymcheck.recovery import resolve as resolve_module
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.store import Store
 from asymcheck.tiers.files import Files
+from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.types import CheckpointRef
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
 from tests.crash.survival import check_steps
@@ -75,6 +79,46 @@ class _Reading(Files):
             act, self.act = self.act, None
             act()
         return super().pread(descriptor, buffer, offset, path)
+
+
+def _delete_when_read(monkeypatch: pytest.MonkeyPatch, other: Store, *, before: bool) -> None:
+    """Have another process delete step 0 just before its manifest is read, or just after."""
+    original = ManifestReader.read
+
+    def read(reader: ManifestReader, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+        if before and ref.step == 0:
+            other.delete(0)
+        manifest = original(reader, run, ref, name)
+        if not before and ref.step == 0:
+            other.delete(0)
+        return manifest
+
+    monkeypatch.setattr(ManifestReader, "read", read)
+
+
+def test_verify_misses_no_manifest_that_was_deleted(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes after it was listed is no damage."""
+    store, other = stores
+    for step in range(2):
+        store.save(make_state(step), step=step)
+    _delete_when_read(monkeypatch, other, before=True)
+    assert store.verify() == []
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_verify_misses_nothing_that_a_deleted_checkpoint_needs(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it lacks costs nobody anything when it has gone meanwhile, though no pack has."""
+    store, other = stores
+    store.save(make_state(0), step=0)
+    for pack in (store.path / "packs").glob("*.pack"):
+        pack.unlink()
+    assert {one.kind for one in store.verify()} == {"missing-partition"}
+    _delete_when_read(monkeypatch, other, before=False)
+    assert store.verify() == []
 
 
 def test_packs_being_read_are_not_recycled(store_path: Path) -> None:

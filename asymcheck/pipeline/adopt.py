@@ -164,6 +164,7 @@ def _adopt_one(
     try:
         # Asked first, too: what has no place in the store need not be written at each start.
         placing(header)
+        _check_line(tier, header)
         _add_all(tier, drain, one)
         ref = drain.commit(one.manifest, placing)
     except MissingPartitionError as error:
@@ -179,6 +180,16 @@ def _adopt_one(
         raise
     else:
         adopted.append(Adopted(header.run, header.ref.step, ref, ""))
+
+
+def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:
+    """Refuse a capture of another line whose generation has the same number: of a store before it was put back."""
+    head = tier.manifests.read_head(header.run, header.ref.generation)
+    if head is not None and int.from_bytes(header.ref.save_id[:8], "big") < head[0].created_ns:
+        raise InvalidInputError(
+            f"step {header.ref.step} of run {header.run!r} was captured before generation {header.ref.generation} was "
+            "opened in this store: it is of another line"
+        )
 
 
 def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, found: Sequence[_Found]) -> list[int]:

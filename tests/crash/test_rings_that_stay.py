@@ -42,6 +42,24 @@ def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp
     assert rings(tmp_path) == []
 
 
+def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Zygote, tmp_path: Path) -> None:
+    """The store was put back from a copy that is older than the generation, and training has opened another one."""
+    kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)
+    (done,) = rings(tmp_path)
+    done.unlink()
+    zygote.start(train, path=str(tmp_path), kill="capture.complete", number=1).wait_killed()
+    (ring,) = rings(tmp_path)
+    (tmp_path / "store/heads/default/00000002.head").unlink()
+    with Store.open(tmp_path / "store") as store:
+        assert store.begin_generation(store.checkpoints()[-1]) == 2
+        with store.adopting(ring.parent) as adopted:
+            (left,) = adopted
+            assert (left.step, left.ref) == (1, None)
+            assert "it is of another line; it stays there" in left.problem
+    assert rings(tmp_path) == [ring]
+    ring.unlink()
+
+
 def test_what_a_newer_program_left_in_memory_stays_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a warning; the start goes on without it, and that program takes it up."""
     (ring,) = rings(folder)

@@ -15,6 +15,7 @@
     ├── RecoveryError                  no intact copy of something that is needed
     │   ├── MissingPartitionError, DamagedPartitionError, InconsistentCheckpointError, HeadRecordError
     │   └── PartialRestoreError            tensors were overwritten before the failure
+    │       └── RefusedStateError              not damage: an object refused its state
     ├── TornCaptureError               the state changed while it was captured; nothing was committed
     ├── LostCheckpointError            checkpoints of the background could not be stored
     ├── PruneError                     old checkpoints could not be removed; none was lost
@@ -183,27 +184,22 @@ class RecoveryError(AsymcheckError):
 
     kind = "recovery"
 
+    def __init__(self, message: str, digest: bytes | None = None) -> None:
+        """Keep the digest of the (first) partition, where the error is about one."""
+        super().__init__(message)
+        self.digest = digest
+
 
 class MissingPartitionError(RecoveryError):
     """A digest that a manifest names lies in no pack."""
 
     kind = "missing-partition"
 
-    def __init__(self, message: str, digest: bytes | None = None) -> None:
-        """Keep the digest of the (first) missing partition, where the error is about one."""
-        super().__init__(message)
-        self.digest = digest
-
 
 class DamagedPartitionError(RecoveryError):
     """Every copy of a partition is damaged."""
 
     kind = "damaged-partition"
-
-    def __init__(self, message: str, digest: bytes | None = None) -> None:
-        """Keep the digest of the partition."""
-        super().__init__(message)
-        self.digest = digest
 
 
 class InconsistentCheckpointError(RecoveryError):
@@ -235,6 +231,12 @@ class PartialRestoreError(RecoveryError):
         self.next_step = next_step
 
 
+class RefusedStateError(PartialRestoreError):
+    """An object refused its state in ``load_state_dict()``: nothing is wrong with the checkpoint."""
+
+    kind = "refused-state"
+
+
 class TornCaptureError(AsymcheckError):
     """A tensor changed while it was being captured for a checkpoint; that checkpoint was given up."""
 
@@ -251,10 +253,7 @@ class LostCheckpointError(AsymcheckError):
 
 
 class PruneError(AsymcheckError):
-    """Checkpoints that retention does not keep could not be removed, or their packs not be freed; none was lost.
-
-    The cause is what went wrong. It is tried again after the next checkpoint.
-    """
+    """What retention does not keep could not be removed, see the cause; none was lost. The next checkpoint retries."""
 
     kind = "prune"
 

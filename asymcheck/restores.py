@@ -17,6 +17,7 @@ from asymcheck.errors import (
     FormatError,
     InconsistentCheckpointError,
     RecoveryError,
+    RefusedStateError,
     RemoteCopyWarning,
     SkippedCheckpointWarning,
     StorageError,
@@ -116,7 +117,7 @@ class Restores(Remotes):
 
         Raises:
             InconsistentCheckpointError, FormatError, RecoveryError, StorageError: it is not whole in any of them.
-            StateMismatchError: the state does not fit.
+            StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
         """
         self._fence()
         wanted = Wanted("*", into, check_device(None), rank=check_rank(rank), grows=True)
@@ -127,7 +128,7 @@ class Restores(Remotes):
             for tier in tiers:
                 try:
                     loaded = load_part(self._with_memory(tier), run, ref, wanted)
-                except (UnsupportedFormatError, *UNKNOWING):
+                except (UnsupportedFormatError, RefusedStateError, *UNKNOWING):
                     raise
                 except (FormatError, RecoveryError, StorageError) as error:
                     problems.append(str(error))

@@ -18,6 +18,7 @@ from asymcheck.errors import (
     RankFailedError,
     RanksError,
     RecoveryError,
+    RefusedStateError,
     UnsupportedFormatError,
 )
 from asymcheck.machines import Proposals, align, named, open_too, opened, ref_of
@@ -217,8 +218,9 @@ class Together:
             checkpoint = read()
         except AsymcheckError as error:
             failure = error
+            # What an object refuses now, it would refuse of an older checkpoint, too.
             is_damage = isinstance(error, (RecoveryError, FormatError)) and not isinstance(
-                error, UnsupportedFormatError
+                error, (RefusedStateError, UnsupportedFormatError)
             )
         except BaseException as error:
             session.report(at, reason_of(error).encode(), failed=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismatchError, UnsupportedValueError
+from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
 from asymcheck.partition.boxes import Box
@@ -80,7 +80,7 @@ class Filler:
         """Put plain values in place, call ``load_state_dict`` where it belongs, in order; return the state.
 
         Raises:
-            PartialRestoreError: an object refused its state.
+            RefusedStateError: an object did.
         """
         return self._finish(assembly)
 
@@ -186,7 +186,7 @@ class Filler:
                 current.load_state_dict(_put_in(shape, tensors, assembly))  # type: ignore[arg-type]  # a dict, as checked above
             except Exception as error:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused what is stored"
-                raise PartialRestoreError(f"{what}: {error}", (), None) from error
+                raise RefusedStateError(f"{what}: {error}", (), None) from error
             return current
 
         return finish

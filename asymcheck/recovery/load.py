@@ -15,6 +15,7 @@ from asymcheck.errors import (
     FormatError,
     InconsistentCheckpointError,
     PartialRestoreError,
+    RefusedStateError,
     StateMismatchError,
 )
 from asymcheck.events import timed
@@ -85,6 +86,7 @@ def load(tier: ReadTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`read_first`.
         StateMismatchError: ``into`` does not fit; nothing was overwritten.
         PartialRestoreError: filling in place failed half-way.
+        RefusedStateError: an object refused its state.
     """
     return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
@@ -186,6 +188,7 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> L
             rank needs is not here.
         StateMismatchError: the state does not fit; nothing was overwritten.
         PartialRestoreError: some of it was overwritten, and then the rest proved damaged.
+        RefusedStateError: an object refused its state.
     """
     listing = tier.manifests.listing(run, ref)
     if not listing.world_size:
@@ -286,9 +289,9 @@ def _check_overlapping(tier: ReadTier, resolved: Resolved, demands: Sequence[Dem
 def _finish(filler: Filler, assembly: Assembly) -> object:
     try:
         return filler.finish(assembly)
-    except PartialRestoreError as error:
+    except RefusedStateError as error:
         names = assembly.overwritten()
-        raise PartialRestoreError(f"{error}. {_overwritten(names)}", names, None) from error.__cause__
+        raise RefusedStateError(f"{error}. {_overwritten(names)}", names, None) from error.__cause__
 
 
 def _overwritten(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.repaired import Repaired
 from asymcheck.store import Store
 from asymcheck.tiers.remote import is_uri
@@ -52,14 +53,19 @@ def verify(
         )
     if remote is not None and not repair:
         raise click.UsageError("--remote goes with --repair; to check a remote location, give it as STORE")
+    # A step means a run, as everywhere else: what is counted and judged is what was looked at.
+    run = DEFAULT_RUN if run is None and step is not None else run
+    is_deep = deep or not is_uri(store)
     repaired = _repair(store, remote) if repair else None
     with Store.open(store, read_only=True) as opened:
         with output.progress("verify") as progress:
-            findings = opened.verify(step, run=run, progress=progress, deep=deep or not is_uri(store))
+            findings = opened.verify(step, run=run, progress=progress, deep=is_deep)
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
-    _report(store, findings, checkpoints, repaired, as_json=as_json)
-    if not deep and is_uri(store) and not as_json:
-        click.echo("frames were not read: --deep does")
+    if as_json:
+        found = {"store": store, "checkpoints": len(checkpoints), "deep": is_deep, "lost": sorted(_lost(findings))}
+        output.print_json({**found, "findings": findings, "repaired": repaired})
+    else:
+        _report(findings, checkpoints, repaired, is_deep=is_deep)
     ctx.exit(_status(findings))
 
 
@@ -70,17 +76,18 @@ def _repair(store: str, remote: str | None) -> Repaired:
         return opened.repair(progress)
 
 
+def _lost(findings: list[Finding]) -> set[str]:
+    return {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
+
+
 def _report(
-    store: str, findings: list[Finding], checkpoints: list[Checkpoint], repaired: Repaired | None, *, as_json: bool
+    findings: list[Finding], checkpoints: list[Checkpoint], repaired: Repaired | None, *, is_deep: bool
 ) -> None:
-    lost = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
-    if as_json:
-        document = {"store": store, "checkpoints": len(checkpoints), "lost": sorted(lost), "findings": findings}
-        output.print_json({**document, "repaired": repaired})
-        return
     if repaired is not None:
         _show_repaired(repaired)
-    _show(findings, checkpoints, len(lost))
+    _show(findings, checkpoints, len(_lost(findings)))
+    if not is_deep:
+        click.echo("frames were not read: --deep does")
 
 
 def _show_repaired(repaired: Repaired) -> None:

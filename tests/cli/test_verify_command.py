@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+import asymcheck
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -40,7 +43,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     assert "damaged-frame" in outcome.out
     assert "3 cannot be restored" in outcome.out
     document = call("verify", store, "--json").json
-    assert set(document) == {"store", "checkpoints", "lost", "findings", "repaired"}
+    assert set(document) == {"store", "checkpoints", "deep", "lost", "findings", "repaired"}
     assert document["checkpoints"] == 5
     assert len(document["lost"]) == 3  # type: ignore[arg-type]  # JSON
     (finding,) = document["findings"]  # type: ignore[misc]  # JSON
@@ -62,3 +65,23 @@ def test_one_step_only(call: Call, store: Path) -> None:
     flip(largest_pack(store), 4096 + 300)
     assert call("verify", store, "--step", 25).status == 0
     assert call("verify", store, "--step", 20).status == 1
+
+
+def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path) -> None:
+    """What another run has of that step is neither looked at nor counted, and --run chooses it."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"model": {"weight": torch.full((10_000,), 7.0)}}, step=25, run="other")
+    flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 4096 + 300)
+    outcome = call("verify", store, "--step", 25)
+    assert (outcome.status, outcome.out) == (0, "1 checkpoint checked: every one can be restored\n")
+    assert call("verify", store, "--step", 25, "--json").json["checkpoints"] == 1
+    assert call("verify", store, "--step", 25, "--run", "other").status == 1
+
+
+def test_a_document_says_whether_frames_were_read(call: Call, store: Path, tmp_path: Path) -> None:
+    """Of a store they are; of a location only with --deep."""
+    location = (tmp_path / "there").as_uri()
+    assert call("push", store, location).status == 0
+    assert call("verify", store, "--json").json["deep"] is True
+    assert call("verify", location, "--json").json["deep"] is False
+    assert call("verify", location, "--deep", "--json").json["deep"] is True

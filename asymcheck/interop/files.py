@@ -250,6 +250,8 @@ class Draft:
         for file in self._files:
             file.close()
         self._files.clear()
+        # An older checkpoint may be written in place of a damaged one.
+        self._bytes = 0
         with contextlib.suppress(OSError):
             if self.path.is_dir():
                 shutil.rmtree(self.path)

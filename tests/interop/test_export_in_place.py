@@ -118,6 +118,21 @@ def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_what_a_damaged_checkpoint_had_taken_is_free_for_the_next(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """There is room for one checkpoint, and one is written."""
+    for step in (1, 2):
+        store.save({"a": torch.full((BIG,), step)}, step=step)
+    newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(newest.read_bytes())
+    data[-5000 if len(data) < BIG else 100_000] ^= 1
+    newest.write_bytes(data)
+    monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: BIG * 8 + 10_000)
+    assert export_checkpoint(store, Output(tmp_path / name)).checkpoint.step == 1
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
 def test_too_little_room_is_told_before_anything_is_written(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

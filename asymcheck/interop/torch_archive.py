@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from asymcheck.errors import ForeignFileError
 from asymcheck.interop.zip_members import data_start
@@ -28,6 +28,9 @@ _LEFT_OUT = (".format_version", ".storage_alignment")
 _ENCRYPTED = 1
 _FETCH = "fetch or write it again"
 _REWRITE = "load it with torch.load() and write it again with torch.save()"
+_UNCOMPRESSED = f"pack it again without compression (zip -0), or {_REWRITE}"
+_INFLATED_BYTES_MAX: Final = 1 << 28
+"""Most bytes of a compressed record that is read whole: no pickle comes near this, for its tensors lie beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ class TorchArchive:
         name, member = self._members[start]
         if member.compress_type != zipfile.ZIP_STORED:
             problem = f"its record {name} is compressed"
-            raise ForeignFileError(self._path, problem, f"pack it again without compression (zip -0), or {_REWRITE}")
+            raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
         return self._record(name, member)
 
     def _record(self, name: str, member: zipfile.ZipInfo) -> Record:
@@ -122,8 +125,19 @@ class TorchArchive:
         if member.compress_type == zipfile.ZIP_STORED:
             return data
         if member.compress_type == zipfile.ZIP_DEFLATED:
-            return zlib.decompress(data, -zlib.MAX_WBITS)
+            return self._inflated(name, member, data)
         raise ForeignFileError(self._path, f"its record {name} is compressed in a way that torch does not read", _FETCH)
+
+    def _inflated(self, name: str, member: zipfile.ZipInfo, data: bytes) -> bytes:
+        if member.file_size > _INFLATED_BYTES_MAX:
+            problem = f"its record {name} is compressed, and has {member.file_size} bytes without"
+            raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
+        # The file may come from somebody else: a few bytes can stand for more than there is memory.
+        stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        content = stream.decompress(data, member.file_size + 1)
+        if len(content) != member.file_size or not stream.eof:
+            raise ForeignFileError(self._path, f"its record {name} is not as long as its directory says", _FETCH)
+        return content
 
     def _read(self, start: int, length: int) -> bytes:
         self._file.seek(start)

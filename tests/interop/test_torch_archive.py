@@ -1,8 +1,10 @@
 """Files of torch.save that other programs have packed anew: the tensors that torch loads of them, or an error."""
 
 import random
+import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from asymcheck import Store
 from asymcheck.errors import AsymcheckError, ForeignFileError
+from asymcheck.interop import torch_archive
 from asymcheck.interop.convert import import_checkpoint
 from tests.store.equality import assert_same
 
@@ -108,6 +111,44 @@ def test_compressed_tensors_are_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ForeignFileError, match=r"record data/\d is compressed; .*zip -0"):
         import_checkpoint(store, packed(tmp_path / "a.pt", zipfile.ZIP_DEFLATED))
     assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize("record", [PICKLE, "version", "byteorder"])
+@pytest.mark.parametrize("said", [None, 1000, 200_000])
+def test_a_record_that_expands_without_end_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, said: int | None
+) -> None:
+    """By its length in the directory before anything is expanded, and no further than that when it is a lie."""
+    monkeypatch.setattr(torch_archive, "_INFLATED_BYTES_MAX", 1 << 20)
+    torch.save(example(), tmp_path / "a.pt")
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(path, "w") as archive:
+        for name in source.namelist():
+            is_it = name.partition("/")[2] == record
+            kind = zipfile.ZIP_DEFLATED if is_it else zipfile.ZIP_STORED
+            archive.writestr(name, bytes(64 << 20) if is_it else source.read(name), compress_type=kind)
+            if is_it and said is not None:
+                archive.getinfo(name).file_size = said
+    tracemalloc.start()
+    with pytest.raises(ForeignFileError, match=f"record {record} is .*{'as long' if said else 'without compression'}"):
+        import_checkpoint(store, path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_compressed_record_that_ends_too_soon_is_refused(store: Store, tmp_path: Path) -> None:
+    """Its stream has all the bytes that it should, but no end."""
+    torch.save(example(), tmp_path / "a.pt")
+    path = compressed_pickle(tmp_path / "a.pt")
+    with zipfile.ZipFile(path) as archive:
+        (member,) = (one for one in archive.infolist() if one.filename.endswith(PICKLE))
+    data = path.read_bytes()
+    stored = struct.pack("<II", member.compress_size, member.file_size)
+    assert data.count(stored) == 2
+    path.write_bytes(data.replace(stored, struct.pack("<II", member.compress_size - 1, member.file_size)))
+    with pytest.raises(ForeignFileError, match="not as long as its directory says"):
+        import_checkpoint(store, path)
 
 
 def test_another_byte_order_is_refused(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[st
         is_wanted = not has_rule or one.save_id in best_ones
         is_wanted = is_wanted or (push.every is not None and one.step % push.every == 0)
         if push.every_s is not None:
-            is_wanted = is_wanted or last_ns is None or one.created_ns - last_ns >= push.every_s * _NS
+            # What began before the one before it did was stamped after a clock that ran ahead had been set right.
+            since_ns = None if last_ns is None else one.created_ns - last_ns
+            is_wanted = is_wanted or since_ns is None or since_ns < 0 or since_ns >= push.every_s * _NS
         if one.save_id in sent or is_wanted:
             last_ns = one.created_ns
         if is_wanted and one.save_id not in sent:

@@ -58,6 +58,14 @@ def test_every_so_many_seconds() -> None:
     assert steps(Push(WHERE, every_s=100.0), [made(7)], []) == [7]
 
 
+def test_a_clock_that_ran_ahead_and_was_set_right_holds_nothing_up() -> None:
+    """The first after that goes, and the seconds count from it."""
+    ahead = [made(step, created_ns=(step + 10_000) * S) for step in range(3)]
+    after = [made(step) for step in range(3, 12)]
+    assert steps(Push(WHERE, every_s=4), ahead + after) == [0, 3, 7, 11]
+    assert steps(Push(WHERE, every_s=4), after, ahead) == [3, 7, 11]
+
+
 def test_what_was_chosen_and_deleted_before_its_turn_has_a_successor() -> None:
     """The next one counts from the last that still is."""
     assert steps(Push(WHERE, every_s=4), [one for one in TEN if one.step not in (0, 4)]) == [1, 5, 9]

@@ -85,6 +85,8 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     """  # noqa: D301 - click wants the character
     if rank is not None and tier == "dram":
         raise click.UsageError("--tier dram puts together what all ranks left in memory: leave out --rank")
+    if remote is not None and tier == "dram":
+        raise click.UsageError("--tier dram reads nothing but what is left in memory: leave out --remote")
     place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from)
     with Store.open(store, read_only=True, remote=remote) as opened, output.progress("restore") as progress:
         done = export_checkpoint(

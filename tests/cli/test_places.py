@@ -105,6 +105,9 @@ def test_what_cannot_be_asked_together(
     assert call("inspect", store, "--remote", location, "--step", "10").status == 2
     assert call("inspect", store, "--remote", location, "--tier", "dram").status == 2
     assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0
+    words = ("--to", tmp_path / "out.pt", "--tier", "dram", "--ring-folder", tmp_path)
+    refused = call("restore", store, *words, "--remote", location)
+    assert (refused.status, "leave out --remote" in " ".join(refused.err.split())) == (exits.USAGE, True)
 
 
 def test_a_location_is_checked_without_its_frames(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ The parts of a tensor that several ranks saved are put together; nothing in the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from asymcheck.format.tree import Key
 from asymcheck.interop.dcp_metadata import NAME, FolderTensor, read_metadata
 from asymcheck.interop.files import SourceFile
 from asymcheck.interop.torch_file import read_torch_slice
-from asymcheck.partition.boxes import Box
+from asymcheck.partition.boxes import Box, Crossing, Region
 from asymcheck.partition.dtypes import TORCH_NAMES
 from asymcheck.partition.leaves import TensorBytes, flat_bytes
 
@@ -117,28 +116,25 @@ class _Joined(TensorBytes):
 
     def __init__(self, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, _Piece]]) -> None:
         super().__init__(dtype, shape)
-        self._pieces = pieces
-        self._row_bytes = max(1, math.prod(shape[1:]) * DTYPE_BYTES[dtype])
+        whole, width = Box.of_whole(shape), DTYPE_BYTES[dtype]
+        self._pieces = [
+            (
+                Crossing(whole, box, box, width),
+                flat_bytes(piece).numpy().data if isinstance(piece, torch.Tensor) else piece,
+            )
+            for box, piece in pieces
+            if box.elements
+        ]
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target``; only the rows of the first dimension that it is part of are read."""
-        if not len(target):
-            return
-        width = DTYPE_BYTES[self.dtype]
-        first, last = start // self._row_bytes, -(-(start + len(target)) // self._row_bytes)
-        rows = np.empty((last - first, *self.shape[1:], width), dtype=np.uint8)
-        for box, piece in self._pieces:
-            begin, end = max(first, box.offset[0]), min(last, box.offset[0] + box.shape[0])
-            if begin >= end or not piece.nbytes:
-                continue
-            low, high, form = begin - box.offset[0], end - box.offset[0], (end - begin, *box.shape[1:], width)
-            if isinstance(piece, torch.Tensor):
-                found = flat_bytes(piece[low:high]).numpy().reshape(form)
-            else:
-                found = np.empty(form, dtype=np.uint8)
-                piece.read(low * (piece.nbytes // box.shape[0]), found.reshape(-1).data)
-            place = [slice(begin - first, end - first)]
-            place += [slice(at, at + size) for at, size in zip(box.offset[1:], box.shape[1:], strict=True)]
-            rows[tuple(place)] = found
-        skipped = start - first * self._row_bytes
-        target[:] = rows.reshape(-1)[skipped : skipped + len(target)].data
+        """Fill ``target``; of each part only the bytes that belong there are read."""
+        flat = np.frombuffer(target, dtype=np.uint8)
+        for crossing, piece in self._pieces:
+            for region in crossing.regions(start, start + len(target)):
+                # In the part its bytes follow each other, for they are whole rows there, or lie in one.
+                if isinstance(piece, memoryview):
+                    found = piece[region.target : region.target + region.nbytes]
+                else:
+                    found = memoryview(bytearray(region.nbytes))
+                    piece.read(region.target, found)
+                Region(0, region.source, region.shape, region.target_strides, region.source_strides).copy(found, flat)

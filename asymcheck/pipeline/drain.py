@@ -97,9 +97,12 @@ class Drain:
 
         Raises:
             MissingPartitionError: it has not.
+            StorageError, UnsupportedFormatError: a pack that may have it cannot be read now, or not by this program.
         """
         self._frames[name] = (length, None)
         if self._packing.claim(name):
+            if self._packing.unread is not None:
+                raise self._packing.unread
             raise MissingPartitionError(f"partition {name.hex()} lies neither in the ring nor in the store", name)
 
     def _put(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from asymcheck.config import WRITER
-from asymcheck.errors import AsymcheckError
+from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.pack import PackHeader
@@ -24,6 +24,8 @@ class KnownPartitions:
         self._catalog = catalog
         self._indexes: dict[PackId, set[tuple[Digest, int, int, bytes]]] = {}
         self._gone: set[PackId] = set()
+        self.unread: AsymcheckError | None = None
+        """Why a pack could not be read that may well have what it is said to have: the last one of these."""
         self._lock = threading.Lock()
 
     def chain(self, name: Digest) -> list[Location]:
@@ -64,8 +66,10 @@ class KnownPartitions:
     def _read_index(self, pack_id: PackId) -> set[tuple[Digest, int, int, bytes]]:
         try:
             pack = self._tier.open_pack(pack_id)
-        except AsymcheckError:
+        except AsymcheckError as error:
             # Missing, locked for removal, or damaged: whatever it is, the partition is written again.
+            if isinstance(error, (StorageError, UnsupportedFormatError)):
+                self.unread = error
             return set()
         try:
             if pack.damage is not None:
@@ -188,6 +192,11 @@ class Packing:
             self.relied.pop(name, None)
             self._claimed.discard(name)
         return sorted(lost)
+
+    @property
+    def unread(self) -> AsymcheckError | None:
+        """Why it may not be known what the store holds."""
+        return self._known.unread
 
     def needed_packs(self) -> set[PackId]:
         """Return the packs of others that this save needs: of what it reuses, and of bases."""

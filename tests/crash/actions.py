@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,9 +23,9 @@ Action = Sequence[object]
 ``["gc"]``, ``["prune", 2]`` (keep the last two), ``["restore", 2]``, ``["repair"]``, ``["rebuild"]``."""
 
 
-def open_store(path: Path, *, read_only: bool = False, files: Files | None = None) -> Store:
+def open_store(path: Path, *, read_only: bool = False, files: Files | None = None, slots: int = CONFIG.slots) -> Store:
     """Open a store as these tests do, with their own door to the operating system if given."""
-    return Store(NvmeTier(path, CONFIG, read_only=read_only, files=files))
+    return Store(NvmeTier(path, dataclasses.replace(CONFIG, slots=slots), read_only=read_only, files=files))
 
 
 def save(
@@ -86,7 +87,7 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
             raise AssertionError(f"no such action: {word}")
 
 
-def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 0) -> None:
+def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 0, slots: int = CONFIG.slots) -> None:
     """Take actions on the store in ``path/store``, and be killed on the way; run it in a child.
 
     Args:
@@ -94,6 +95,7 @@ def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 
         actions: what to do, in order.
         kill: at what: the name of an event, "operation" (of a file) or "transaction" (a change inside one).
         number: the how manieth, from 1; with 0 the child lives, and journals all that it could have been killed at.
+        slots: frames in flight; with 1 it is always the same ones that lie in a pack together.
     """
     seen: list[str] = []
     operations = faults.Counter(faults.CHANGES, number if kill == "operation" else 0, _kill)
@@ -109,7 +111,7 @@ def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 
     with (
         events.observe(observer),
         faults.watched_catalog(changes),
-        open_store(Path(path) / "store", files=files) as store,
+        open_store(Path(path) / "store", files=files, slots=slots) as store,
     ):
         take(store, journal, actions)
     if not number:

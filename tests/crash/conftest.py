@@ -29,7 +29,8 @@ def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Templa
         if repr(actions) not in made:
             folder = tmp_path_factory.mktemp("template")
             if actions:
-                zygote.start(perform, path=str(folder), actions=actions).finish()
+                # Else there may be no pack that is mostly garbage, which a collection would copy from.
+                zygote.start(perform, path=str(folder), actions=actions, slots=1).finish()
             made[repr(actions)] = folder
         return made[repr(actions)]
 

@@ -122,6 +122,8 @@ class Warm:
         # DeepSpeed, where it is installed, is imported by accelerate, and prints what accelerator it has found.
         self._environment = {**os.environ, "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
         self._environment.pop("COLUMNS", None)
+        # As on a terminal: what was printed before a kill is there.
+        self._environment["PYTHONUNBUFFERED"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.docs.warm", self._address],
             stdin=subprocess.PIPE,

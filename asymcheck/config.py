@@ -49,7 +49,8 @@ class RemoteConfig:
     uploads: int = 4
     """Packs that are written at the same time; as many more may wait for HDFS to complete them, up to half a second.
 
-    Measured on one DataNode, packs of 100 MiB: 4 send at 0.72 to 0.87 of the client's own speed, 2 at 0.5 to 0.73.
+    Measured on one DataNode, packs of 100 MiB, when none was completed beside others yet: 4 send at 0.72 to 0.87 of
+    the client's own speed, 2 at 0.5 to 0.73.
     """
     reads: int = 4
     """Pieces that are read ahead at the same time."""

@@ -199,12 +199,9 @@ def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, conf
     assert_stored(store, expected)
 
 
-def test_a_copy_that_fails_inside_step_frees_its_places(
-    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error comes from ``step()``; a ring with room for one state has room again at once."""
-    state: dict[str, object] = {str(number): torch.randn(1800) for number in range(6)}
-    copy, left = copy_partition, [4]
+def fail_copy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have the copy of that number fail, from 1."""
+    copy, left = copy_partition, [number]
 
     def fail(*arguments: object) -> None:
         left[0] -= 1
@@ -213,6 +210,14 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
         copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
 
     monkeypatch.setattr(capturer, "copy_partition", fail)
+
+
+def test_a_copy_that_fails_inside_step_frees_its_places(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes from ``step()``; a ring with room for one state has room again at once."""
+    state: dict[str, object] = {str(number): torch.randn(1800) for number in range(6)}
+    fail_copy(monkeypatch, 4)
     with Checkpointer(store, state, capture=sized(config, 6 * 12288 + 16384)) as checkpointer:
         with pytest.raises(MemoryError):
             checkpointer.step(0)
@@ -225,15 +230,7 @@ def test_a_copy_that_fails_inside_step_does_not_end_the_choice_of_an_interval(
 ) -> None:
     """It counts as no checkpoint, neither begun nor lost, so that the next one to be measured does not wait for it."""
     state: dict[str, object] = {"x": torch.randn(5000)}
-    copy, left = copy_partition, [1]
-
-    def fail(*arguments: object) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise MemoryError
-        copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
-
-    monkeypatch.setattr(capturer, "copy_partition", fail)
+    fail_copy(monkeypatch, 1)
     with Checkpointer(store, state, every="auto", capture=config) as checkpointer:
         assert not checkpointer.step(0)
         with pytest.raises(MemoryError):

@@ -98,15 +98,20 @@ def test_what_lies_beside_the_weights_is_never_lost(store: Store, tmp_path: Path
     assert [path.name for path in tmp_path.glob("*out*")] == ["out"]
 
 
-@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
-def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name: str) -> None:
-    """The next older one is written instead, or, when the step was named, nothing at all."""
+def save_two_and_damage_one(store: Store) -> None:
+    """The newer one."""
     for step in (1, 2):
         store.save({"a": torch.full((BIG,), step)}, step=step)
     newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(newest.read_bytes())
     data[-5000 if len(data) < BIG else 100_000] ^= 1
     newest.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name: str) -> None:
+    """The next older one is written instead, or, when the step was named, nothing at all."""
+    save_two_and_damage_one(store)
     (tmp_path / "below").mkdir()
     with pytest.raises(InconsistentCheckpointError, match="digest mismatch"):
         export_checkpoint(store, Output(tmp_path / "below" / name), step=2)
@@ -122,12 +127,7 @@ def test_what_a_damaged_checkpoint_had_taken_is_free_for_the_next(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """There is room for one checkpoint, and one is written."""
-    for step in (1, 2):
-        store.save({"a": torch.full((BIG,), step)}, step=step)
-    newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[-5000 if len(data) < BIG else 100_000] ^= 1
-    newest.write_bytes(data)
+    save_two_and_damage_one(store)
     monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: BIG * 8 + 10_000)
     assert export_checkpoint(store, Output(tmp_path / name)).checkpoint.step == 1
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from asymcheck.errors import (
-    InvalidInputError,
-    StorageError,
-)
+from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.record import (
-    HeadRecord,
-    encode_head,
-)
+from asymcheck.format.record import HeadRecord, encode_head
 from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader, listed
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.types import CheckpointRef
 
 
 class RemoteManifests(ManifestReader):
-    """The manifests and head records there; a listing of all takes one request, not one a checkpoint."""
+    """The manifests and head records there; a listing of all is one operation, which ends by one deadline."""
 
     def __init__(self, files: RemoteFiles, root: PurePosixPath) -> None:
         """Read below ``root``."""

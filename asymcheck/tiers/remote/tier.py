@@ -21,12 +21,7 @@ from asymcheck.errors import (
     StructureError,
 )
 from asymcheck.format import layout
-from asymcheck.format.record import (
-    RECORD_BYTES,
-    Descriptor,
-    decode_descriptor,
-    encode_descriptor,
-)
+from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.remote.ahead import Readers
 from asymcheck.tiers.remote.deadline import Rate

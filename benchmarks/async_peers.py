@@ -52,8 +52,12 @@ class Saver:
     def before_optimizer(self) -> None:
         """Take notice that the state is about to change."""
 
+    def drain(self) -> None:
+        """Wait until everything that was begun is durable."""
+
     def finish(self) -> None:
-        """Wait until everything is durable."""
+        """Drain, and end what runs beside the training."""
+        self.drain()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state's tensors by dotted names, without a copy."""
@@ -72,14 +76,15 @@ def untimed(every: int) -> int:
 def train(iterate: Callable[[int], object], saver: Saver, every: int, steps: int) -> float:
     """Train, with a checkpoint every so many steps, or none; return the mean seconds of ``steps`` iterations.
 
-    Before them come a first checkpoint, and steps without one: it sets up memory, threads or processes, for all alike,
-    which a training does once. The first of the timed steps makes a checkpoint.
+    Before them come a first checkpoint, steps without one, and the wait for it: it sets up memory, threads or
+    processes, for all alike, which a training does once. The first of the timed steps makes a checkpoint.
     """
     first = untimed(every)
     for step in range(first):
         iterate(step)
         if step == 0:
             saver.save(step)
+    saver.drain()
     began = time.perf_counter()
     for step in range(first, first + steps):
         iterate(step)
@@ -136,9 +141,13 @@ class Ours(Saver):
             self.stalls[-1] += seen.fence_s + seen.hooks_s - self._counted
         self._counted = seen.fence_s + seen.hooks_s
 
+    def drain(self) -> None:
+        """Wait as a training does at its end."""
+        self._checkpointer.wait()
+
     def finish(self) -> None:
         """Drain; take the times to durable."""
-        self._checkpointer.wait()
+        self.drain()
         self._count()
         self.durable = self._checkpointer.statistics().durable_s
         self._checkpointer.close()
@@ -205,7 +214,7 @@ class Background(Saver):
             self.staged = None
             self.stalls[-1] += time.perf_counter() - began
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait for the last one."""
         if self._thread is not None:
             self._thread.join()

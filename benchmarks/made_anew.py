@@ -84,7 +84,7 @@ class Buffered(Fenced):
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
         self.stalls.append(time.perf_counter() - began)
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait for all."""
         for thread in self._threads:
             thread.join()

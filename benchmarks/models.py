@@ -55,17 +55,20 @@ QUICK = Grid(MODELS, "tiny", {1: 10, 10: 20, 50: 50}, _ALL, kills=3)
 
 def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report:
     """Measure in a temporary folder inside ``folder``."""
-    grid = grid or (QUICK if quick else FULL)
+    grid = _here(grid or (QUICK if quick else FULL))
+    chosen = [scheme for scheme in SCHEMES if scheme.name in grid.schemes]
     # Forked from a process that has imported everything and begun no thread: nothing is imported a hundred times.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([models_child.__name__])
+    # What cannot be imported here is passed over. Nor need DeepSpeed say that it sees no GPU: all train on the CPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context.set_forkserver_preload([models_child.__name__, "benchmarks.deepspeed_engines"])
     results: list[Row] = []
     slow: dict[tuple[str, str, int], float] = {}
     stall: dict[tuple[str, str, int], float] = {}
     sizes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for model in grid.models:
-            for scheme in _chosen(grid):
+            for scheme in chosen:
                 for every, steps in grid.steps.items():
                     cell = Cell(model, grid.size, scheme.name, every, steps)
                     measured = _measured(context, cell, Path(scratch))
@@ -84,8 +87,13 @@ def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report
     return Report("models", described, results, _ratios(grid, slow, stall))
 
 
-def _chosen(grid: Grid) -> Iterator[Scheme]:
-    return (scheme for scheme in SCHEMES if scheme.name in grid.schemes)
+def _here(grid: Grid) -> Grid:
+    """Return the grid without the schemes that cannot run here, and say which these are."""
+    lacks = {scheme.name: scheme.missing() for scheme in SCHEMES if scheme.name in grid.schemes}
+    for name, missing in lacks.items():
+        if missing is not None:
+            print(f"left out: {name} ({missing})", flush=True)
+    return dataclasses.replace(grid, schemes=[name for name, missing in lacks.items() if missing is None])
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -167,14 +175,32 @@ def _killed(context: ForkServerContext, cell: Cell, scratch: Path, number: int) 
         process.start()
         theirs.close()
         digests = _reached(ours, 12 + 3 * number)
-        time.sleep(random.random() * statistics.fmean(digests.durations))
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-        digests.drain(ours)
-        recovered = _asked(context, models_child.recover, (cell, where, digests.by_step))
+        with _ended(_children_of(process.pid)):
+            time.sleep(random.random() * statistics.fmean(digests.durations))
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+            digests.drain(ours)
+            recovered = _asked(context, models_child.recover, (cell, where, digests.by_step))
     if not isinstance(recovered, Recovered):
         raise SystemExit(f"{cell}: {recovered}")
     return max(digests.by_step), recovered
+
+
+def _children_of(pid: int | None) -> list[int]:
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+
+
+@contextlib.contextmanager
+def _ended(children: Sequence[int]) -> Iterator[None]:
+    """Kill these at the end: a process that writes in the background may wait for a dead training for ever."""
+    handles = [os.pidfd_open(pid) for pid in children]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
 
 
 class _Digests:

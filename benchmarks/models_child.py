@@ -98,6 +98,7 @@ def _answer(pipe: Connection, work: Callable[[], object]) -> None:
 def _be_silent() -> None:
     """Keep from the terminal what libraries print there, also those of processes that they start."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 

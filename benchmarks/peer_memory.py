@@ -81,10 +81,14 @@ class PeerMemory(Fenced):
         # Not on a drive: it survives this process, which is what there is.
         self.durable.append(time.perf_counter() - began)
 
-    def finish(self) -> None:
-        """Wait for the last one; the other process ends with the connection, when nobody asks it any more."""
+    def drain(self) -> None:
+        """Wait for the last one."""
         if self._thread is not None:
             self._thread.join()
+
+    def finish(self) -> None:
+        """Drain; the other process ends with the connection, when nobody asks it any more."""
+        self.drain()
         (self.where / "over").touch()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import time
@@ -43,6 +44,8 @@ class Scheme:
     """Begins to watch a state; saves into a folder."""
     recover: Recover | None
     """The way back; None where there is none."""
+    missing: Callable[[], str | None] = lambda: None
+    """Says what it needs and is not here, or None: then it runs."""
 
 
 class Ladder(Ours):
@@ -141,6 +144,23 @@ def _upstream(name: str, make: Callable[[State, Path], Saver], peer: peers.Peer)
     return Scheme(name, "upstream", make, partial(_recover_filled, fill=fill))
 
 
+def _deepspeed(kind: Literal["Torch", "Fast", "Decoupled"]) -> Scheme:
+    def make(state: State, where: Path) -> Saver:
+        from benchmarks import deepspeed_engines  # noqa: PLC0415 - where it is not installed the run says so
+
+        return deepspeed_engines.Engine(state, where, kind)
+
+    def recover(state: State, where: Path) -> int:
+        from benchmarks import deepspeed_engines  # noqa: PLC0415 - as above
+
+        return deepspeed_engines.recover(state, where, kind)
+
+    def missing() -> str | None:
+        return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
+
+    return Scheme(f"DeepSpeed {kind} engine", "upstream", make, recover, missing)
+
+
 def _made_anew(name: str, **knobs: Any) -> Scheme:  # noqa: ANN401 - passed on as they are
     return Scheme(name, "made anew", lambda state, where: Buffered(state, where, name, **knobs), _recover_raw)
 
@@ -165,6 +185,9 @@ SCHEMES: tuple[Scheme, ...] = (
         _upstream(name, make, peers.TorchSnapshot() if "snapshot" in name else peers.DistributedCheckpoint())
         for name, make in ASYNC.items()
     ),
+    _deepspeed("Torch"),
+    _deepspeed("Fast"),
+    _deepspeed("Decoupled"),
     _made_anew("CheckFreq, made anew", **CHECKFREQ),
     _made_anew("DataStates, made anew", **DATASTATES),
     _made_anew("PCcheck, made anew", **PCCHECK),

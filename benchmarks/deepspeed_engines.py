@@ -1,0 +1,111 @@
+"""DeepSpeed's own checkpoint engines, called in the order in which its training engine calls them.
+
+``save_checkpoint`` creates, saves and, but for the decoupled engine, commits; that one's commit waits until the next
+step is about to change the state. Then the name of the checkpoint goes into the file ``latest``. What they write is
+synced here, as of all peers. The writer of the Fast and the Decoupled engine is the one in Python: the other one
+(``"type": "fast"``, by libaio) needs an operator that DeepSpeed has on GPUs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import deepspeed
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
+from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import DataParallelWriterConfig
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+from benchmarks import peers
+from benchmarks.async_peers import Saver, flat_tensors
+
+Kind = Literal["Torch", "Fast", "Decoupled"]
+_FILE = "mp_rank_00_model_states.pt"
+_LATEST = "latest"
+
+
+class Engine(Saver):
+    """One of the engines, for a training of one process."""
+
+    def __init__(self, state: dict[str, Any], where: Path, kind: Kind) -> None:
+        """Save into a folder for each step, below ``where``. Needs a process group."""
+        super().__init__(state, where)
+        self.name = f"DeepSpeed {kind} engine"
+        self._engine = _engine(kind, writes=True)
+        self._uncommitted: Any = None
+        self._began = 0.0
+
+    def save(self, step: int) -> None:
+        """Hand the state over; the decoupled engine writes beside what follows."""
+        self.before_optimizer()
+        self._began = time.perf_counter()
+        self._uncommitted = CheckpointCommitInfo(tag=str(step), save_dir=str(self.where), save_latest=True)
+        self._engine.create(self._uncommitted)
+        (self.where / str(step)).mkdir()
+        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
+        self._engine.save(dict(unique.values()), str(self.where / str(step) / _FILE))
+        if not self._engine.is_decoupled():
+            self._commit()
+        self.stalls.append(time.perf_counter() - self._began)
+
+    def before_optimizer(self) -> None:
+        """Commit, which waits for the decoupled engine: it reads the state itself, and has no copy."""
+        if self._uncommitted is not None:
+            began = time.perf_counter()
+            self._commit()
+            self.stalls[-1] += time.perf_counter() - began
+
+    def _commit(self) -> None:
+        # It tells of each checkpoint.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._engine.commit(self._uncommitted)
+        peers.sync(self.where / self._uncommitted.tag)
+        (self.where / _LATEST).write_text(self._uncommitted.tag)
+        peers.sync(self.where / _LATEST)
+        self._uncommitted = None
+        self.durable.append(time.perf_counter() - self._began)
+
+    def drain(self) -> None:
+        """Commit what is not yet committed."""
+        self.before_optimizer()
+
+    def finish(self) -> None:
+        """Drain; end the process of the decoupled engine."""
+        self.drain()
+        self._engine.cleanup()
+
+
+def recover(state: dict[str, Any], where: Path, kind: Kind) -> int:
+    """Load what ``latest`` names, as ``load_checkpoint`` does; return its step."""
+    tag = (where / _LATEST).read_text()
+    loaded = _engine(kind, writes=False).load(str(where / tag / _FILE))
+    for name, tensor in flat_tensors(state).items():
+        if name in loaded:
+            tensor.detach().copy_(loaded[name])
+    return int(tag)
+
+
+def _engine(kind: Kind, *, writes: bool) -> Any:  # noqa: ANN401 - what DeepSpeed makes of its configuration
+    # Else it compiles an operator for ranks of one machine first.
+    deepspeed.ops.__compatible_ops__ = {}
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    settings = {"checkpoint": {"writer": {"type": "python", "decoupled": kind == "Decoupled"}}, "aio": {}}
+    config = SimpleNamespace(checkpoint_config=get_checkpoint_config(settings), aio_config=get_aio_config(settings))
+    if kind == "Torch":
+        return TorchCheckpointEngine(config)
+    # Without this it asks for spawning, and is refused where another way was chosen before.
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    rank = DataParallelWriterConfig(world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True) if writes else None
+    with contextlib.redirect_stdout(io.StringIO()):
+        return (DecoupledCheckpointEngine if kind == "Decoupled" else FastCheckpointEngine)(config, rank, False)

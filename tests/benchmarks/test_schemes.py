@@ -1,0 +1,117 @@
+"""What the schemes of the workload ``models`` have in common, and DeepSpeed's engines, in a process of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import models
+from benchmarks.async_peers import Saver, process_group, train
+from benchmarks.schemes import SCHEMES, State
+
+ENGINES = ["DeepSpeed Torch engine", "DeepSpeed Fast engine", "DeepSpeed Decoupled engine"]
+
+
+def _scheme(name: str) -> models.Scheme:
+    return next(scheme for scheme in SCHEMES if scheme.name == name)
+
+
+def _state() -> tuple[nn.Linear, State]:
+    model = nn.Linear(64, 64)
+    return model, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def _engine_saves(name: str, where: Path, pipe: Connection) -> None:
+    """Save two steps, change the state at once; tell the weights of both steps, and what comes back."""
+    model, state = _state()
+    with process_group():
+        saver = _scheme(name).make(state, where)
+        weights = []
+        for step in (3, 4):
+            saver.save(step)
+            weights.append(model.weight.detach().clone())
+            saver.before_optimizer()
+            with torch.no_grad():
+                model.weight.add_(1.0)
+        saver.finish()
+        other, empty = _state()
+        recover = _scheme(name).recover
+        assert recover is not None
+        step = recover(empty, where)
+    pipe.send((step, torch.equal(other.weight, weights[-1]), len(saver.stalls), len(saver.durable)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_deepspeed_brings_the_last_step_back(name: str, tmp_path: Path) -> None:
+    """Also the one that writes from the state itself: it is waited for before the state changes."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=_engine_saves, args=(name, tmp_path, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == (4, True, 2, 2)
+    process.join()
+    assert (tmp_path / "latest").read_text() == "4"
+
+
+def test_a_scheme_that_cannot_run_here_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are measured; none is compared with what was not."""
+    lacking = [
+        dataclasses.replace(scheme, missing=lambda: "no such thing") if scheme.name == "safetensors" else scheme
+        for scheme in SCHEMES
+    ]
+    monkeypatch.setattr(models, "SCHEMES", lacking)
+    grid = models.Grid(["GPT-2"], "tiny", {1: 1}, ["safetensors", "torch.save"])
+    assert models._here(grid).schemes == ["torch.save"]
+    assert capsys.readouterr().out == "left out: safetensors (no such thing)\n"
+
+
+def test_time_is_taken_when_the_first_checkpoint_is_done(tmp_path: Path) -> None:
+    """What starts a process for it would else be charged with that, in its second checkpoint."""
+    told: list[str] = []
+
+    class Watched(Saver):
+        def save(self, step: int) -> None:
+            told.append(f"save {step}")
+
+        def drain(self) -> None:
+            told.append("drain")
+
+    train(lambda step: told.append(f"step {step}"), Watched({}, tmp_path), every=2, steps=2)
+    assert told == ["step 0", "save 0", "step 1", "step 2", "drain", "step 3", "save 3", "step 4"]
+
+
+def test_what_a_killed_training_leaves_running_is_ended() -> None:
+    """A process of its own may wait for it for ever."""
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert models._children_of(parent.pid) == [child]
+        with models._ended([child]):
+            parent.kill()
+            parent.wait()
+            assert _runs(child)
+        for _ in range(1000):
+            if not _runs(child):
+                break
+            time.sleep(0.01)
+        assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -2,8 +2,8 @@
 
 The NameNode and DataNodes of Apache Hadoop run here (``tools.local_hdfs``), so servers and clients share the
 processors: throughput says little, quotients of one run say more. The raw client writes files of the same sizes as the
-packs of the push, from memory, by as many streams; it checks nothing and gives nothing a name. A push reads the store,
-checks every byte, and commits.
+packs of the push, by as many streams, from the same drive, and once more from memory; it checks nothing and gives
+nothing a name. A push reads the store, checks every byte, and commits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck.format import layout
 from benchmarks import environment, states, training
+from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row
 from tools.local_hdfs import LocalHdfs
 
-PUSH, PUT = "asymcheck push", "raw put"
+PUSH, PUT, PUT_FROM_MEMORY = "asymcheck push", "raw put", "raw put from memory"
 RESTORE, GET = "asymcheck load into", "raw get"
+_QUOTIENTS = (
+    (PUSH, PUT, "push/raw_put"),
+    (PUSH, PUT_FROM_MEMORY, "push/raw_put_from_memory"),
+    (RESTORE, GET, "restore/raw_get"),
+)
 TORCH, DCP = "torch.save + put", "torch DCP through fsspec"
 _PLAIN = 10
 
@@ -81,7 +88,7 @@ def run(
                     ratios |= more
             shutil.rmtree(Path(scratch) / f"hdfs-{replicas}")
             suffix = "" if replicas == 1 else f"_{replicas}_replicas"
-            for ours, raw, label in ((PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get")):
+            for ours, raw, label in _QUOTIENTS:
                 ratios[label + suffix] = statistics.median(
                     theirs / mine for theirs, mine in zip(times[raw], times[ours], strict=True)
                 )
@@ -136,13 +143,14 @@ class _Throughput:
         Raises:
             RuntimeError: what was restored is not what was saved.
         """
-        times: dict[str, list[float]] = {PUSH: [], PUT: [], RESTORE: [], GET: []}
+        times: dict[str, list[float]] = {PUSH: [], PUT: [], PUT_FROM_MEMORY: [], RESTORE: [], GET: []}
         for number in range(rounds + 1):
             found = self._round(number)
             if number:
                 for name, value in found.items():
                     times[name].append(value)
         shutil.rmtree(self._where)
+        shutil.rmtree(self._where.with_name(f"{self._where.name}-raw"))
         return times
 
     def _round(self, number: int) -> dict[str, float]:
@@ -155,26 +163,39 @@ class _Throughput:
             store.push(place)
             store.save(self._state, step=1)
             os.sync()
+            make_cold([path for path in (self._where / layout.PACKS).rglob("*") if path.is_file()])
             before = len(self._reader.sizes(f"/ours-{number}/packs"))
 
             def push() -> None:
                 store.push(place)
 
-            def put() -> None:
-                self._raw.put(raw, self._data, sizes)
-
             # The sizes of the packs are known when they are there; all rounds have the same.
             took = {PUSH: _timed(push)}
             sizes = sorted(self._reader.sizes(f"/ours-{number}/packs"))[before:]
-            took[PUT] = _timed(put)
+            files = self._files(sizes)
+            took[PUT] = self._raw.put(raw, files)
+            os.sync()
+            took[PUT_FROM_MEMORY] = self._raw.put_from_memory(f"{raw}-from-memory", self._data, sizes)
         with Store.open(place, config=self._config) as there:
             took[RESTORE] = _timed(lambda: there.load(into=self._into))
         took[GET] = self._reader.get(raw, sizes)
         if differing := states.differing(self._state, states.named_tensors(self._into)):
             raise RuntimeError(f"restored {len(differing)} tensors that are not what was saved")
-        self._raw.remove(f"/ours-{number}")
-        self._raw.remove(raw)
+        for folder in (f"/ours-{number}", raw, f"{raw}-from-memory"):
+            self._raw.remove(folder)
         return took
+
+    def _files(self, sizes: Sequence[int]) -> list[Path]:
+        """Return files of these sizes on the drive, as cold as the store was before its push."""
+        folder = self._where.with_name(f"{self._where.name}-raw")
+        folder.mkdir(exist_ok=True)
+        paths = [folder / str(number) for number in range(len(sizes))]
+        for path, size in zip(paths, sizes, strict=True):
+            if not path.exists() or path.stat().st_size != size:
+                path.write_bytes(memoryview(self._data)[:size])
+        os.sync()
+        make_cold(paths)
+        return paths
 
 
 @dataclasses.dataclass(frozen=True)

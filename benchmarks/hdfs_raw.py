@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hdfs_native
@@ -20,10 +21,25 @@ class RawClient:
         self._client: Any = hdfs_native.Client(url, _OPTIONS)
         self._streams, self._piece_bytes = streams, piece_bytes
 
-    def put(self, folder: str, data: bytes, sizes: Sequence[int]) -> float:
+    def put(self, folder: str, paths: Sequence[Path]) -> float:
+        """Write what is in these files to files of their own; return the seconds until all are closed."""
+        self._client.mkdirs(folder, create_parent=True)
+
+        def put_one(number: int) -> None:
+            # The client is fast for bytes, so this is what it gets.
+            with (
+                paths[number].open("rb", buffering=0) as source,
+                self._client.create(f"{folder}/{number}", hdfs_native.WriteOptions(create_parent=False)) as file,
+            ):
+                while piece := source.read(self._piece_bytes):
+                    file.write(piece)
+
+        return self._timed(put_one, len(paths))
+
+    def put_from_memory(self, folder: str, data: bytes, sizes: Sequence[int]) -> float:
         """Write files of these sizes, each the beginning of ``data``; return the seconds until all are closed."""
         self._client.mkdirs(folder, create_parent=True)
-        # The client is fast for bytes, so this is what it gets; cutting them is no part of what is timed.
+        # Cutting it is no part of what is timed.
         pieces = [data[start : start + self._piece_bytes] for start in range(0, max(sizes), self._piece_bytes)]
 
         def put_one(number: int) -> None:

@@ -165,6 +165,7 @@ def _models(report: Report) -> Iterator[str]:
             found = [rows.get((scheme, f"{metric}, {model}{suffix}")) for model in models]
             yield f"| {scheme} | {' | '.join(_cell(one) for one in found)} |"
         yield ""
+    yield from _inexact(report, models)
     yield from _losses(report, models)
 
 
@@ -178,6 +179,24 @@ def _cell(one: Row | None) -> str:
     return f"{one.median:.3g}" + (f" ({one.min:.3g} to {one.max:.3g})" if one.n > 1 else "")
 
 
+def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:
+    """Say what did not bring back, bit for bit, what was saved: torn, cut short by the kill, or lossy by design."""
+    yield from ("**What did not bring the state back bit for bit** after each of its kills:", "")
+    rows = {(one.system, one.metric): one for one in report.results}
+    found = False
+    for scheme in dict.fromkeys(one.system for one in report.results):
+        shares = {model: rows.get((scheme, f"bit-exact, {model}")) for model in models}
+        short = [
+            f"{model} ({'at times' if one.max else 'never'})"
+            for model, one in shares.items()
+            if one is not None and one.min < 1
+        ]
+        if short:
+            yield f"- {scheme}: {', '.join(short)}"
+            found = True
+    yield from ("" if found else "Nothing.", "")
+
+
 def _losses(report: Report, models: Sequence[str]) -> Iterator[str]:
     """Say where an upstream library that keeps the state exact is better, and why."""
     rivals = [scheme.name for scheme in SCHEMES if scheme.kind == "upstream"]
@@ -188,7 +207,9 @@ def _losses(report: Report, models: Sequence[str]) -> Iterator[str]:
         lost = []
         for model in models:
             label = f"{metric}, {model}{suffix}"
-            there = {name: rows[name, label] for name in rivals if (name, label) in rows}
+            # What mostly came back wrong, or not at all, is no rival, however soon it did.
+            exact = [name for name in rivals if rows.get((name, f"bit-exact, {model}"), 1.0) == 1.0]
+            there = {name: rows[name, label] for name in exact if (name, label) in rows}
             ours = rows.get((OURS, label))
             if ours is not None and there and min(there.values()) < ours:
                 best = min(there, key=lambda name: there[name])

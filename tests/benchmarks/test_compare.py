@@ -76,6 +76,21 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
     assert "| visible stall" not in lost
 
 
+def test_what_came_back_wrong_is_named_and_no_rival(tmp_path: Path) -> None:
+    """A recovery that fails is soon over."""
+    rows = []
+    for system, exact, recovery in (("asymcheck +S+O", 1.0, 50.0), ("safetensors", 1.0, 7.0), ("torch DCP", 0.0, 3.0)):
+        rows.append(row(system, "steps lost, M", "steps", [1.0]))
+        rows.append(row(system, "bit-exact, M", "share", [exact, exact, 1.0]))
+        rows.append(row(system, "recovery, M", "ms", [recovery]))
+    write_json(_report(*rows, workload="models"), tmp_path / "models.json")
+    results.write_page(tmp_path, full=False)
+    page = (tmp_path / "README.md").read_text()
+    wrong = page.partition("did not bring the state back")[2].partition("is not first")[0]
+    assert [line for line in wrong.splitlines() if line.startswith("-")] == ["- torch DCP: M (at times)"]
+    assert "| recovery | M: 50 ms, safetensors 7 |" in page
+
+
 def test_the_page_of_results_says_what_was_missed(tmp_path: Path) -> None:
     """Before what was reached; what was not measured is not there."""
     rows = [row("a", "time", "s", [1.0])]

@@ -194,6 +194,16 @@ def test_a_name_that_is_taken_is_durable(folder: str, monkeypatch: pytest.Monkey
     assert files.publish(top(files) / "second", top(files) / "name") is False
 
 
+def test_another_name_in_a_folder_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a push was promised to find again must not be back under the name that announces its removal."""
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.put_small(top(files) / "old", b"bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "no sync")))
+        with pytest.raises(StorageError, match=r"rename .*no sync"):
+            files.rename(top(files) / "old", top(files) / "new")
+
+
 def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a deadline, as everything."""
     released = threading.Event()

@@ -254,7 +254,7 @@ class RemoteFiles:
         """
         try:
             if self._client.kind == "local":
-                return self._do("rename", target, lambda _: local.rename(source, target))
+                return self._do("rename", target, lambda _: local.publish(source, target))
             if self._client.kind != "hdfs-native" and self.stat(target) is not None:
                 return False
             self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
@@ -263,8 +263,14 @@ class RemoteFiles:
         return True
 
     def rename(self, source: PurePath, target: PurePath) -> bool:
-        """Give a file another name that is free; return False when it is gone."""
-        return self._unless_gone("rename", source, lambda filesystem: filesystem.move(str(source), str(target)))
+        """Give a file another name that is free, in the same directory; return False when it is gone."""
+
+        def move(filesystem: fs.FileSystem) -> None:
+            filesystem.move(str(source), str(target))
+            if self._client.kind == "local":
+                local.sync(target.parent)
+
+        return self._unless_gone("rename", source, move)
 
     def put_small(self, path: PurePosixPath, data: bytes) -> bool:
         """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken.

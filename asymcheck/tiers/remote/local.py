@@ -40,7 +40,8 @@ class LastingFile:
             self._file.close()
 
 
-def _sync(path: PurePath) -> None:
+def sync(path: PurePath) -> None:
+    """Make a directory durable: the names in it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -53,13 +54,13 @@ def sync_upwards(path: PurePath) -> None:
     # Also what was there already: whoever made it may have been killed before this.
     for above in (path, *path.parents):
         try:
-            _sync(above)
+            sync(above)
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
 
 
-def rename(source: PurePath, target: PurePath) -> bool:
+def publish(source: PurePath, target: PurePath) -> bool:
     """Rename a file, durably, unless the target exists; return False then."""
     is_free = True
     try:
@@ -75,5 +76,5 @@ def rename(source: PurePath, target: PurePath) -> bool:
     else:
         os.unlink(source)
     # Also when it was taken: an attempt of ours may have done that, and have failed here.
-    _sync(target.parent)
+    sync(target.parent)
     return is_free

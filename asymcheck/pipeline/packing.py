@@ -40,6 +40,9 @@ class KnownPartitions:
                 location = transaction.location(name)
                 if location is None or not self._is_there(name, location):
                     return []
+                if found and location.kind == registry.KIND_DERIVED:
+                    # Equal bytes have one name: what is a base here was stored so for another tensor.
+                    return []
                 found.append(location)
                 if location.kind == registry.KIND_FULL:
                     # Of what was garbage for a while, the base may have been stored anew, and deeper, since then.
@@ -97,6 +100,10 @@ class Packing:
         self._writers: list[PackWriter] = []
         self._sealed: list[PackWriter] = []
         self._claimed: set[Digest] = set()
+        # Of what this save writes: all, what is stored derived, and what others are derived from.
+        self._ours: set[Digest] = set()
+        self._derived: set[Digest] = set()
+        self._originals: set[Digest] = set()
         self.written: dict[Digest, Location] = {}
         """Partitions written by this save, once their packs are sealed."""
         self.reused: dict[Digest, Location] = {}
@@ -133,28 +140,40 @@ class Packing:
                 return False
             self._claimed.add(name)
         chain = self._known.chain(name)
-        if chain:
-            with self._lock:
+        with self._lock:
+            if chain:
                 self.reused[name] = chain[0]
                 self.relied[name] = chain[1:]
+            else:
+                self._ours.add(name)
         return not chain
 
     def rely(self, name: Digest, base: Digest, codec: int) -> bool:
         """Rely on a base for a partition that was claimed; return whether that can be done.
 
-        It cannot when the base, or what that is decoded from, is not in the store, or when the chain would be too long.
+        It cannot when the base, or what that is decoded from, is not in the store, when the chain would be too long, or
+        when a derived partition would be a base.
         """
         is_delta = codec == registry.CODEC_DELTA
         with self._lock:
-            is_ours = base in self._claimed and base not in self.reused
-        if is_ours:
-            # What this save writes it keeps; but how, and so how deep a delta on it would lie, may not be known yet.
-            return not is_delta
+            if base in self._ours:
+                # What this save writes it keeps; but how deep a delta on it would lie may not be known yet.
+                return not is_delta and self._derive(name, base)
         chain = self._known.chain(base)
         if not chain or chain[0].kind == registry.KIND_DERIVED or _deltas(chain) + is_delta > registry.DELTA_DEPTH_MAX:
             return False
         with self._lock:
+            if not is_delta and not self._derive(name, base):
+                return False
             self.relied[name] = chain
+        return True
+
+    def _derive(self, name: Digest, base: Digest) -> bool:
+        """Note that a partition is derived from another one, unless either is what the other must not be."""
+        if base in self._derived or name in self._originals:
+            return False
+        self._derived.add(name)
+        self._originals.add(base)
         return True
 
     def _writer(self, length: int) -> PackWriter:

@@ -1,0 +1,61 @@
+"""Derived partitions of which bytes are equal to those of others: none becomes what another one is derived from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store, StoreConfig
+from asymcheck.format.registry import CODEC_DERIVED, KIND_DERIVED
+from asymcheck.pipeline.packing import Packing
+from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import Digest
+from asymcheck.verify import Severity
+from tests.store.deltas import entries_of, noise
+
+CONFIG = StoreConfig(compression="smallest", partition_bytes=4 << 20)
+A, B, C = (Digest(bytes([number]) * 16) for number in range(3))
+
+
+def masters_and_copies(mib: int) -> dict[str, object]:
+    """Masters and their rounded copies, all zero, as of layers that begin with zeros."""
+    master = torch.zeros(mib << 18)
+    return {f"{mib} MiB": {"master": master, "copy": master.bfloat16()}}
+
+
+def test_what_was_stored_derived_is_no_base_when_it_comes_again(store_path: Path) -> None:
+    """Of 2 MiB of zeros nobody knows whether they were float32, or bfloat16 that was derived from 4 MiB of zeros."""
+    with Store.open(store_path, config=CONFIG) as store:
+        two, large = masters_and_copies(2), noise(0, 1 << 18)
+        store.save({"master": torch.zeros(2 << 18)}, step=1)
+        store.save(two | {"large": large}, step=2)
+        store.save({"large": large}, step=3)
+        for step in (1, 2):
+            store.delete(step)
+        store.gc()
+        store.save(masters_and_copies(4), step=4)
+        both = masters_and_copies(4) | two
+        store.save(both, step=5)
+        loaded = store.load(step=5)
+        # Of the frame that nobody needs any more, the base is not what it was.
+        assert {finding.severity for finding in store.verify()} <= {Severity.WARNING}
+    for name, layer in both.items():
+        for part, tensor in layer.items():  # type: ignore[attr-defined]  # a dict
+            assert torch.equal(loaded[name][part], tensor)  # type: ignore[index]  # as saved
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    assert any((entries_of(tier, pack)["kind"] == KIND_DERIVED).any() for pack in tier.pack_ids())
+
+
+@pytest.mark.parametrize("first", [(B, A), (C, B)], ids=["lower", "upper"])
+def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
+    """Threads that encode at the same time ask in any order."""
+    with Store.open(store_path, config=CONFIG) as store:
+        tier = store._tier
+        assert isinstance(tier, NvmeTier)
+        packing = Packing(tier, store._catalog())
+        assert all(map(packing.claim, (A, B, C)))
+        (second,) = {(B, A), (C, B)} - {first}
+        assert packing.rely(*first, CODEC_DERIVED)
+        assert not packing.rely(*second, CODEC_DERIVED)

@@ -90,12 +90,10 @@ class Pacer:
 
     def facts(self, so_far: Statistics) -> Pace:
         """Return what was measured here."""
-        each = so_far.captured_bytes / max(so_far.captures, 1)
         return Pace(
             step_s=statistics.median(self._step_s) if self._step_s else 0.0,
             stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
             durable_s=statistics.median(so_far.durable_s[-_CAPTURES_KEPT:] or [0.0]),
-            in_flight=max(int(so_far.ring_bytes // each), 1) if each else 1,
         )
 
     def began(self, step: int) -> None:

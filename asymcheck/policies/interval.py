@@ -1,8 +1,9 @@
 """Interval: after how many steps the next checkpoint, by what a checkpoint costs and how often training fails.
 
 Young's interval sqrt(2 c M) loses least: c is the time for which a checkpoint holds the training, M the mean time
-between failures. It is never shorter than what the store keeps up with, Tw / N for N captures in flight of which each
-takes Tw until it is durable; nor than the overhead q allows, c / q.
+between failures. It is never shorter than what the store keeps up with, the time Tw until a checkpoint is durable; nor
+than the overhead q allows, c / q. That the ring has room for N of them makes Tw no shorter: they share one drive. Were
+checkpoints begun every Tw / N, the ring would be full soon, and what then holds the training is time of the drive.
 """
 
 from __future__ import annotations
@@ -57,8 +58,6 @@ class Pace:
     """How long one checkpoint held the training; the median."""
     durable_s: float
     """How long one takes until it is durable; the median."""
-    in_flight: int
-    """How many captures the ring has room for."""
 
 
 def slowest(paces: Sequence[Pace]) -> Pace:
@@ -67,7 +66,6 @@ def slowest(paces: Sequence[Pace]) -> Pace:
         step_s=max(pace.step_s for pace in paces),
         stall_s=max(pace.stall_s for pace in paces),
         durable_s=max(pace.durable_s for pace in paces),
-        in_flight=min(pace.in_flight for pace in paces),
     )
 
 
@@ -99,9 +97,7 @@ def choose(aim: AutoInterval, facts: Pace, present: ChosenInterval | None = None
         f"Young's interval for {span(facts.stall_s)} of stall and a failure every {span(failure_s)}": (
             young_s(facts.stall_s, failure_s)
         ),
-        f"the store takes {span(facts.durable_s)} for one and the ring has room for {facts.in_flight}": (
-            facts.durable_s / max(facts.in_flight, 1)
-        ),
+        "the store takes so long until one is durable": facts.durable_s,
         f"{span(facts.stall_s)} of stall may take {aim.overhead:.2g} of the time": facts.stall_s / aim.overhead,
     }
     reason, seconds = max(bounds.items(), key=lambda item: item[1])

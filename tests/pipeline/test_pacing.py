@@ -58,13 +58,48 @@ def test_it_measures_early_and_then_keeps_to_its_choice() -> None:
 
 
 def test_it_waits_for_the_store_before_it_measures_again() -> None:
-    """One that is not durable yet tells nothing of how long that takes; then as often as two in flight allow."""
+    """One that is not durable yet tells nothing of how long that takes; then as often as the store makes them so."""
     pacer = Pacer(AutoInterval(mtbf=timedelta(seconds=1)))
     training = Training(pacer, step_s=1.0, stall_s=0.001, durable_s=9.5)
     begun = training.run(0, 60)
-    assert begun[:5] == [1, 11, 21, 26, 31]
-    assert pacer.chosen.steps == 5
-    assert "the ring has room for 2" in str(pacer.chosen)
+    assert begun[:5] == [1, 11, 21, 31, 41]
+    assert pacer.chosen.steps == 10
+    assert "the store takes so long until one is durable" in str(pacer.chosen)
+
+
+class OneDrive(Training):
+    """Checkpoints wait for the drive until those before them are written, and the training when two of them do."""
+
+    def run(self, first: int, count: int) -> list[int]:
+        """Take steps, and return those at which a checkpoint was begun."""
+        begun = []
+        for step in range(first, first + count):
+            self.now_s += self.step_s
+            done = [at for at in self.durable_at if at <= self.now_s]
+            self.durable_at = self.durable_at[len(done) :]
+            self.spent.durable += len(done)
+            if self.pacer.is_due(step, self.now_s, self.spent):
+                self.pacer.began(step)
+                begun.append(step)
+                self.spent.captures += 1
+                waited_s = max(self.durable_at[-2] - self.now_s, 0.0) if len(self.durable_at) > 1 else 0.0
+                self.spent.step_s += self.stall_s + waited_s
+                self.now_s += self.stall_s + waited_s
+                self.durable_at.append(max(self.now_s, *self.durable_at[-1:], 0.0) + self.durable_s)
+                # Of those that have ended; here all at once, as nobody looks earlier.
+                self.spent.durable_s.append(self.durable_at[-1] - self.now_s)
+        return begun
+
+
+def test_a_slow_drive_does_not_hold_the_training() -> None:
+    """Room for two in the ring makes it no faster: begun twice as often, they would fill the ring, and then wait."""
+    pacer = Pacer(AutoInterval())
+    training = OneDrive(pacer, step_s=0.5, stall_s=0.005, durable_s=28.0)
+    began_s = training.now_s
+    begun = training.run(0, 20_000)
+    assert training.spent.step_s < 0.01 * (training.now_s - began_s)
+    assert {later - earlier for earlier, later in itertools.pairwise(begun[3:])} == {pacer.chosen.steps}
+    assert 56 <= pacer.chosen.steps <= 70
 
 
 def test_it_follows_what_changes_and_not_what_wavers() -> None:
@@ -178,6 +213,6 @@ def test_the_slowest_rank_counts() -> None:
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 50)
     assert pacer.chosen.steps == 20
-    training.spent.paces = [Pace(step_s=1.0, stall_s=2.5, durable_s=0.5, in_flight=2)]
+    training.spent.paces = [Pace(step_s=1.0, stall_s=2.5, durable_s=0.5)]
     training.run(50, 50)
     assert pacer.chosen.steps == 250

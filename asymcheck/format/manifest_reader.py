@@ -25,7 +25,7 @@ from asymcheck.format.tree import decode_metric
 from asymcheck.format.versions import check_reader_features, check_version
 from asymcheck.types import CheckpointRef, PackId, SaveId
 
-_DIMENSIONS_MAX = 64
+DIMENSIONS_MAX = 64
 _INVALID = "not a valid Arrow IPC file"
 _FILE_MAGIC = b"ARROW1\0\0"
 _WITHOUT_NULLS = [name for name in SCHEMA.names if not SCHEMA.field(name).nullable]
@@ -254,9 +254,9 @@ def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
         raise StructureError(f"{where}: unknown dtype {min(unknown)!r}")
     shapes = (batch.column(name) for name in ("shape", "global_shape", "offset"))
     starts = [list_offsets(column) for column in shapes]
-    if len(batch) and np.diff(starts[0]).max() > _DIMENSIONS_MAX:
+    if len(batch) and np.diff(starts[0]).max() > DIMENSIONS_MAX:
         # Before anything is multiplied: the product of a million dimensions takes hours.
-        raise StructureError(f"{where}: a tensor of more than {_DIMENSIONS_MAX} dimensions")
+        raise StructureError(f"{where}: a tensor of more than {DIMENSIONS_MAX} dimensions")
     if any(not np.array_equal(starts[0], other) for other in starts[1:]):
         raise StructureError(f"{where}: shape, global shape and offset have different numbers of dimensions")
     shape, whole, offset = (flattened(batch.column(name)).to_numpy() for name in ("shape", "global_shape", "offset"))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from asymcheck.errors import UnsupportedValueError
+from asymcheck.format.manifest_reader import DIMENSIONS_MAX
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
@@ -203,6 +204,8 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
         if name is None:
             raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
         shape = tuple(source.shape)
+        if len(shape) > DIMENSIONS_MAX:
+            raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
         if box is None:
             box = Box.of_whole(shape)
             shape = box.shape

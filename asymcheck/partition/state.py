@@ -165,8 +165,9 @@ class Walker:
 
     def metadata(self, metadata: object, name: str, depth: int) -> Node:
         """Return the node of the versions of modules, of a mapping at a depth; as a rule the same in each step."""
-        versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 2 else None
-        return self.node(metadata, name, depth) if versions is None else _versions_node(versions)
+        # They lie a level below the mapping, as what is in it does.
+        versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 3 else None
+        return self.node(metadata, name, depth + 1) if versions is None else _versions_node(versions)
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
         """Return the node of a key, and its part of the names below it."""

@@ -9,6 +9,7 @@ import torch
 
 from asymcheck.format.catalog import pin_key
 from asymcheck.format.manifest import encode, manifest_of
+from asymcheck.format.manifest_reader import check_manifest
 from asymcheck.partition.plan import PLAN_KIND, cut
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.commit import enter, finish, take_back
@@ -50,6 +51,7 @@ def save(
 
     Raises:
         StorageError: the device or file system refused. Nothing was committed, earlier checkpoints are untouched.
+        StructureError: the manifest could not be read again; nothing was committed, either.
     """
     leaves = state.leaves
     catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))
@@ -77,7 +79,9 @@ def save(
         ref = CheckpointRef(place.generation, request.step, save_id)
         described = {"number": 0, "kind": PLAN_KIND, **encoding_record(encoder.reasons())}
         header = manifest_header(request, ref, place.parent, packs, described, state.tree)
-        data = encode(manifest_of(header, table))
+        manifest = manifest_of(header, table)
+        check_manifest(manifest, "manifest of a save")
+        data = encode(manifest)
         name = tier.manifests.publish(request.run, ref, request.rank, request.world_size, data)
         finish(catalog, request.run, ref, name, len(data), pin)
     except BaseException:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asymcheck.errors import UnsupportedValueError
+from asymcheck.format.tree import check
 from asymcheck.partition.state import flatten
 
 
@@ -132,6 +133,28 @@ def test_depth_ends_where_the_format_says() -> None:
     flatten(state)
     with pytest.raises(UnsupportedValueError, match="deeper"):
         flatten([state])
+
+
+@pytest.mark.parametrize("lists", [59, 60, 61, 62, 63])
+def test_versions_of_modules_end_where_the_format_says(lists: int) -> None:
+    """They lie deeper than what is in the mapping that they hang on: what is taken can be read."""
+    state: object = torch.nn.BatchNorm1d(2).state_dict()
+    for _ in range(lists):
+        state = [state]
+    try:
+        flat = flatten(state)
+    except UnsupportedValueError:
+        assert lists > 60
+    else:
+        check(flat.tree, len(flat.leaves), "tree")
+        assert lists <= 60
+
+
+def test_more_dimensions_than_the_format_has_are_refused_by_name() -> None:
+    """Before anything is written."""
+    flatten({"most": torch.ones([1] * 64)})
+    with pytest.raises(UnsupportedValueError, match=r"too\.many.*more than 64 dimensions"):
+        flatten({"too": {"many": torch.ones([1] * 65)}})
 
 
 @pytest.mark.parametrize("part", [[1], (), "text", None, torch.ones(1), 3], ids=repr)

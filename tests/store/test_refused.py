@@ -6,6 +6,7 @@ from collections import Counter, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.errors import InvalidInputError, UnsupportedValueError
+from asymcheck.errors import InvalidInputError, StructureError, UnsupportedValueError
+from asymcheck.partition import leaves
 from tests.store.equality import directory_content
 
 
@@ -205,3 +207,15 @@ def test_the_first_and_the_last_step_can_be_saved(store: Store, step: int) -> No
     """The limits themselves are allowed."""
     store.save({"x": step}, step=step)
     assert store.load(step) == {"x": step}
+
+
+def test_what_could_not_be_read_again_is_not_committed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lets it come so far; what was there stays the newest."""
+    monkeypatch.setattr(leaves, "DIMENSIONS_MAX", 65)
+    with Store.open(store_path) as store:
+        store.save({"t": torch.ones(1)}, step=1)
+        with pytest.raises(StructureError, match="more than 64 dimensions"):
+            store.save({"t": torch.ones([1] * 65)}, step=2)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+        assert torch.equal(store.load(step=1)["t"], torch.ones(1))
+        assert not store.verify()

@@ -9,6 +9,7 @@ import numpy as np
 
 from asymcheck.errors import (
     UNKNOWING,
+    BaseDamagedError,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
@@ -26,6 +27,9 @@ from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
+
+_LONGEST = registry.DELTA_DEPTH_MAX + 1
+"""Frames of a chain above the one that is stored whole: a derived one on as many deltas as there may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Chooser:
         self._whole = whole
         self._choice = Choice()
         self._depths: dict[Digest, int] = {}
+        # Sent, but not as what others can be decoded from.
+        self._sent_derived: set[Digest] = set()
         self._under_deltas: set[Digest] = set()
 
     def choose(self, names: Sequence[Digest]) -> Choice:
@@ -112,6 +118,8 @@ class Chooser:
         if kind == registry.KIND_DERIVED and as_base:
             return None
         depth = 0
+        if len(above) > _LONGEST + 1:
+            return None
         for base in copy.bases() - above:
             below = [self._depth_of(other, above | {base}, as_base=True) for other in self._there.base_copies(base)[:1]]
             if not below or below[0] is None:
@@ -122,33 +130,44 @@ class Chooser:
         self._choice.relied.add(copy.pack.header.pack_id)
         return depth
 
-    def _send(self, name: Digest, copy: Copy, *, as_base: bool) -> int:
-        """Add a frame, after its base; return how many deltas lie between it and a full one."""
-        if name in self._depths:
+    def _send(self, name: Digest, copy: Copy, *, as_base: bool, above: frozenset[Digest] = frozenset()) -> int:
+        """Add a frame, after its base; return how many deltas lie between it and a full one.
+
+        ``above`` are the frames for the sake of which it is sent.
+
+        Raises:
+            BaseDamagedError: it is its own base, or there are more of them than can be decoded.
+        """
+        if name in self._depths and not (as_base and name in self._sent_derived):
             return self._depths[name]
+        if name in above or len(above) > _LONGEST:
+            raise BaseDamagedError(f"{copy}: its bases lead back to it, or on further than can be decoded")
         depth = 0
         derived_base = as_base and copy.kind() == registry.KIND_DERIVED
         if copy.kind() == registry.KIND_FULL or name in self._whole or derived_base:
             self._add(name, copy, decoded=name in self._whole or derived_base)
+            self._sent_derived.discard(name)
         else:
             for base in copy.bases():
-                depth = self._base(base) + (copy.kind() == registry.KIND_DELTA)
+                depth = self._base(base, above | {name}) + (copy.kind() == registry.KIND_DELTA)
             too_deep = depth > registry.DELTA_DEPTH_MAX
             if copy.kind() == registry.KIND_DELTA and not too_deep:
                 self._under_deltas |= copy.bases()
             self._add(name, copy, decoded=too_deep)
             depth = 0 if too_deep else depth
+            if copy.kind() == registry.KIND_DERIVED and not too_deep:
+                self._sent_derived.add(name)
         self._depths[name] = depth
         return depth
 
-    def _base(self, base: Digest) -> int:
+    def _base(self, base: Digest, above: frozenset[Digest]) -> int:
         there = self._depth_there(base, as_base=True)
         if there is not None:
             return there
         copies = self._here.base_copies(base)
         if not copies:
             raise MissingPartitionError(f"base {base.hex()} lies in no readable pack", base)
-        return self._send(base, copies[0], as_base=True)
+        return self._send(base, copies[0], as_base=True, above=above)
 
     def _add(self, name: Digest, copy: Copy, *, decoded: bool) -> None:
         frame = self._decoded(name, copy) if decoded else _as_it_lies(name, copy)

@@ -27,18 +27,24 @@ none."""
 
 
 def original_of(plain: memoryview, dtype: str, number: int, originals: Originals, read: Read) -> Base | None:
-    """Return the partition that ``plain``, of 2-byte floats, was rounded from, as far as its first elements show."""
-    length = min(len(plain), _LOOK_BYTES)
-    first = np.frombuffer(plain[:length], dtype=np.uint8)
+    """Return the partition that ``plain``, of 2-byte floats, was rounded from, as far as a look at some of it shows."""
+    look = min(len(plain), _LOOK_BYTES)
+    # One place tells too little: where a row of padding is zero, it is so in the moments, too.
+    places = [start // 2 * 2 for start in (0, (len(plain) - look) // 2, len(plain) - look)]
     for other, offset in originals.candidates(number):
         # Every layer has tensors of this shape, and each three of them: most candidates are none.
-        found = read(other, offset, 2 * length)
-        if found is None or not np.array_equal(first, derived.rounded_base(found[1], 0, length, _NUMBERS[dtype])):
-            continue
-        whole = read(other, 0, None)
-        if whole is not None:
-            return Base(CODEC_DERIVED, *whole, offset, _NUMBERS[dtype])
+        if all(_is_rounded(plain[at : at + look], dtype, read(other, offset + 2 * at, 2 * look)) for at in places):
+            whole = read(other, 0, None)
+            if whole is not None:
+                return Base(CODEC_DERIVED, *whole, offset, _NUMBERS[dtype])
     return None
+
+
+def _is_rounded(plain: memoryview, dtype: str, found: tuple[Digest, memoryview] | None) -> bool:
+    if found is None:
+        return False
+    rounded = derived.rounded_base(found[1], 0, len(plain), _NUMBERS[dtype])
+    return np.array_equal(np.frombuffer(plain, dtype=np.uint8), rounded)
 
 
 class Bases:
@@ -53,7 +59,7 @@ class Bases:
 
     def may_be_derived(self, capture: Capture, number: int) -> bool:
         """Tell whether a partition may be a rounded copy of others of its capture."""
-        return bool(self._originals_of(capture).candidates(number))
+        return next(self._originals_of(capture).candidates(number), None) is not None
 
     def of(self, capture: Capture, number: int, older: Capture | None) -> list[Base]:
         """Return what a partition that is complete in the ring may be decoded from.

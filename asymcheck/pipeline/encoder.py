@@ -15,7 +15,7 @@ from asymcheck.codecs.container import Segment, segment_of
 from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_derived, encode_planes
 from asymcheck.config import Compression
 from asymcheck.events import timed
-from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_IDENTITY, CODECS
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
 from asymcheck.partition.plan import Piece
 from asymcheck.pipeline.meter import Meter
 from asymcheck.policies.compression import Choice, Sampled, choose
@@ -161,6 +161,8 @@ class Encoder:
         if known is not None and not due:
             return known
         sampled = _try(plain, contents, base)
+        if _is_no_original(base, sampled.ratio):
+            return sampled
         if known is not None:
             # A sample is so short that it seldom has to wait for a core, which a partition may: it corrects what was
             # seen of whole ones, step by step, and does not replace it.
@@ -174,6 +176,8 @@ class Encoder:
     ) -> None:
         """Keep what encoding a whole partition gave."""
         ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
+        if _is_no_original(base, ratio):
+            return
         with self._lock:
             key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
             self._sampled[key] = Sampled(ratio, length / max(seconds, 1e-9))
@@ -195,6 +199,11 @@ class Encoder:
             codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
             self._reasons.setdefault(contents.role, {})[codec] = move.why
         return encoded
+
+
+def _is_no_original(base: Base | None, ratio: float) -> bool:
+    """Tell whether a partition was not rounded from its base after all, which says nothing of others of its kind."""
+    return base is not None and base.codec == CODEC_DERIVED and not ratio
 
 
 def _told(move: Move, contents: Contents) -> dict[str, str]:

@@ -53,14 +53,16 @@ class Flusher:
         # What may be a copy comes last, when the digest of its original is known.
         copies = {
             number
-            for number, partition in enumerate(partitions)
-            if originals.candidates(number) and self._encoder.looks_for(CODEC_DERIVED, self._contents(partition))
+            for number, partition in enumerate(partitions if self._encoder.wants_bases else ())
+            if next(originals.candidates(number), None) is not None
+            and self._encoder.looks_for(CODEC_DERIVED, self._contents(partition))
         }
         others = [number for number in range(len(partitions)) if number not in copies]
 
         def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
             name = digests[number]
-            return None if name is None else (name, self._read(partitions[number], start, length))
+            lying = None if name is None else self._lying(partitions[number], start, length)
+            return None if name is None or lying is None else (name, lying)
 
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
@@ -90,13 +92,14 @@ class Flusher:
             raise
         return [name for name in digests if name is not None]
 
-    def _read(self, partition: Partition, start: int, length: int | None) -> memoryview:
-        """Return bytes of a partition of one piece: where they lie, if they lie there in order."""
+    def _lying(self, partition: Partition, start: int, length: int | None) -> memoryview | None:
+        """Return bytes of a partition of one piece where they lie; None if they do not lie there in order.
+
+        To put them in order would take the memory of their tensor once more, until the end of the save.
+        """
         (piece,) = partition.pieces
         start, length = piece.start + start, piece.length - start if length is None else length
-        leaf = self._leaves[piece.row]
-        lying = leaf.lying_bytes(start, length)
-        return memoryview(leaf.some_bytes(start, length)) if lying is None else lying
+        return self._leaves[piece.row].lying_bytes(start, length)
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)

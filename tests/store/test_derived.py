@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.format.registry import CODEC_DERIVED, KIND_DERIVED
+from asymcheck.partition.leaves import Leaf
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Digest
@@ -59,3 +61,17 @@ def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: t
         (second,) = {(B, A), (C, B)} - {first}
         assert packing.rely(*first, CODEC_DERIVED)
         assert not packing.rely(*second, CODEC_DERIVED)
+
+
+def test_masters_that_do_not_lie_in_order_are_not_put_in_order_for_a_look(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would take their memory once more, until the end of the save; the copies are stored by themselves."""
+    master = torch.randn(64, 64, 16, 16).to(memory_format=torch.channels_last)
+    state = {"master": master, "copy": master.bfloat16()}
+    with Store.open(store_path, config=CONFIG) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Leaf, "some_bytes", Mock(side_effect=AssertionError))
+            store.save(state, step=1)
+        loaded = store.load(step=1)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())

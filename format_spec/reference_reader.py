@@ -1,6 +1,7 @@
 """A second reader of the asymcheck format, version 1, from SPEC.md alone; it shares no code with the library."""
 
 import argparse
+import base64
 import fcntl
 import functools
 import itertools
@@ -42,7 +43,7 @@ PACK += " created_ns:Q writer:32s reserved_b:16s header_sum:8s"
 INDEX = "magic:8s format:H entry_size:H reserved_a:4s pack_id:16s entry_count:Q reserved_b:8s entries_sum:8s"
 INDEX += " header_sum:8s"
 MAGICS = {FRAME: (b"ASYMFRAM", 88), PACK: (b"ASYMPACK", 120), INDEX: (b"ASYMINDX", 56)}
-# The names of §4; the types of the keys of JSON objects; the tree's nodes of strings, joined by line feeds (§7.4).
+# The names of §4, and the types of the keys of JSON objects.
 HEX, RUN = "[0-9a-f]{32}", r"(?!.*\.tmp$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 DIRECTORY_NAME, HEAD_NAME = f"(?!0{{8}})([0-9]{{8}})-([0-9]{{12}})-({HEX})", r"(?!0{8})([0-9]{8})\.head"
 MANIFEST_NAME, PACK_NAME = rf"([0-9]{{5}})-of-([0-9]{{5}})-({HEX})\.manifest", rf"({HEX})\.pack"
@@ -54,10 +55,12 @@ MANIFEST_KEYS |= {"metrics": dict, "plan": dict, "packs": list, "tree": object}
 OWNER_KEYS = {"boot_id": str, "pid": int, "pid_namespace": str, "start_ticks": int}
 RING_KEYS = {"ring_id": str, "store_id": str, "store": str, "run": str, "rank": int, "owner": dict, "data_bytes": int}
 RING_KEYS |= {"created_ns": int, "writer": str}
+# Of the tree (§7.4): an integer node; leaves of strings, how many they have, and these joined by line feeds.
+INTEGER = "-?[1-9][0-9]*"
 BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
-LEAVES = {"i": "0|-?[1-9][0-9]*", "f": "[0-9a-f]{16}", "c": "[0-9a-f]{16}\n[0-9a-f]{16}", "b": BASE64, "v": "[^\n]*"}
-LEAVES["n"] = "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items())
-LEAVES["y"] = "|".join(DTYPES)
+LEAVES = {"f": (1, "[0-9a-f]{16}"), "c": (2, "[0-9a-f]{16}\n[0-9a-f]{16}"), "b": (1, BASE64), "v": (1, "(?s:.*)")}
+LEAVES["n"] = (2, "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items()))
+LEAVES["y"] = (1, "|".join(DTYPES))
 # The Arrow schema of a manifest (§7.3), as pyarrow writes types.
 _INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
 _PLACE = "digest: fixed_size_binary[16] not null, offset: int64 not null, length: int64 not null"
@@ -265,7 +268,7 @@ def decode_frame(
 
 
 def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
-    """Decode header and index of a pack (§7.2): its entries. Unknown kinds and codecs are for the frames to refuse."""
+    """Decode header and index of a pack (§7.2): its entries."""
     block, pack_id = read(0, BLOCK), what.rsplit("/", 1)[-1].removesuffix(".pack")
     h = unpack(block, PACK, what)
     count, end, length, total = h["frame_count"], h["index_offset"], h["index_length"], h["pack_length"]
@@ -294,13 +297,37 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
     return entries
 
 
-def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
-    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§13)."""
+def parse_json(text: bytes, what: str) -> object:
+    """The value of a JSON text (§5): no key twice in an object, no half of a pair of surrogates, no NaN."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        need(len(dict(pairs)) == len(pairs), f"{what}: a key is there twice")
+        return dict(pairs)
+
+    def refuse(name: str) -> None:
+        need(False, f"{what}: {name} is not JSON")
+
     try:
-        value = json.loads(text.decode(), parse_constant=lambda name: need(False, f"{what}: {name} is not JSON"))
+        value: object = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
+        below = [value]
+        while below:
+            item = below.pop()
+            if isinstance(item, str):
+                item.encode()
+            elif isinstance(item, dict):
+                below += [*item, *item.values()]
+            elif isinstance(item, list):
+                below += item
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
-    need(isinstance(value, dict) and type(value.get("format")) is int, f"{what}: not an object with a format version")
+    return value
+
+
+def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
+    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§13)."""
+    value = parse_json(text, what)
+    if not isinstance(value, dict) or type(value.get("format")) is not int:
+        raise SpecError(f"{what}: not an object with a format version")
     need(value["format"] == 1, f"{what}: format version {value['format']}, this reader knows 1", "unsupported-version")
     for key, kind in keys.items():
         good = key in value and isinstance(value[key], kind) and (kind is not int or type(value[key]) is int)
@@ -334,10 +361,16 @@ def decode_record(data: bytes, kind: str, keys: dict[str, Any], place: dict[str,
     raise SpecError(f"{what}: neither block is intact", "bad-checksum")
 
 
-def is_big(text: str) -> bool:
-    """Tell whether an integer in decimal digits is too large for a JSON number of the tree (§7.4)."""
-    digits = text.removeprefix("-")
-    return (len(digits), digits) >= (16, str(2**53))
+def check_integer(node: object) -> str:
+    """Check an integer node (§7.4), which a key and a size of ``z`` is, too; return its decimal form."""
+    match node:
+        case int() if type(node) is int and abs(node) < 2**53:
+            return str(node)
+        case ["i", str(text)] if re.fullmatch(INTEGER, text):
+            digits = text.removeprefix("-")
+            need((len(digits), digits) >= (16, str(2**53)), f"{text} is written as a large integer")
+            return text
+    raise SpecError(f"malformed integer {str(node)[:60]}")
 
 
 def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
@@ -347,27 +380,49 @@ def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
     match node:
         case None | bool() | str() | int() if not isinstance(node, int) or abs(node) < 2**53:
             pass
+        case ["i", _]:
+            check_integer(node)
         case [str(tag), *parts] if tag in LEAVES and all(isinstance(part, str) for part in parts):
-            words = [str(part) for part in parts]
-            good = re.fullmatch(LEAVES[tag], "\n".join(words)) and (tag != "i" or is_big(words[0]))
-            need(good, f"malformed tree node {str(node)[:60]}")
-        case ["z", list(sizes)] if all(
-            type(size) is int or (type(size) is list and size[:1] == ["i"]) for size in sizes
-        ):
-            below = sizes
+            count, form = LEAVES[tag]
+            well_formed = len(parts) == count and re.fullmatch(form, "\n".join(map(str, parts)))
+            need(well_formed, f"malformed tree node {str(node)[:60]}")
+        case ["z", list(sizes)]:
+            words = [check_integer(size) for size in sizes]
+            # The length first: Python converts no more than 4,300 digits.
+            good = all(len(word) <= 20 and -(2**63) <= int(word) < 2**63 for word in words)
+            need(good, f"a size that no shape can have in {str(node)[:60]}")
         case ["T" | "N", row] if type(row) is int and 0 <= row < rows:
             return {row}
         case ["l" | "t", list(items)]:
             below = items
         case ["d" | "o", list(pairs)] | ["m", list(pairs), _] if all(type(p) is list and len(p) == 2 for p in pairs):
-            keys = [["i", str(key)] if type(key) is int else key for key, _ in pairs]
-            good = all(isinstance(key, str) or (type(key) is list and key[:1] == ["i"]) for key in keys)
-            need(good and len({json.dumps(key) for key in keys}) == len(keys), "malformed or repeated keys in the tree")
-            below = [*(key for key, _ in pairs if not isinstance(key, str)), *(value for _, value in pairs)]
-            below += list(node)[2:]
+            keys = {(True, key) if isinstance(key, str) else (False, check_integer(key)) for key, _ in pairs}
+            need(len(keys) == len(pairs), "a key twice in a mapping of the tree")
+            below = [*(value for _, value in pairs), *list(node)[2:]]
         case _:
             raise SpecError(f"unknown or malformed tree node {str(node)[:60]}")
     return set().union(*(check_tree(item, rows, depth + 1) for item in below))
+
+
+def describe_tree(node: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON that follows the table of nodes
+    """The value of a checked node, as the vectors of trees write it: an object with one key, the kind of value."""
+    match node:
+        case None | bool() | str():
+            return {"none" if node is None else "bool" if isinstance(node, bool) else "str": node}
+        case int() | ["i", _]:
+            return {"int": check_integer(node)}
+        case ["b", text]:
+            return {"bytes": base64.b64decode(text).hex()}
+        case ["z", sizes]:
+            return {"size": [check_integer(size) for size in sizes]}
+        case ["l" | "t" as tag, items]:
+            return {"list" if tag == "l" else "tuple": [describe_tree(item) for item in items]}
+        case ["d" | "o" | "m" as tag, pairs, *metadata]:
+            items = [[describe_tree(key), describe_tree(value)] for key, value in pairs]
+            module = {"items": items, "metadata": describe_tree(metadata[0])} if metadata else {}
+            return {"module": module} if metadata else {"dict" if tag == "d" else "ordered": items}
+    names = {"f": "float", "c": "complex", "T": "tensor", "N": "array", "n": "scalar", "y": "dtype", "v": "device"}
+    return {names[node[0]]: node[1:] if node[0] in "cn" else node[1]}
 
 
 def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None:
@@ -407,6 +462,14 @@ def check_part(header: dict[str, Any], what: str) -> None:
     need(type(bits) is str and re.fullmatch("([0-9a-f]{2})*", bits) is not None, f"{what}: elsewhere")
 
 
+def is_finite(number: float) -> bool:
+    """Tell whether the binary64 that is nearest to a number is finite."""
+    try:
+        return math.isfinite(float(number))
+    except OverflowError:
+        return False
+
+
 def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Decode the manifest (§7.3) named ``[[<run>/]<directory>/]<file>``: its header, and its rows by column."""
     run, directory, what = ("//" + name).rsplit("/", 3)[-3:]
@@ -439,7 +502,7 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
         raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
     header = decode_object(metadata[b"asymcheck"], MANIFEST_KEYS, expected, what)
     numbers = [value for value in header["metrics"].values() if value not in ("NaN", "Infinity", "-Infinity")]
-    good = all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers)
+    good = all(type(n) in (int, float) and is_finite(n) for n in numbers)
     plan = header["plan"]
     need(good and type(plan.get("number")) is int and type(plan.get("kind")) is str, f"{what}: metrics or plan")
     check_part(header, what)
@@ -631,8 +694,11 @@ def read_store(path: str | Path, run: str | None = None) -> Store:
     return Store(Path(path), run)
 
 
-def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
-    """Decode one structure (frame, pack, manifest, ring, descriptor, head) from bytes; ``name`` is its path."""
+def check_file(kind: str, data: bytes, name: str, row_count: int = 0) -> dict[str, Any]:
+    """Decode one structure (frame, pack, manifest, ring, descriptor, head) from bytes; ``name`` is its path.
+
+    Or a tree that stands in a manifest of so many rows.
+    """
     if kind == "frame":
         return decode_frame(data, name)[0]
     if kind == "pack":
@@ -650,6 +716,10 @@ def check_file(kind: str, data: bytes, name: str) -> dict[str, Any]:
     if kind == "manifest":
         header, rows = decode_manifest(data, name)
         return dict(json.loads(json.dumps({"header": header, "rows": rows}, default=bytes.hex)))
+    if kind == "tree":
+        tree = parse_json(data, name)
+        need(len(check_tree(tree, row_count)) == row_count, f"{name}: a row that the tree does not name")
+        return describe_tree(tree)
     if kind == "ring":
         return decode_ring(data, name)
     if kind == "descriptor":

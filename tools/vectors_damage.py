@@ -194,6 +194,8 @@ def _pack_headers() -> Iterator[Vector]:
         ("index-length-limit", 48, u64((1 << 28) + 1), "limit-exceeded", "an index of more than 2^28 bytes"),
         ("pack-length", 56, u64(end + 4096), "bad-structure", "pack_length does not belong to the index"),
         ("writer", 72, "Käse".encode(), "bad-structure", "a writer that is not ASCII"),
+        ("writer-zero", 81, b"\0", "bad-structure", "a zero byte within the writer, before its padding"),
+        ("writer-zero-first", 72, b"\0", "bad-structure", "a writer that begins with a zero byte and goes on"),
     ):
         yield _pack(name, _with_header(_PACK, (offset, change)), kind, why)
     whole = make_pack([_SMALL], pack_id("other")).data

@@ -121,8 +121,8 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     if index_length > registry.PACK_INDEX_BYTES_MAX:
         raise LimitError(f"{where}: an index of {index_length} bytes is beyond {registry.PACK_INDEX_BYTES_MAX}")
     name = writer.rstrip(b"\0")
-    if not name.isascii():
-        raise StructureError(f"{where}: the writer's name is not ASCII")
+    if not name.isascii() or b"\0" in name:
+        raise StructureError(f"{where}: the writer's name is not ASCII, padded with zero")
     header = PackHeader(PackId(pack_id), count, index_offset, created_ns, name.decode("ascii"))
     consistent = header.index_length == index_length and header.pack_length == pack_length
     if count < 1 or index_offset % registry.BLOCK_BYTES or not consistent:

@@ -24,6 +24,9 @@ def _header_text() -> Iterator[Vector]:
         ("not-an-object", b"[]", "the header is not an object"),
         ("empty", b"", "the header has no bytes"),
         ("key-twice", good[:-1] + b',"step":1201}', "a key is there twice"),
+        ("key-twice-alike", good[:-1] + b',"step":1200}', "a key is there twice with one value"),
+        ("metric-twice", good.replace(b'"loss":3.25', b'"loss":3.25,"loss":3.25'), "a key of metrics is there twice"),
+        ("surrogate", good.replace(b"asymcheck 0.1.0", rb"\ud800"), "half of a pair of surrogates has no UTF-8 form"),
         ("nan", good.replace(b"3.25", b"NaN"), "NaN is not JSON; it is written as a string"),
         ("utf-16", good.decode().encode("utf-16-le"), "JSON that is not UTF-8"),
         ("byte-order-mark", b"\xef\xbb\xbf" + good, "a byte order mark before the JSON"),
@@ -67,6 +70,7 @@ def _header_values() -> Iterator[Vector]:
         ("parent-list", {"parent": []}, "bad-structure", "a parent that is neither object nor null"),
         ("parent-save-id", {"parent": {**parent, "save_id": "x"}}, "bad-structure", "a parent with a wrong save id"),
         ("parent-no-step", {"parent": {**parent, "step": None}}, "bad-structure", "a parent without a step"),
+        ("parent-later", {"parent": {**parent, "generation": 4}}, "bad-structure", "a parent of a later generation"),
         ("store-ranks-empty", {"store_ranks": []}, "bad-structure", "no rank saves into the store"),
         ("store-ranks-null", {"store_ranks": None}, "bad-structure", "ranks of a store that are no list"),
         (

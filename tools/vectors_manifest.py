@@ -181,6 +181,8 @@ def manifest_vectors() -> Iterator[Vector]:
     yield manifest(
         "plan", header_for(None, plan=plan, parent=None, packs=()), [], "a plan with further keys; no parent"
     )
+    before = CheckpointRef(REF.generation, REF.step - 1, save_id("before"))
+    yield manifest("parent", header_for(None, parent=before, packs=()), [], "a parent of the same generation")
     last = CheckpointRef(99999999, 999999999999, save_id("last"))
     limits = header_for(None, ref=last, rank=99998, world_size=99999, run="r" * 64)
     yield manifest("header-limits", limits, [], "the largest generation, step, rank and world size")

@@ -215,6 +215,7 @@ def _check_header(header: ManifestHeader, where: str) -> None:
         typed
         and 1 <= ref.generation <= registry.GENERATION_MAX
         and 0 <= ref.step <= registry.STEP_MAX
+        and (header.parent is None or header.parent.generation <= ref.generation)
         and 0 <= header.rank < header.world_size <= registry.WORLD_SIZE_MAX
         and 0 <= header.created_ns < 1 << 64
     )

@@ -89,7 +89,7 @@ def test_rows_go_round(rows: list[TensorRow]) -> None:
 @given(
     st.dictionaries(texts, st.floats(allow_nan=False), max_size=5),
     st.lists(ids.map(PackId), max_size=5).map(tuple),
-    st.none() | st.builds(CheckpointRef, st.integers(1, 9), st.integers(0, 10**12 - 1), ids.map(SaveId)),
+    st.none() | st.builds(CheckpointRef, st.integers(1, REF.generation), st.integers(0, 10**12 - 1), ids.map(SaveId)),
     st.integers(0, (1 << 64) - 1),
 )
 def test_headers_go_round(

@@ -23,7 +23,7 @@ import xxhash
 import zstandard
 
 BLOCK, ALIGNED_MIN, PARTITION_MAX, STORED_MAX, INDEX_MAX, MANIFEST_MAX = 4096, 65536, 2**30, 1082130432, 2**28, 2**30
-INLINE_MAX, RECORD_MAX, DEPTH_MAX, METRICS_MAX, DIMENSIONS_MAX = 4096, 4000, 64, 256, 64
+INLINE_MAX, RECORD_MAX, DEPTH_MAX, METRICS_MAX, DIMENSIONS_MAX, DIGITS_MAX = 4096, 4000, 64, 256, 64, 65536
 PLANES_MAX, CHUNK_MAX, DELTAS_MAX = 65536, 2**23, 8
 CODECS = {0: (0, 1, 2), 1: (3,), 2: (4,)}  # of each frame kind
 SIZES = {1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"}
@@ -368,6 +368,7 @@ def check_integer(node: object) -> str:
             return str(node)
         case ["i", str(text)] if re.fullmatch(INTEGER, text):
             digits = text.removeprefix("-")
+            need(len(digits) <= DIGITS_MAX, f"an integer of {len(digits)} digits", "limit-exceeded")
             need((len(digits), digits) >= (16, str(2**53)), f"{text} is written as a large integer")
             return text
     raise SpecError(f"malformed integer {str(node)[:60]}")

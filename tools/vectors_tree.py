@@ -70,6 +70,7 @@ def _plain_values() -> Iterator[Vector]:
         ("big-negative", -(1 << 53), "the same below zero"),
         ("big-200-bits", -(1 << 200) - 1, "an integer of 200 bits"),
         ("big-5000-digits", 10**5000 + 7, "more digits than Python converts at once"),
+        ("big-most-digits", 1 - 10**65536, "as many digits as there may be; the sign is none"),
         ("string-empty", "", "a string of no characters"),
         ("string-like-tag", "T", "a string that looks like a tag is a string"),
         ("string-unicode", 'Käse "\U0001f9c0"\\\n\0\x7f\u2028', "quotes, control characters, beyond the basic plane"),
@@ -197,6 +198,9 @@ def _broken_containers() -> Iterator[Vector]:
         keyed = ["m", [], keyed]
     yield _broken("depth-metadata", keyed, "metadata counts as a level", "limit-exceeded")
     big = str(1 << 60)
+    many = ["i", "1" + "0" * 65536]
+    yield _broken("big-too-many-digits", many, "an integer of 65537 digits", "limit-exceeded")
+    yield _broken("key-too-many-digits", ["d", [[many, 1]]], "a key of 65537 digits", "limit-exceeded")
     for name, node, why in (
         ("list-object", ["l", {}], "items that are no array"),
         ("list-spread", ["l", 1, 2], "items that are not in an array of their own"),

@@ -58,6 +58,7 @@ def encode_plain(value: object) -> Node:
 
     Raises:
         StructureError: any other type, or a string that is not valid Unicode.
+        LimitError: an integer with more digits than a reader takes.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -79,8 +80,18 @@ def encode_plain(value: object) -> Node:
 
 
 def encode_integer(value: int) -> Node:
-    """Return the node of an integer of any size."""
-    return value if -_EXACT_INTEGER < value < _EXACT_INTEGER else ["i", _decimal(value)]
+    """Return the node of an integer.
+
+    Raises:
+        LimitError: it has more digits than a reader takes.
+    """
+    if -_EXACT_INTEGER < value < _EXACT_INTEGER:
+        return value
+    # A digit has more than three bits: what is far too large is refused before the slow way to its digits.
+    text = _decimal(value) if value.bit_length() <= 4 * registry.INTEGER_DIGITS_MAX else None
+    if text is None or len(text.removeprefix("-")) > registry.INTEGER_DIGITS_MAX:
+        raise LimitError(f"an integer of more than {registry.INTEGER_DIGITS_MAX} digits; make it bytes (int.to_bytes)")
+    return ["i", text]
 
 
 def encode_metric(value: float) -> object:
@@ -194,9 +205,16 @@ class _Decoder:
 
     def _parse_big(self, node: list[object]) -> int:
         (text,) = self._arguments(node, 1)
-        if not isinstance(text, str) or not _BIG_INTEGER.match(text):
+        if not isinstance(text, str):
             raise self.bad(node)
-        number = _natural(text.removeprefix("-"))
+        digits = text.removeprefix("-")
+        if len(digits) > registry.INTEGER_DIGITS_MAX:
+            raise LimitError(
+                f"{self.where}: an integer of {len(digits)} digits is beyond {registry.INTEGER_DIGITS_MAX}"
+            )
+        if not _BIG_INTEGER.match(text):
+            raise self.bad(node)
+        number = _natural(digits)
         if number < _EXACT_INTEGER:
             raise self.bad(node)
         return -number if text.startswith("-") else number
@@ -326,8 +344,8 @@ def _decimal(value: int) -> str:
 def _natural(digits: str) -> int:
     if len(digits) <= _DIGITS:
         return int(digits)
-    # In halves, because Python multiplies large numbers in less than quadratic time: a file of a few MiB must not keep
-    # its reader busy for hours.
+    # In halves, because Python multiplies large numbers in less than quadratic time. Up to the limit of the format a
+    # digit takes no longer than a byte of other nodes does; a million digits would take several times that.
     low = len(digits) // 2
     power: int = 10**low
     return _natural(digits[:-low]) * power + _natural(digits[-low:])

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from asymcheck.errors import StructureError, UnsupportedValueError
+from asymcheck.errors import LimitError, StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
 from asymcheck.partition.boxes import Box
@@ -174,7 +174,7 @@ class Walker:
         if type(key) is str:
             return self._scalar(key, name), key
         if type(key) is int:
-            return encode_integer(key), join_name((key,))
+            return self._scalar(key, name), join_name((key,))
         raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int")
 
     def _shard(self, value: object, name: str) -> Node:
@@ -219,6 +219,8 @@ class Walker:
     def _scalar(self, value: object, name: str | None) -> Node:
         try:
             return encode_plain(value)
+        except LimitError as error:
+            raise UnsupportedValueError(name or "", str(error)) from error
         except StructureError as error:
             remedy = "give it state_dict() and load_state_dict(), or make it tensors, numbers, strings, lists and dicts"
             raise UnsupportedValueError(name or "", f"{error}; {remedy}") from error

@@ -2,6 +2,7 @@
 
 import math
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -166,6 +167,28 @@ def test_integers_of_any_size(digits: int) -> None:
     for value in (10**digits, 10**digits - 1, 7 * 10**digits + 5, int("1" + "0" * 15) * 10 ** (digits - 10)):
         for signed in (value, -value):
             assert decode(tree.encode_plain(signed)) == ("int", signed)
+
+
+def test_the_digits_of_an_integer_are_bounded() -> None:
+    """What may be written can be read; one digit more is refused by both, as a value, a key and a size."""
+    most = 10**registry.INTEGER_DIGITS_MAX - 1
+    for value in (most, -most):
+        assert decode(tree.encode_integer(value)) == ("int", value)
+    for value in (most + 1, -most - 1, 1 << (1 << 25)):
+        with pytest.raises(LimitError, match="65536 digits"):
+            tree.encode_plain(value)
+    more = ["i", "9" * (registry.INTEGER_DIGITS_MAX + 1)]
+    for node in (more, ["d", [[more, 1]]], ["z", [more]]):
+        with pytest.raises(LimitError, match="65537 digits"):
+            decode(node)
+
+
+def test_digits_that_a_manifest_has_room_for_keep_no_reader_busy() -> None:
+    """An integer beyond the limit is refused before it is converted, which would take minutes."""
+    began = time.process_time()
+    with pytest.raises(LimitError, match="digits"):
+        tree.decode(["i", "9" * (16 << 20)], 0, Built(), "test")
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("value", [1 << 53, -(1 << 53)])

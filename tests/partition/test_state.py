@@ -157,6 +157,16 @@ def test_more_dimensions_than_the_format_has_are_refused_by_name() -> None:
         flatten({"too": {"many": torch.ones([1] * 65)}})
 
 
+def test_integers_end_where_the_format_says() -> None:
+    """As a value and as a key: one with more digits is refused by name before anything is written."""
+    most = 10**65536 - 1
+    check(flatten({"a": most, -most: 1}).tree, 0, "test")
+    for state, name in (({"a": {"b": most + 1}}, "a.b"), ({"a": {-most - 1: 1}}, "a"), ({"a": 1 << (1 << 22)}, "a")):
+        with pytest.raises(UnsupportedValueError, match="65536 digits; make it bytes") as caught:
+            flatten(state)
+        assert caught.value.path == name
+
+
 @pytest.mark.parametrize("part", [[1], (), "text", None, torch.ones(1), 3], ids=repr)
 def test_an_object_whose_state_is_no_dict_is_refused(part: object) -> None:
     """It could be stored but never filled again: `load_state_dict` is given a dict."""

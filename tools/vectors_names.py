@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from asymcheck.format import catalog
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName
+from asymcheck.format.record import canonical_json
 from asymcheck.types import Location, Owner
 from tools.vectors_base import Vector, fixed_bytes, flipped, pack_id, partition_digest, patched, save_id, valid
 from tools.vectors_manifest import REF
@@ -157,9 +158,13 @@ def catalog_vectors() -> Iterator[Vector]:
     ):
         yield entry(name, "packs", _PACK, data, None, why)
     sound = catalog.encode_pin(pin, _OWNER, packs)
+    by_name = {"owner": catalog.owner_to_json(_OWNER), "packs": {item.hex(): 0 for item in packs}}
     for name, data, why in (
         ("pin-flipped", flipped(sound, 10), "a bit is flipped"),
         ("pin-not-json", catalog.seal(pin, b"{"), "no JSON, with its checksum"),
+        ("pin-space", catalog.seal(pin, sound[:-8].replace(b',"packs"', b', "packs"')), "JSON that is not canonical"),
+        ("pin-key-twice", catalog.seal(pin, sound[:-9] + b',"packs":[]}'), "a key is there twice"),
+        ("pin-packs-object", catalog.seal(pin, canonical_json(by_name)), "packs that are no list"),
         ("pin-no-owner", catalog.seal(pin, b'{"packs":[]}'), "no owner"),
         ("pin-pack-short", catalog.seal(pin, sound[:-8].replace(packs[0].hex().encode(), b"00")), "an id of 2 digits"),
     ):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 
 from asymcheck.errors import StructureError
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.record import canonical_json, integer, parse_id, string
+from asymcheck.format.record import canonical_json, integer, is_canonical, parse_id, string
+from asymcheck.format.strict_json import parse_json
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 
 PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")
@@ -93,9 +93,14 @@ def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
     if body is None:
         return None
     try:
-        fields = json.loads(body)
-        return owner_from_json(fields["owner"], "pin"), [PackId(parse_id(pack, "pin")) for pack in fields["packs"]]
-    except (StructureError, ValueError, KeyError, TypeError):
+        fields = parse_json(body, "pin")
+        if not isinstance(fields, dict) or not is_canonical(fields, body):
+            return None
+        packs = fields.get("packs")
+        if not isinstance(packs, list):
+            return None
+        return owner_from_json(fields.get("owner"), "pin"), [PackId(parse_id(pack, "pin")) for pack in packs]
+    except StructureError:
         return None
 
 

@@ -85,7 +85,7 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
     if not texts:
         raise ChecksumError(f"{where}: both copies of the record are damaged")
     value = parse_json(texts[0], where)
-    if not isinstance(value, dict) or not _is_canonical(value, texts[0]):
+    if not isinstance(value, dict) or not is_canonical(value, texts[0]):
         raise StructureError(f"{where}: record is not a JSON object in canonical form")
     check_version(integer(value, "format", where), where)
     if value.get("kind") != kind:
@@ -105,7 +105,8 @@ def repaired_record(data: bytes) -> bytes | None:
     return data if len(intact) == len(blocks) and len(data) == RECORD_BYTES else intact[0] * len(blocks)
 
 
-def _is_canonical(value: dict[str, object], text: bytes) -> bool:
+def is_canonical(value: dict[str, object], text: bytes) -> bool:
+    """Tell whether a text that was read as this object is its canonical JSON."""
     try:
         return canonical_json(value) == text
     except (ValueError, RecursionError):

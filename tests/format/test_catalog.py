@@ -88,6 +88,40 @@ def test_reserved_bytes_of_a_pack_make_it_absent(offset: int) -> None:
     assert catalog.decode_pack_state(key, bytes(body) + sum8(key + bytes(body))) is None
 
 
+_OWNER = '{"boot_id":"b","pid":1,"pid_namespace":"n","start_ticks":2}'
+_PIN = f'{{"owner":{_OWNER},"packs":["{"00" * 16}"]}}'
+
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+_OTHER_PINS = {
+    "spaces": _PIN.replace(",", ", "),
+    "packs twice": _PIN[:-1] + ',"packs":[]}',
+    "pid twice": _PIN.replace('"pid":1', '"pid":1,"pid":2'),
+    "an escape that is not needed": _PIN.replace('"b"', '"\\u0062"'),
+    "packs by name": f'{{"owner":{_OWNER},"packs":{{"{"00" * 16}":0}}}}',
+    "packs in a string": f'{{"owner":{_OWNER},"packs":""}}',
+    "no packs": f'{{"owner":{_OWNER}}}',
+    "no owner": '{"packs":[]}',
+    "no object": "[]",
+    "only depth": _DEEP,
+    "depth under a further key": f'{{"more":{_DEEP},{_PIN[1:]}',
+}
+
+
+@pytest.mark.parametrize("text", _OTHER_PINS.values(), ids=_OTHER_PINS)
+def test_another_text_than_is_written_is_no_pin(text: str) -> None:
+    """A pin is canonical JSON with the keys of the table; what two readers could understand differently is damaged."""
+    key = catalog.pin_key(SaveId(bytes(16)), 0)
+    assert catalog.decode_pin(key, catalog.seal(key, _PIN.encode())) == (Owner(1, 2, "b", "n"), [PackId(bytes(16))])
+    assert catalog.decode_pin(key, catalog.seal(key, text.encode())) is None
+
+
+def test_a_pin_may_have_further_keys() -> None:
+    """What a later version adds is ignored."""
+    key = catalog.pin_key(SaveId(bytes(16)), 0)
+    assert catalog.decode_pin(key, catalog.seal(key, b'{"more":[],' + _PIN[1:].encode())) is not None
+
+
 @given(st.binary(max_size=60))
 def test_any_sealed_bytes_are_a_pin_or_absent(body: bytes) -> None:
     """Sealed garbage is no pin, and nothing breaks over it."""

@@ -298,7 +298,10 @@ class Descriptors:
         return descriptor
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor that was added; closing it twice is no error."""
+        """Close a descriptor that was added, and no other.
+
+        A number that was closed may be that of another file by now: who may close twice keeps it no longer than once.
+        """
         if descriptor in self._open:
             self._open.discard(descriptor)
             os.close(descriptor)

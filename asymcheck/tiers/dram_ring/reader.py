@@ -172,11 +172,13 @@ class RingReader:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the memory and the lock back."""
+        """Give the memory and the lock back. Closing twice is no error."""
         self._memory.release()
         with contextlib.suppress(BufferError):
             self._map.close()
-        DESCRIPTORS.close(self._descriptor)
+        # Taken out first: by a second close the number may be that of another thread's file.
+        descriptor, self._descriptor = self._descriptor, -1
+        DESCRIPTORS.close(descriptor)
 
     def __enter__(self) -> RingReader:
         """Return itself."""

@@ -308,4 +308,6 @@ class Ring:
         # A view that somebody still has keeps the memory; the file is gone anyway.
         with contextlib.suppress(BufferError):
             self._map.close()
-        DESCRIPTORS.close(self._descriptor)
+        # Taken out first: by a second close the number may be that of another thread's file.
+        descriptor, self._descriptor = self._descriptor, -1
+        DESCRIPTORS.close(descriptor)

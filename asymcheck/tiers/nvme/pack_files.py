@@ -85,8 +85,10 @@ class PackFile:
         return frame
 
     def close(self) -> None:
-        """Release the lock."""
-        DESCRIPTORS.close(self._descriptor)
+        """Release the lock. Closing twice is no error."""
+        # Taken out first: by a second close, or a late read, the number may be that of another thread's file.
+        descriptor, self._descriptor = self._descriptor, -1
+        DESCRIPTORS.close(descriptor)
 
 
 def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, *, thorough: bool = False) -> PackFile:

@@ -182,8 +182,10 @@ class PackWriter:
             self._files.pwrite(self._descriptor, data, offset, self._path)
 
     def close(self) -> None:
-        """Release the lock; from now on only manifests and pins protect the pack."""
-        DESCRIPTORS.close(self._descriptor)
+        """Release the lock; from now on only manifests and pins protect the pack. Closing twice is no error."""
+        # Taken out first: by a second close, or a late write, the number may be that of another thread's file.
+        descriptor, self._descriptor = self._descriptor, -1
+        DESCRIPTORS.close(descriptor)
 
     def abandon(self) -> None:
         """Remove the file after a failure, whatever state it is in. Never raises for a file that is gone."""

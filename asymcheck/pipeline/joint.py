@@ -153,8 +153,6 @@ class Joint:
             raise RankFailedError(f"step {capture.request.step} was begun by this rank alone")
         at = (turn.number, _DIGESTS if turn.shares_anew else _STORED)
         try:
-            if capture.error is not None:
-                raise capture.error
             writes.wait(moving)
             if turn.shares_anew:
                 self._share(capture, at)

@@ -104,6 +104,7 @@ class Packing:
         self._ours: set[Digest] = set()
         self._derived: set[Digest] = set()
         self._originals: set[Digest] = set()
+        self._is_given_up = False
         self.written: dict[Digest, Location] = {}
         """Partitions written by this save, once their packs are sealed."""
         self.reused: dict[Digest, Location] = {}
@@ -126,7 +127,7 @@ class Packing:
         """Store a partition that was claimed, as ``descriptor`` says, with ``write``.
 
         Raises:
-            StorageError: the device refused; :meth:`abandon` comes next.
+            StorageError: the device refused, and :meth:`abandon` comes next; or that came already.
         """
         write(self._writer(frame_length(descriptor.stored_length)), descriptor)
         with self._lock:
@@ -178,6 +179,9 @@ class Packing:
 
     def _writer(self, length: int) -> PackWriter:
         with self._lock:
+            if self._is_given_up:
+                # Nobody would seal or remove a pack that is begun now.
+                raise StorageError("this save was given up: nothing is written for it any more")
             if self._current is None or self._current.length + length > self._tier.config.pack_bytes:
                 room = min(self._needed_bytes, self._tier.config.pack_bytes)
                 self._current = self._tier.start_pack(room)
@@ -230,6 +234,8 @@ class Packing:
 
     def abandon(self) -> None:
         """Remove what this save has written and not sealed; what is sealed waits for collection."""
+        with self._lock:
+            self._is_given_up = True
         self.close()
         for writer in self._writers:
             try:

@@ -64,6 +64,7 @@ def collect(
 
     Raises:
         InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was freed.
+        StructureError: the manifests are gone, though nobody deleted them here; nothing was freed.
     """
     result = Collected()
     if not dry_run:
@@ -117,9 +118,7 @@ class _Plan:
         live = known.live()
         self.candidates = {pack_id: held.names for pack_id, held in known.packs.items() if live.isdisjoint(held.names)}
         self.kept = len(known.packs) - len(self.candidates) + known.unread
-        with catalog.read() as transaction:
-            unseen = transaction.manifests() - self.manifests
-        self.stale = {key for key in unseen if is_gone(tier, key)}
+        _, self.stale = known.since(catalog)
 
     def count(self, result: Collected) -> None:
         """Say what would be freed."""

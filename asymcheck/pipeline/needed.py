@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Collection, Iterator
+from pathlib import PurePath
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +18,18 @@ from asymcheck.errors import (
     LockTimeoutError,
     MissingPartitionError,
     StorageError,
+    StructureError,
     UnsupportedFormatError,
 )
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.format.pack import Entries, frame_lengths
 from asymcheck.tiers.files import translated
-from asymcheck.tiers.nvme import NvmeTier, Transaction, bases_in
+from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction, bases_in
 from asymcheck.types import CheckpointRef, Digest, PackId
+
+_ATTEMPTS = 8
+_PAUSE_S = 0.02
 
 NamedCheckpoint = tuple[str, CheckpointRef]
 """A run and a checkpoint of it."""
@@ -70,8 +76,11 @@ class Needed:
 
         Raises:
             InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown.
+            StructureError: the folder of manifests is gone.
         """
         self._look_at_manifests()
+        # After it was read: it may have been moved away meanwhile, and the store have been opened long before.
+        self._tier.refuse_lost_manifests()
         self._look_at_packs()
 
     def _look_at_manifests(self) -> None:
@@ -99,6 +108,36 @@ class Needed:
                     self._count(self._digests[key], 1)
         for key in self._digests.keys() - found:
             self._count(self._digests.pop(key), -1)
+
+    def since(self, catalog: Catalog) -> tuple[set[bytes], set[bytes]]:
+        """Return which of the manifests that the catalog names have come since the last look, and which are deleted.
+
+        Raises:
+            StructureError: they were not deleted, but all of them are gone.
+        """
+        for attempt in range(_ATTEMPTS):
+            # Several deletions that are under way at once look like that, too, for a moment.
+            time.sleep(attempt * _PAUSE_S)
+            with catalog.read() as transaction:
+                named = transaction.manifests()
+            unseen = named - self._digests.keys()
+            gone = {key for key in unseen if is_gone(self._tier, key)}
+            if gone != named or not self._are_lost(gone):
+                return unseen - gone, gone
+        raise StructureError(
+            f"store {self._tier.root}: all manifests that its catalog names are gone, and nothing was freed: put the "
+            f"folder {layout.MANIFESTS} back, from where it was moved to or from a copy; only if they were removed on "
+            f"purpose, run asymcheck rebuild {self._tier.root}"
+        )
+
+    def _are_lost(self, gone: Collection[bytes]) -> bool:
+        """Tell whether manifests that are gone are so many that no deletion was.
+
+        A deletion takes the catalog's entries with it. One that was killed in between leaves those of one checkpoint,
+        and the folder of the run, which no deletion removes.
+        """
+        checkpoints = {path.parent for path in map(_path_of, gone) if path is not None}
+        return len(checkpoints) > 1 or not all((self._tier.root / path.parent).is_dir() for path in checkpoints)
 
     def _count(self, digests: bytes, change: int) -> None:
         for name in _each(digests):
@@ -193,8 +232,16 @@ def _each(digests: bytes) -> Iterator[Digest]:
 
 def is_gone(tier: NvmeTier, key: bytes) -> bool:
     """Tell whether a manifest that the catalog names has been deleted, or could never be the name of one."""
+    path = _path_of(key)
+    if path is None:
+        return True
+    with translated("look for", tier.root / path):
+        return not (tier.root / path).exists()
+
+
+def _path_of(key: bytes) -> PurePath | None:
+    """Return where in a store the manifest of a key lies; None when that could never be the name of one."""
     run, folder, name = [*os.fsdecode(key).split("/", 2), "", ""][:3]
     if not layout.is_run(run) or layout.parse_checkpoint_name(folder) is None or not layout.parse_manifest_name(name):
-        return True
-    with translated("look for", tier.root / layout.MANIFESTS / run / folder / name):
-        return not (tier.root / layout.MANIFESTS / run / folder / name).exists()
+        return None
+    return PurePath(layout.MANIFESTS, run, folder, name)

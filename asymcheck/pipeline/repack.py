@@ -296,10 +296,8 @@ class _Batch:
         """Mark packs freed in the transaction that enters the new one; return which."""
         own = [] if header is None else [header.pack_id]
         for _ in range(_ATTEMPTS):
-            with self._catalog.read() as transaction:
-                unseen = transaction.manifests() - self._needed.manifests
-            gone = {key for key in unseen if is_gone(self._tier, key)}
-            if unseen - gone:
+            came, gone = self._needed.since(self._catalog)
+            if came:
                 # Committed while frames were copied: it may need what was not.
                 self._needed.look()
             live = self._needed.live()

@@ -12,7 +12,7 @@ import torch
 from asymcheck import Store
 from asymcheck.format.catalog import manifest_key, pin_key
 from asymcheck.pipeline import collect as collect_module
-from asymcheck.pipeline import repack as repack_module
+from asymcheck.pipeline import needed as needed_module
 from asymcheck.pipeline.needed import Needed
 from asymcheck.recovery import rebuild as rebuild_module
 from asymcheck.tiers.owners import hold, let_go, this_process
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_comes_back_keeps_its_packs(
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
-    once(monkeypatch, collect_module, "is_gone", lambda: store.pull(location, 1))
+    once(monkeypatch, needed_module, "is_gone", lambda: store.pull(location, 1))
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1]
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
         path.write_bytes(data)
 
     once(monkeypatch, collect_module, "retire_packs", come_and_go)
-    once(monkeypatch, repack_module, "is_gone", come_again)
+    once(monkeypatch, needed_module, "is_gone", come_again)
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1, 2]

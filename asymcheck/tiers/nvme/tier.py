@@ -69,7 +69,7 @@ class NvmeTier:
             raise ReadOnlyStoreError(
                 f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
             )
-        self._refuse_lost_manifests()
+        self.refuse_lost_manifests()
         if not read_only:
             self._make_missing_folders()
         self.manifests = ManifestFiles(self.files, root)
@@ -126,8 +126,12 @@ class NvmeTier:
         path = self.root / name
         return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
 
-    def _refuse_lost_manifests(self) -> None:
-        # Without them all packs look like garbage, and a collection would free them.
+    def refuse_lost_manifests(self) -> None:
+        """Refuse a store whose manifests are gone: all its packs look like garbage, and a collection would free them.
+
+        Raises:
+            StructureError
+        """
         folder = self.root / layout.MANIFESTS
         with translated("look at", folder):
             if folder.exists() or not self.pack_ids():

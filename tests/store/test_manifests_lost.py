@@ -1,0 +1,135 @@
+"""A store that is open while its manifests go away: what a collection does not find it takes for no garbage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Retention, Store, StoreConfig
+from asymcheck.errors import StructureError
+from asymcheck.pipeline.collect import Collected
+from asymcheck.pipeline.needed import Needed
+from asymcheck.pruning import Pruner
+from tests.store.equality import assert_same
+
+
+def _state(step: int) -> dict[str, torch.Tensor]:
+    return {"own": torch.full((300_000,), float(step)), "shared": torch.arange(300_000)}
+
+
+def _move_away(store: Path) -> None:
+    (store / "manifests").rename(store / "manifests.aside")
+
+
+def _copy_in(store: Path) -> None:
+    """As a tool does that has just begun: the folders come first."""
+    _move_away(store)
+    (store / "manifests" / "default").mkdir(parents=True)
+
+
+def _begin_to_copy_in(store: Path) -> None:
+    _move_away(store)
+    (store / "manifests").mkdir()
+
+
+def _put_back(store: Path) -> None:
+    shutil.rmtree(store / "manifests", ignore_errors=True)
+    (store / "manifests.aside").rename(store / "manifests")
+
+
+LOST = [((1, 2), _move_away), ((1, 2), _copy_in), ((1, 2), _begin_to_copy_in), ((1,), _begin_to_copy_in)]
+
+
+@pytest.mark.parametrize("collect", [Store.gc, lambda store: store.gc(dry_run=True)])
+@pytest.mark.parametrize(("steps", "lose"), LOST)
+def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
+    store_path: Path, steps: tuple[int, ...], lose: Callable[[Path], None], collect: Callable[[Store], Collected]
+) -> None:
+    """The store was opened when they were there; when they are back, all is as it was."""
+    with Store.open(store_path) as store:
+        for step in steps:
+            store.save(_state(step), step=step)
+        lose(store_path)
+        with pytest.raises(StructureError, match=r"manifests (that its catalog names are|is) gone.*put .* back"):
+            collect(store)
+        _put_back(store_path)
+        for step in steps:
+            assert_same(store.load(step), _state(step))
+        assert store.verify() == []
+        assert store.gc() == Collected(kept_packs=len(steps))
+
+
+@pytest.mark.parametrize(("steps", "lose"), LOST)
+def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
+    store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
+) -> None:
+    """It prunes after each commit, and reads only what is new."""
+    pruner = Pruner(store._nvme, store._catalog(), "default", Retention(keep_last=2))
+    for step in steps:
+        store.save(_state(step), step=step)
+        pruner.prune(0, always_collect=True)
+    lose(store.path)
+    with pytest.raises(StructureError, match="back"):
+        pruner.prune(0, always_collect=True)
+    _put_back(store.path)
+    assert pruner.prune(0, always_collect=True).collected == Collected(kept_packs=len(steps))
+    assert_same(store.load(), _state(steps[-1]))
+
+
+def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was copied by then goes again, and what it was copied from stays."""
+    with Store.open(store_path, config=StoreConfig(repack_waste=0.1)) as store:
+        for step in range(3):
+            store.save(_state(step), step=step)
+        store.delete(0)
+        real, looks = Needed.look, list[int]()
+
+        def look(needed: Needed) -> None:
+            looks.append(1)
+            if len(looks) == 2:
+                _copy_in(store_path)
+            real(needed)
+
+        monkeypatch.setattr(Needed, "look", look)
+        with pytest.raises(StructureError, match="all manifests that its catalog names are gone"):
+            store.gc()
+        _put_back(store_path)
+        for step in (1, 2):
+            assert_same(store.load(step), _state(step))
+        assert store.gc().repacked_packs == 1
+        assert store.verify() == []
+
+
+def test_checkpoints_that_were_deleted_are_not_missed(store: Store) -> None:
+    """The catalog names them no more; nor is one missed whose deletion was killed before it was forgotten there."""
+    for step in (1, 2):
+        store.save(_state(step), step=step)
+    store.delete(1)
+    store.delete(2)
+    assert store.gc().freed_packs == 2
+    store.save(_state(3), step=3)
+    (folder,) = (store.path / "manifests" / "default").iterdir()
+    shutil.rmtree(folder)
+    assert store.gc().freed_packs == 1
+
+
+def test_manifests_that_somebody_removed_by_hand_are_forgotten_when_they_say_so(store: Store) -> None:
+    """One beside others needs no word; all of them need one."""
+    for step in (1, 2, 3):
+        store.save({"own": _state(step)["own"]}, step=step)
+    first, *others = sorted((store.path / "manifests" / "default").iterdir())
+    shutil.rmtree(first)
+    assert store.gc().freed_packs == 1
+    for folder in others:
+        shutil.rmtree(folder)
+    with pytest.raises(StructureError, match=f"removed on purpose, run asymcheck rebuild {store.path}"):
+        store.gc()
+    store.rebuild()
+    assert store.gc().kept_packs == 0
+    assert store.accounting().locked_bytes == 0

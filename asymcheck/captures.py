@@ -178,12 +178,16 @@ class Captures(Reports):
         )
 
     @contextlib.contextmanager
-    def adopting(self, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder) -> Iterator[list[Adopted]]:
+    def adopting(
+        self, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder, *, run: str | None = None
+    ) -> Iterator[list[Adopted]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
         What is restored in the ``with`` block is read from that memory as far as it lies there, which goes after it.
+        What is left of ``run``, which is to go on, comes first, and is waited for while another process takes it up.
 
         Raises:
+            LockTimeoutError: that process does not come to an end; the message names it.
             StorageError: the device refused; what was left stays there.
         """
         tier = self._writable()
@@ -194,7 +198,9 @@ class Captures(Reports):
 
         with contextlib.ExitStack() as held:
             with timed("adopt"):
-                taken = held.enter_context(adopting(tier, self._catalog(), self._encoder, Path(ring_folder), placing))
+                taken = held.enter_context(
+                    adopting(tier, self._catalog(), self._encoder, Path(ring_folder), placing, run)
+                )
             self._at_hand = taken.packs
             # Before their memory is given back.
             held.callback(self._at_hand.clear)

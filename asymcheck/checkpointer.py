@@ -126,6 +126,7 @@ class Checkpointer:
             CheckpointNotFoundError: ``step`` was given and is not there.
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`Store.load`.
+            LockTimeoutError: another process takes up what this run left in memory, and does not come to an end.
 
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
@@ -148,7 +149,8 @@ class Checkpointer:
         """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
         if self._upkeep is not None:
             held.enter_context(self._upkeep.still())
-        self._complaints.tell_of_adopted(held.enter_context(self._store.adopting(self._config.ring_folder)))
+        adopting = self._store.adopting(self._config.ring_folder, run=self._run)
+        self._complaints.tell_of_adopted(held.enter_context(adopting))
 
     def _restored(self, step: int | None) -> Checkpoint | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, UnsupportedFormatError
@@ -16,7 +17,15 @@ from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.ring_store import is_of_a_copy
-from asymcheck.tiers.dram_ring import RingPack, RingReader, left_rings, open_left, remove_unmade
+from asymcheck.tiers.dram_ring import (
+    RingPack,
+    RingReader,
+    left_rings,
+    open_left,
+    remove_unmade,
+    run_of,
+    wait_for_left,
+)
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, work_off
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
@@ -51,44 +60,84 @@ class Adoption:
 
 @contextlib.contextmanager
 def adopting(
-    tier: NvmeTier, catalog: Catalog, encoder: Encoder, folder: Path, placing: Callable[[ManifestHeader], Place]
+    tier: NvmeTier,
+    catalog: Catalog,
+    encoder: Encoder,
+    folder: Path,
+    placing: Callable[[ManifestHeader], Place],
+    run: str | None = None,
 ) -> Iterator[Adoption]:
     """Commit what lies complete in the rings of this store that nobody uses any more, and remove these rings.
 
     A ring stays when it has what could be committed another day, by a newer program or when the store is mended.
+
+    Who goes on with ``run`` takes up the rings of that first, and waits for them as long as somebody else takes them
+    up: without what they hold an older step would be restored. Of those of other runs, it takes what is free.
 
     Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
     ring nor in the store, it can never be complete. While the rings are held, what is in the store now, and much of
     what was there before, can be read from memory.
 
     Raises:
+        LockTimeoutError: a ring of ``run`` is being taken up by another process, which does not come to an end.
         StorageError: the device refused. The ring stays, and may be adopted again.
     """
     adopted: list[Adopted] = []
-    kept = _Kept()
+    packs: list[RingPack] = []
+    rings = left_rings(folder, tier.descriptor.store_id)
+    own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
     with contextlib.ExitStack() as stack:
-        readers: list[RingReader] = []
-        for path in left_rings(folder, tier.descriptor.store_id):
-            try:
-                reader = open_left(path)
-            except FileNotFoundError:
-                continue
-            except FormatError as error:
-                if not remove_unmade(path):
-                    adopted.append(Adopted(None, None, None, f"{error}; {_STAYS}"))
-                continue
-            if reader is not None and is_of_a_copy(tier, reader.header.store):
-                adopted += _left_to_the_other(reader)
-            elif reader is not None:
-                readers.append(stack.enter_context(reader))
-        found = [one for reader in readers for one in _found_in(reader, adopted, kept)]
-        found.sort(key=lambda one: (one.header.ref, one.header.rank))
-        for one in found:
-            _adopt_one(tier, catalog, encoder, placing, one, found, adopted, kept)
-        for reader in readers:
-            if reader not in kept.rings:
-                reader.unlink()
-        yield Adoption(adopted, [RingPack(reader) for reader in readers])
+        for paths, take in (
+            (own, wait_for_left),
+            ([path for path in rings if path not in own], partial(open_left, patient=run is None)),
+        ):
+            readers = [stack.enter_context(reader) for reader in _taken(tier, paths, take, adopted)]
+            _adopt_all(tier, catalog, encoder, placing, readers, adopted)
+            packs += [RingPack(reader) for reader in readers]
+        yield Adoption(adopted, packs)
+
+
+def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
+    found = run_of(path)
+    return found is not None and found[0] == run and not is_of_a_copy(tier, found[1])
+
+
+def _taken(
+    tier: NvmeTier, paths: Sequence[Path], take: Callable[[Path], RingReader | None], adopted: list[Adopted]
+) -> Iterator[RingReader]:
+    """Yield the rings that can be had, each locked."""
+    for path in paths:
+        try:
+            reader = take(path)
+        except FileNotFoundError:
+            continue
+        except FormatError as error:
+            if not remove_unmade(path):
+                adopted.append(Adopted(None, None, None, f"{error}; {_STAYS}"))
+            continue
+        if reader is not None and is_of_a_copy(tier, reader.header.store):
+            adopted += _left_to_the_other(reader)
+        elif reader is not None:
+            yield reader
+
+
+def _adopt_all(
+    tier: NvmeTier,
+    catalog: Catalog,
+    encoder: Encoder,
+    placing: Callable[[ManifestHeader], Place],
+    readers: Sequence[RingReader],
+    adopted: list[Adopted],
+) -> None:
+    """Commit what lies complete in some rings, all those of a run, and remove those that need not stay."""
+    kept = _Kept()
+    found = [one for reader in readers for one in _found_in(reader, adopted, kept)]
+    found.sort(key=lambda one: (one.header.ref, one.header.rank))
+    for one in found:
+        _adopt_one(tier, catalog, encoder, placing, one, found, adopted, kept)
+    for reader in readers:
+        if reader not in kept.rings:
+            reader.unlink()
 
 
 def _left_to_the_other(reader: RingReader) -> list[Adopted]:

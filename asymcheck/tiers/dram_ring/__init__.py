@@ -1,6 +1,14 @@
 """The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
 
-from asymcheck.tiers.dram_ring.left import left_rings, open_left, remove_unmade, remove_unread, unread_is
+from asymcheck.tiers.dram_ring.left import (
+    left_rings,
+    open_left,
+    remove_unmade,
+    remove_unread,
+    run_of,
+    unread_is,
+    wait_for_left,
+)
 from asymcheck.tiers.dram_ring.pack import RingPack
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.dram_ring.ring import Ring, RingSlot
@@ -18,5 +26,7 @@ __all__ = [
     "open_left",
     "remove_unmade",
     "remove_unread",
+    "run_of",
     "unread_is",
+    "wait_for_left",
 ]

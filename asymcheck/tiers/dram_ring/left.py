@@ -10,18 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from asymcheck.errors import FormatError, UnsupportedVersionError
+from asymcheck.errors import FormatError, LockTimeoutError, UnsupportedVersionError
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring import CAPTURES_OFFSET, decode_ring_header
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
-from asymcheck.tiers.owners import is_dead
+from asymcheck.tiers.owners import describe, is_dead
+from asymcheck.types import Owner
 
+_LOCKS = Path("/proc/locks")
 _POLL_S = 0.01
+_SLOW_POLL_S = 0.25
 _TAKEN_UP_S = 10.0
 _LOOKED_AT_S = 0.1
+_ADOPTION_S = 1800.0
+"""Longer than it takes to write all that fits into memory to a slow drive."""
 
 
 def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
@@ -41,24 +46,72 @@ def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
     return [path for path in named if _is_own_file(path)]
 
 
-def open_left(path: Path) -> RingReader | None:
+def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
     """Open a ring that no living process writes into, and hold it; None when it is in use.
+
+    Somebody may only be looking at it, which takes a moment. Who is ``patient`` waits longer for a ring whose process
+    is dead, for somebody may be taking it up.
 
     Raises:
         FileNotFoundError: it is gone.
         StorageError, FormatError: it cannot be read, or is no ring.
     """
+    return _opened(path, _TAKEN_UP_S if patient else _LOOKED_AT_S)[0]
+
+
+def wait_for_left(path: Path) -> RingReader | None:
+    """Open a ring as :func:`open_left` does, however long somebody else takes it up, which ends.
+
+    To go on without what it holds would lose steps.
+
+    Raises:
+        LockTimeoutError: that somebody does not come to an end; says who.
+        FileNotFoundError, StorageError, FormatError: as :func:`open_left`.
+    """
+    reader, is_left = _opened(path, _ADOPTION_S)
+    if reader is None and is_left:
+        raise LockTimeoutError(
+            f"ring {path}, whose steps may lie nowhere else, has been held for {_ADOPTION_S:g} seconds by "
+            f"{_holder(path)}, which should have taken it up by now: stop that process, by which nothing in the ring "
+            "is lost, then start again"
+        )
+    return reader
+
+
+def _opened(path: Path, patience_s: float) -> tuple[RingReader | None, bool]:
+    """Open a ring and hold it, or give up after a while if its process is dead; return whether that is so, too."""
     began = time.monotonic()
     while True:
         reader = RingReader(path)
+        is_left = is_dead(reader.header.owner)
         if not reader.is_owned:
-            return reader
-        # Somebody may only be looking at it, or taking it up: to go on without what it holds would lose steps.
-        patience_s = _TAKEN_UP_S if is_dead(reader.header.owner) else _LOOKED_AT_S
+            return reader, is_left
         reader.close()
-        if time.monotonic() - began > patience_s:
-            return None
-        time.sleep(_POLL_S)
+        waited_s = time.monotonic() - began
+        if waited_s > (patience_s if is_left else _LOOKED_AT_S):
+            return None, is_left
+        time.sleep(_POLL_S if waited_s < _TAKEN_UP_S else _SLOW_POLL_S)
+
+
+def run_of(path: Path) -> tuple[str, str] | None:
+    """Return the run that a ring is of, and where its store was, whoever uses it; None when that cannot be read."""
+    try:
+        with RingReader(path, hold=False) as reader:
+            return reader.header.run, reader.header.store
+    except (FileNotFoundError, FormatError):
+        return None
+
+
+def _holder(path: Path) -> str:
+    """Name the process that has a file locked."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = path.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in _LOCKS.read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
+                return describe(Owner(int(fields[4]), 0, "", ""))
+    return "a process that cannot be seen from here"
 
 
 def _is_own_file(path: Path) -> bool:

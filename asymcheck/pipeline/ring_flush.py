@@ -287,7 +287,8 @@ class RingFlusher:
                     self._joint.commit(moving, self)
             else:
                 self._commit_alone(moving)
-        except Exception as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
             capture.error = capture.error or error
         if capture.error is not None:
             moving.drain.abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,12 +13,17 @@ import pytest
 from asymcheck import Store
 from asymcheck.errors import StorageError, TornCaptureError
 from asymcheck.format.digest import digest
-from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.packing import Packing
+from asymcheck.pipeline.request import new_save_id
+from asymcheck.pipeline.ring_flush import RingFlusher
 from asymcheck.tiers.files import DESCRIPTORS
 from asymcheck.tiers.nvme import NvmeTier, PackWriter
+from asymcheck.tiers.owners import is_let_go, this_process
+from asymcheck.types import PackId
 
 
 class _Writes:
@@ -77,3 +83,31 @@ def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike
             _write(packing, store._nvme)
         assert os.listdir(store._nvme.packs) == []
         assert before == DESCRIPTORS._open
+
+
+@pytest.mark.parametrize("error", [TornCaptureError("the state changed"), KeyboardInterrupt()])
+def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
+    store_path: os.PathLike[str], error: BaseException
+) -> None:
+    """An interrupt that came while the training thread copied is one: no pack, no descriptor, no pin."""
+    data = os.urandom(100_000)
+    descriptor = FrameDescriptor.identity(digest(data), len(data))
+    with Store.open(store_path) as store:
+        tier, catalog, before = store._nvme, store._catalog(), set(DESCRIPTORS._open)
+        drain = Drain(tier, catalog, store._encoder, new_save_id(), 0)
+        drain.expect(frame_length(len(data)))
+        with tier.slots.slot(len(data)) as slot:
+            slot.payload(len(data))[:] = data
+            drain.add(descriptor.digest, len(data), slot.stamp(descriptor, PackId(bytes(16)), 0))
+        assert len(os.listdir(tier.packs)) == 1
+        flusher = RingFlusher.__new__(RingFlusher)
+        vars(flusher)["_joint"] = None
+        capture = SimpleNamespace(error=error)
+        moving = SimpleNamespace(capture=capture, drain=drain, writes=[], put_off=[], entry=None)
+        # One that came through would end all tests, and not this one alone.
+        with contextlib.suppress(KeyboardInterrupt):
+            flusher._settle(cast(Moving, moving))
+        assert capture.error is error
+        assert os.listdir(tier.packs) == []
+        assert before == DESCRIPTORS._open
+        assert is_let_go(drain._pin, this_process())

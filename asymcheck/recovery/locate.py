@@ -116,7 +116,8 @@ class Sources:
         self._numbered: list[OpenPack] = []
         self._bases: dict[Digest, list[Copy]] = {}
         self._looked_near: set[Digest] = set()
-        self._packs_of_bases: list[OpenPack] = []
+        # What lies in packs that were looked into for copies, and closed again.
+        self._closed: dict[PackId, npt.NDArray[np.void]] = {}
         self._searching = threading.Lock()
         try:
             self._search(tier.hinted(hints))
@@ -211,32 +212,40 @@ class Sources:
             seen.update(dict.fromkeys(new))
             yield from new
 
-    def _copies_in(
-        self, pack_ids: Iterable[PackId], names: set[Digest], *, keep: bool = False
-    ) -> dict[Digest, list[Copy]]:
-        """Return every copy of partitions in some packs, full ones first, by looking into every pack once."""
+    def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[Copy]]:
+        """Return every copy of partitions in some packs, full ones first, by looking into every pack once.
+
+        Only packs with a hit stay open: a store may have more of them than a process may open files.
+        """
         found: dict[Digest, list[Copy]] = {name: [] for name in names}
         digests = DigestSet(as_column(sorted(names)))
         for pack_id in pack_ids:
-            pack = self._packs.get(pack_id) or self._open(pack_id)
-            if pack is None:
-                continue
-            frames = np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0)
-            for frame in frames.tolist():
-                found[Digest(pack.entries["digest"][frame].tobytes())].append(Copy(pack, frame))
-            if len(frames):
-                self._packs_of_bases.append(pack)
-            elif not keep and pack not in self._numbered and pack not in self._packs_of_bases:
-                del self._packs[pack_id]
-                pack.close()
+            for copy in self._copies_of(digests, pack_id):
+                found[Digest(copy.pack.entries["digest"][copy.sequence].tobytes())].append(copy)
         return {name: sorted(copies, key=Copy.kind) for name, copies in found.items()}
+
+    def _copies_of(self, digests: DigestSet, pack_id: PackId) -> list[Copy]:
+        """Return the copies of partitions in one pack, which stays open when there are any, or it was open before."""
+        was_open = pack_id in self._packs
+        if not was_open and pack_id in self._closed and (digests.numbers(self._closed[pack_id]) < 0).all():
+            return []
+        pack = self._packs.get(pack_id) or self._open(pack_id)
+        if pack is None:
+            return []
+        copies = [Copy(pack, one) for one in np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0).tolist()]
+        if not copies and not was_open:
+            # Each further search would open it again.
+            self._closed[pack_id] = pack.entries["digest"].copy()
+            del self._packs[pack_id]
+            pack.close()
+        return copies
 
     def base_copies(self, digest: Digest) -> list[Copy]:
         """Return the copies of a partition that another one is encoded against, full ones first. Thread-safe."""
         with self._searching:
             if digest not in self._bases:
                 # A further copy of a damaged partition may have another base.
-                self._bases.update(self._copies_in(self._everywhere(), {digest}, keep=True))
+                self._bases.update(self._copies_in(self._everywhere(), {digest}))
             return self._bases[digest]
 
     def all_base_copies(self, digest: Digest) -> list[Copy]:
@@ -246,7 +255,7 @@ class Sources:
             if digest in self._looked_near:
                 self._looked_near.remove(digest)
                 places = {(copy.pack.header.pack_id, copy.sequence) for copy in known}
-                found = self._copies_in(self._everywhere(), {digest}, keep=True)[digest]
+                found = self._copies_in(self._everywhere(), {digest})[digest]
                 more = [copy for copy in found if (copy.pack.header.pack_id, copy.sequence) not in places]
                 self._bases[digest] = [*known, *more]
             return self._bases[digest]
@@ -316,14 +325,13 @@ class Sources:
 
     def other_copies(self, digest: Digest, damaged: Copy) -> Iterator[Copy]:
         """Yield further copies of a partition of which one is damaged, near ones first. Thread-safe."""
+        digests = DigestSet(as_column([digest]))
         for pack_id in self._everywhere():
             with self._searching:
-                pack = self._packs.get(pack_id) or self._open(pack_id)
-            if pack is not None:
-                here = pack.entries["digest"] == as_column([digest])
-                for sequence in np.flatnonzero(here).tolist():
-                    if pack is not damaged.pack or sequence != damaged.sequence:
-                        yield Copy(pack, sequence)
+                copies = self._copies_of(digests, pack_id)
+            for copy in copies:
+                if copy.pack is not damaged.pack or copy.sequence != damaged.sequence:
+                    yield copy
 
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""

@@ -1,5 +1,6 @@
 """A process that may open few files is told so; it is never given an older checkpoint for the newest."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 
 from asymcheck import Store
+from tests.damage.flips import flip
 
 CHILD = """
 import resource, sys, warnings
@@ -37,3 +39,41 @@ def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(store_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["[]", "True", "3.0 101", "1"]
+
+
+SEEKER = """
+import resource, sys
+from asymcheck import Store
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with Store.open(sys.argv[1]) as store:
+    print(store.load()["x"][0].item())
+"""
+
+
+def _seek(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "always", "-c", SEEKER, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path) -> None:
+    """Of a damaged frame another copy is taken; of one that has none the older checkpoint is, with a warning."""
+    with Store.open(store_path) as store:
+        for step in range(90):
+            store.save({"x": torch.full((3000,), float(step))}, step=step)
+    (newest,) = (pack for pack in (store_path / "packs").glob("*.pack") if _holds(pack, 89.0))
+    flip(newest, 5000 * 8)
+    done = _seek(store_path)
+    assert done.stdout == "88.0\n", done.stderr
+    assert "SkippedCheckpointWarning" in done.stderr
+    # The same bytes in a store of their own are a second copy.
+    with Store.open(store_path.with_name("other")) as other:
+        other.save({"x": torch.full((3000,), 89.0)}, step=0)
+    (copy,) = (store_path.with_name("other") / "packs").glob("*.pack")
+    shutil.copy(copy, store_path / "packs")
+    done = _seek(store_path)
+    assert (done.stdout, done.stderr) == ("89.0\n", "")
+
+
+def _holds(pack: Path, value: float) -> bool:
+    return torch.full((16,), value).numpy().tobytes() in pack.read_bytes()

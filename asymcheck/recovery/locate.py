@@ -26,6 +26,8 @@ from asymcheck.types import Digest, PackId
 _FRAME_BITS = 32
 _FRAME_MASK = (1 << _FRAME_BITS) - 1
 _NOWHERE = -1
+_ROUNDS = registry.DELTA_DEPTH_MAX + 1
+"""Bases below one partition: a derived one may be encoded against the longest chain."""
 _SHOWN = 8
 """Packs that an error names: a manifest may hint at thousands that are gone."""
 
@@ -195,9 +197,14 @@ class Sources:
     def _with_their_bases(
         self, wanted: set[Digest], pack_ids: Callable[[], Iterable[PackId]]
     ) -> dict[Digest, list[Copy]]:
-        """Return the copies of partitions in some packs, and of all that these are encoded against."""
+        """Return the copies of partitions in some packs, and of all that these are encoded against.
+
+        What lies deeper than a chain may reach is left out: nothing that needs it can be decoded (SPEC.md §12.5).
+        """
         bases: dict[Digest, list[Copy]] = {}
-        while wanted:
+        for _ in range(_ROUNDS):
+            if not wanted:
+                break
             found = self._copies_in(pack_ids(), wanted)
             bases.update(found)
             wanted = {base for copies in found.values() for copy in copies for base in copy.bases()} - bases.keys()
@@ -263,11 +270,15 @@ class Sources:
     def _lost_base(self) -> tuple[Digest, Digest] | None:
         """Return a partition that cannot be decoded for want of a base, with that base."""
         lost = {name for name, copies in self._bases.items() if not copies}
-        while more := {
-            name
-            for name, copies in self._bases.items()
-            if name not in lost and all(lost.intersection(copy.bases()) for copy in copies)
-        }:
+        for _ in range(_ROUNDS):
+            # Further up, the chain is too long, whatever lies at its end.
+            more = {
+                name
+                for name, copies in self._bases.items()
+                if name not in lost and all(lost.intersection(copy.bases()) for copy in copies)
+            }
+            if not more:
+                break
             lost |= more
         if lost:
             for number in range(len(self._places)):

@@ -17,11 +17,13 @@ from asymcheck.codecs.encode import Encoded, encode_delta, encode_derived, encod
 from asymcheck.errors import (
     DamagedPartitionError,
     InconsistentCheckpointError,
+    MissingPartitionError,
     RemoteUnreachableError,
     SkippedCheckpointWarning,
 )
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, decode_header
+from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.tiers.nvme import NvmeTier, Slot
 from asymcheck.verify import Severity
 from tests.damage.flips import flip
@@ -174,6 +176,44 @@ def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
             assert torch.equal(store.load()["w"], weights(8))  # type: ignore[index]  # a mapping
         (finding,) = (one for one in store.verify() if one.severity is Severity.ERROR)
         assert finding.checkpoints[0].startswith("default step 9")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_chain_is_followed_no_further_than_it_may_reach(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """Each link is a pass over all packs. What lies deeper cannot be decoded, whether it is there or not."""
+    save_steps(store_path, 0, 60)
+    swap(store_path, delta_of(60, 59))
+    write_pack(store_path, *(delta_of(step, step - 1) for step in range(1 if ends else 30, 60)))
+    listings = []
+    with Store.open(store_path, config=CONFIG, read_only=True) as store:
+        listed = store._tier.pack_ids
+        monkeypatch.setattr(store._tier, "pack_ids", lambda: listings.append(1) or listed())
+        with pytest.raises(InconsistentCheckpointError, match="more than 8 deltas"):
+            store.load(60)
+        assert len(listings) < 40
+        with pytest.warns(SkippedCheckpointWarning, match="step 60"):
+            assert torch.equal(store.load()["w"], weights(0))  # type: ignore[index]  # a mapping
+    write_pack(store_path, encode_zstd(digest(plain_of(60)), memoryview(plain_of(60))))
+    with Store.open(store_path, config=CONFIG, read_only=True) as store:
+        assert torch.equal(store.load(60)["w"], weights(60))  # type: ignore[index]  # a mapping
+
+
+def test_a_lost_base_is_told_no_further_than_a_chain_may_reach(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of partitions that are each the base of the next, those far from the lost one are not to be decoded anyhow."""
+    save_steps(store_path, *range(1, 60))
+    swap(store_path, *(delta_of(step, step - 1) for step in range(1, 60)))
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    asked = []
+    bases = Copy.bases
+    monkeypatch.setattr(Copy, "bases", lambda copy: asked.append(copy) or bases(copy))
+    needs = Needs.of_lengths({digest(plain_of(step)): 4 * COUNT for step in range(1, 60)})
+    with pytest.raises(MissingPartitionError, match="needs base"):
+        Sources(tier, needs, ())
+    assert len(asked) < 60 * 12
 
 
 def test_collection_keeps_the_bases_of_what_it_keeps(chain: Path) -> None:

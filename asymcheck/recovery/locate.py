@@ -109,6 +109,7 @@ class Sources:
         """
         self._tier = tier
         self._needs = needs
+        self._hints = tuple(hints)
         self._packs: dict[PackId, OpenPack] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
@@ -122,7 +123,7 @@ class Sources:
         self._closed: dict[PackId, npt.NDArray[np.void]] = {}
         self._searching = threading.Lock()
         try:
-            self._search(tier.hinted(hints))
+            self._search(tier.hinted(self._hints))
             self._search_all()
             self._search_bases()
             if must_be_complete:
@@ -187,8 +188,8 @@ class Sources:
             if pack.entries["kind"].any():
                 frames = self._places[self._places >> _FRAME_BITS == number] & _FRAME_MASK
                 wanted |= _bases_of(pack, frames)
-        # What is wanted may all lie in packs that are nearer than others: then no other is looked into.
-        near = self._with_their_bases(wanted, lambda: self._tier.hinted(()))
+        # What is wanted may all lie in packs that are nearer than others, or hinted at: then no other is looked into.
+        near = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
         if all(near.values()):
             self._bases, self._looked_near = near, set(near)
         else:
@@ -212,7 +213,7 @@ class Sources:
 
     def _everywhere(self) -> Iterator[PackId]:
         """Yield all packs once, near ones first: who needs no more does not ask for the others."""
-        seen = dict.fromkeys(self._tier.hinted(()))
+        seen = dict.fromkeys(self._tier.hinted(self._hints))
         yield from seen
         # Again while there are new ones: what was listed may have been copied into another pack, and be gone.
         while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:

@@ -25,6 +25,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, decode_header
 from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.tiers.nvme import NvmeTier, Slot
+from asymcheck.types import PackId
 from asymcheck.verify import Severity
 from tests.damage.flips import flip
 from tests.damage.small_store import CONFIG
@@ -151,6 +152,29 @@ def test_bases_that_lie_here_are_not_looked_for_elsewhere(chain: Path, tmp_path:
         store.load(2)
     with Store.open(chain, config=CONFIG, remote=location) as store, pytest.warns(RemoteCopyWarning):
         assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+
+
+@pytest.mark.parametrize("hinted", [(2, 1, 0), (2, 1), ()])
+def test_bases_are_looked_for_where_the_manifest_says(
+    chain: Path, monkeypatch: pytest.MonkeyPatch, hinted: tuple[int, ...]
+) -> None:
+    """Of many packs only those are opened that it hints at; all of them only when a base does not lie there."""
+    write_pack(chain, encode_zstd(digest(b"other" * 99), memoryview(b"other" * 99)))
+    save_steps(chain, *range(20, 30))
+    packs = {step: PackId(bytes.fromhex(pack_with(chain, plain_of(step)).stem)) for step in range(3)}
+    tier = NvmeTier(chain, CONFIG, read_only=True)
+    opened: list[PackId] = []
+    open_pack = tier.open_pack
+    monkeypatch.setattr(tier, "open_pack", lambda pack_id: opened.append(pack_id) or open_pack(pack_id))
+    wanted = Needs.of_lengths({digest(plain_of(2)): 4 * COUNT})
+    with Sources(tier, wanted, [packs[step] for step in hinted]) as sources:
+        assert [len(sources.base_copies(digest(plain_of(step)))) for step in range(2)] == [1, 1]
+        assert set(opened) == (set(packs.values()) if len(hinted) == 3 else set(tier.pack_ids()))
+        # Once for partitions and once for bases, however many links there are; then those two again that have one.
+        assert len(opened) <= 2 * len(set(opened)) + 2
+        # A base that is damaged there may lie elsewhere, too.
+        assert len(sources.all_base_copies(digest(plain_of(0)))) == 1
+        assert set(opened) == set(tier.pack_ids())
 
 
 def test_the_catalog_names_the_base(chain: Path) -> None:

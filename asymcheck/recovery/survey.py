@@ -128,9 +128,11 @@ def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
     pack_ids = tier.pack_ids()
     sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in pack_ids}
     done = 0
+    # One for all packs: each that is made looks into every pack.
+    read_base = base_reader(BaseFrames(tier).copies_of)
     for pack_id in pack_ids:
         try:
-            content = examine(tier, pack_id)
+            content = examine(tier, pack_id, read_base)
         except TooManyFilesError:
             raise
         except MissingPartitionError:
@@ -145,8 +147,8 @@ def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
     return found
 
 
-def examine(tier: NvmeTier, pack_id: PackId) -> PackContent:
-    """Read all of one pack.
+def examine(tier: NvmeTier, pack_id: PackId, read_base: BaseReader) -> PackContent:
+    """Read all of one pack; ``read_base`` reads what its frames are encoded against.
 
     Raises:
         MissingPartitionError, LockTimeoutError, StorageError, FormatError: it cannot be looked into, and why.
@@ -154,7 +156,6 @@ def examine(tier: NvmeTier, pack_id: PackId) -> PackContent:
     with contextlib.closing(tier.open_pack_to_repair(pack_id)) as pack:
         content = _content(pack)
         slot = Slot(max((int(length) for length in content.entries["stored_length"]), default=0))
-        read_base = base_reader(BaseFrames(tier).copies_of)
         for sequence, name in enumerate(content.names):
             _check(content, pack, sequence, name, slot, read_base)
         return content

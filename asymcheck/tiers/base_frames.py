@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -38,47 +39,67 @@ class BaseFrames:
         """Look into the packs of ``tier``."""
         self._tier = tier
         self._places: dict[Digest, list[tuple[PackId, int]]] | None = None
+        self._listed: set[PackId] = set()
+        self._missed: Counter[Digest] = Counter()
         self._lock = threading.Lock()
 
-    def copies_of(self, name: Digest) -> list[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
-        """Return for each frame of this base a function that reads and checks it: descriptor, payload, its name.
+    def copies_of(self, name: Digest) -> Iterator[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
+        """Yield for each frame of this base a function that reads and checks it: descriptor, payload, its name.
 
-        The functions raise FormatError, MissingPartitionError, or StorageError.
+        The functions raise FormatError, MissingPartitionError, or StorageError. Who asks for one more has read none.
         """
+        known = self._known(name)
+        yield from (partial(self._read, *place) for place in known)
+        yield from (partial(self._read, *place) for place in self._moved(name) if place not in known)
+
+    def _known(self, name: Digest) -> list[tuple[PackId, int]]:
         with self._lock:
             if self._places is None:
                 self._places = self._find()
             if name not in self._places:
                 # Of a frame that only a scan for a repair finds.
-                self._places.update(self._lying({name}))
-            return [partial(self._read, *place) for place in self._places.get(name, [])]
+                self._places.update(self._lying({name}, self._tier.pack_ids()))
+            return list(self._places[name])
+
+    def _moved(self, name: Digest) -> list[tuple[PackId, int]]:
+        """Return where a base lies after a look into packs that are new: it may have been copied into one of them."""
+        with self._lock:
+            assert self._places is not None  # noqa: S101 - for the reader and mypy
+            self._missed[name] += 1
+            if self._missed[name] <= _ATTEMPTS:
+                new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in self._listed]
+                self._listed.update(new)
+                # All of them, for no pack is looked into twice.
+                for other, places in self._lying(set(self._places), new).items() if new else ():
+                    self._places[other] += [place for place in places if place not in self._places[other]]
+            return list(self._places[name])
 
     def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        listed, places = set(self._tier.pack_ids()), self._found()
+        self._listed, places = set(self._tier.pack_ids()), self._found()
         for _ in range(_ATTEMPTS - 1):
             now = set(self._tier.pack_ids())
-            if all(places.values()) or listed >= now:
+            if all(places.values()) or self._listed >= now:
                 break
             # One that is missing may have been copied meanwhile into a pack that was not listed yet.
-            listed, places = now, self._found()
+            self._listed, places = now, self._found()
         return places
 
     def _found(self) -> dict[Digest, list[tuple[PackId, int]]]:
         names: set[Digest] = set()
-        for _, pack in self._packs():
+        for _, pack in self._packs(self._tier.pack_ids()):
             names.update(bases_in(pack.entries).values())
-        return self._lying(names) if names else {}
+        return self._lying(names, self._tier.pack_ids()) if names else {}
 
-    def _lying(self, names: set[Digest]) -> dict[Digest, list[tuple[PackId, int]]]:
+    def _lying(self, names: set[Digest], pack_ids: Iterable[PackId]) -> dict[Digest, list[tuple[PackId, int]]]:
         places: dict[Digest, list[tuple[PackId, int]]] = {name: [] for name in names}
         wanted = DigestSet(as_column(sorted(names)))
-        for pack_id, pack in self._packs():
+        for pack_id, pack in self._packs(pack_ids):
             for frame in np.flatnonzero(wanted.numbers(pack.entries["digest"]) >= 0).tolist():
                 places[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
         return places
 
-    def _packs(self) -> Iterator[tuple[PackId, OpenPack]]:
-        for pack_id in self._tier.pack_ids():
+    def _packs(self, pack_ids: Iterable[PackId]) -> Iterator[tuple[PackId, OpenPack]]:
+        for pack_id in pack_ids:
             try:
                 pack = self._tier.open_pack(pack_id)
             except UNKNOWING:

@@ -49,6 +49,7 @@ class _Repairer:
         self._done: list[Repair] = []
         self._left: list[Unrepaired] = []
         self._copied: dict[Digest, Location] = {}
+        self._checkpoints: list[CheckpointFiles] = []
 
     def note_catalog(self, made: Rebuilt) -> None:
         """Say that the catalog was made anew when it was opened."""
@@ -61,7 +62,7 @@ class _Repairer:
         self._temporaries()
         self._descriptor()
         # Before the survey: the packs of these manifests are complete by then, and so are seen.
-        needs: dict[Digest, set[tuple[str, CheckpointFiles]]] = {}
+        needs: dict[Digest, set[int]] = {}
         for run in self._tier.manifests.runs():
             self._heads(run)
             self._manifests(run, needs)
@@ -106,9 +107,12 @@ class _Repairer:
                 if rewritten:
                     self._record(where)
 
-    def _manifests(self, run: str, needs: dict[Digest, set[tuple[str, CheckpointFiles]]]) -> None:
+    def _manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint = f"{run} {listing.ref}"
+            # By number: a listing of many ranks takes long to hash, and each of them has thousands of partitions.
+            number = len(self._checkpoints)
+            self._checkpoints.append(listing)
             if not listing.is_complete:
                 where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
                 left = Unrepaired("incomplete-checkpoint", where, what_is_missing(listing), _INCOMPLETE, (checkpoint,))
@@ -124,7 +128,7 @@ class _Repairer:
                     self._left.append(left)
                 else:
                     for digest in manifest.partitions():
-                        needs.setdefault(digest, set()).add((checkpoint, listing))
+                        needs.setdefault(digest, set()).add(number)
 
     def _reconcile(self, found: Survey) -> None:
         changed = reconcile(self._tier, self._catalog, found).changed
@@ -178,14 +182,18 @@ class _Repairer:
             remedy = f"{'replace the device; ' if refused else ''}remove the file when nothing on it is needed any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 
-    def _lost(self, needs: Mapping[Digest, set[tuple[str, CheckpointFiles]]], have: set[Digest], found: Survey) -> None:
-        lost: dict[str, list[Digest]] = {}
+    def _lost(self, needs: Mapping[Digest, set[int]], have: set[Digest], found: Survey) -> None:
+        numbers: dict[int, list[Digest]] = {}
         for digest, users in needs.items():
             if digest not in have:
-                for checkpoint, listing in users:
-                    # It may have been deleted during the survey, and its packs collected.
-                    if self._tier.manifests.listing(listing.run, listing.ref).manifests:
-                        lost.setdefault(checkpoint, []).append(digest)
+                for number in users:
+                    numbers.setdefault(number, []).append(digest)
+        lost: dict[str, list[Digest]] = {}
+        for number, digests in numbers.items():
+            listing = self._checkpoints[number]
+            # It may have been deleted during the survey, and its packs collected.
+            if self._tier.manifests.listing(listing.run, listing.ref).manifests:
+                lost.setdefault(f"{listing.run} {listing.ref}", []).extend(digests)
         unless = ", unless they lie in a pack that could not be looked into" if found.left_out else ""
         for checkpoint, digests in sorted(lost.items()):
             first = digests[0].hex()

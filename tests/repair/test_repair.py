@@ -15,6 +15,7 @@ from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreErro
 from asymcheck.format import layout
 from asymcheck.store import Store
 from asymcheck.tiers.files import translated
+from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Files
 from asymcheck.verify import Severity
 from tests.crash.actions import open_store
@@ -149,6 +150,22 @@ def test_a_damaged_frame_costs_what_it_costs_and_no_more(path: Path) -> None:
         check_idle(store)
         assert {finding.kind for finding in store.verify()} == {"missing-partition"}
     assert readable(path) == before
+
+
+def test_checkpoints_of_many_ranks_are_told_apart_by_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash the listing of one takes longer the more ranks it has, and each of their partitions would ask for it."""
+    for pack in packs(path):
+        for frame in range(len(frames(pack))):
+            flip_payload(pack, frame)
+
+    def refuse_hash(_listing: CheckpointFiles) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(CheckpointFiles, "__hash__", refuse_hash)
+    with open_store(path) as store:
+        left = [one for one in store.repair().left if one.kind == "lost-partitions"]
+    assert [one.checkpoints[0].split()[2] for one in left] == ["0", "1", "2"]
+    assert all("partitions that it needs are lost; the first is" in one.message for one in left)
 
 
 def test_a_later_save_heals_older_checkpoints(path: Path) -> None:

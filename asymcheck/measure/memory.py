@@ -11,10 +11,10 @@ import torch
 
 from asymcheck.format.digest import digest
 from asymcheck.measure.clock import seconds_of
+from asymcheck.tiers.available import available_bytes
 
 _COPY_BYTES = 64 << 20
 _DIGEST_BYTES = 4 << 20
-_MEMORY = Path("/proc/meminfo")
 
 
 def copy_bytes_per_s(budget_s: float) -> float:
@@ -51,8 +51,7 @@ def ring_room_bytes(folder: Path) -> int:
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
         limits.append(status.f_bavail * status.f_frsize * 9 // 10)
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = _MEMORY.read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append(int(available.split()[1]) * 1024 // 2)
+    available = available_bytes()
+    if available is not None:
+        limits.append(available // 2)
     return min(limits, default=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from asymcheck.config import StoreConfig
 from asymcheck.format import registry
+from asymcheck.tiers.available import available_bytes
 
 ROOM_FOR_CAPTURES = 2
-_MEMORY = Path("/proc/meminfo")
 # Manifests, and what is lost between frames of different lengths.
 _SLACK = 1.05
 _SLACK_BYTES = 4 << 20
@@ -24,7 +24,7 @@ def default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1)
     Of that as large a part as that many ``processes`` can have that make one at the same time.
     """
     wanted = int(needed * _SLACK * ROOM_FOR_CAPTURES) + _SLACK_BYTES
-    return min([wanted, *_limits(folder, freed, processes)])
+    return max(min([wanted, *_limits(folder, freed, processes)]), _LEAST_BYTES)
 
 
 def _limits(folder: Path, freed: int, processes: int) -> list[int]:
@@ -32,10 +32,9 @@ def _limits(folder: Path, freed: int, processes: int) -> list[int]:
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
         limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = _MEMORY.read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append((int(available.split()[1]) * 1024 // processes + freed) // 2)
+    available = available_bytes()
+    if available is not None:
+        limits.append((available // processes + freed) // 2)
     return limits
 
 

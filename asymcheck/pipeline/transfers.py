@@ -128,7 +128,7 @@ class Transfers:
             return False
         try:
             lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             # A strided tensor needs a contiguous copy of itself for that.
             lane.staging.give_back(region)
             return False

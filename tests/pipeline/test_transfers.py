@@ -19,7 +19,7 @@ from asymcheck.partition.plan import Partition, Piece
 from asymcheck.pipeline import background
 from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Asides, Lanes, Transfers
-from asymcheck.tiers.gpu_staging import Mark
+from asymcheck.tiers.gpu_staging import Mark, Staging
 from tests.pipeline.simulated_device import SimulatedDevice, SimulatedMark
 
 
@@ -107,10 +107,12 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
     transfers = Transfers(Lanes(8 * MIB, device.link_of), leaves, [_whole(leaves, 0)])
 
     def refuse(_work: Callable[[], None]) -> None:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "run", refuse)
+        # torch 2.4 does not have it by this name.
+        patch.delattr(torch, "OutOfMemoryError", raising=False)
         assert not transfers.stage(0)
     assert transfers.lanes[0].staging.free_bytes == 7 * MIB
     assert transfers.stage(0)
@@ -207,6 +209,21 @@ def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
             assert all(tensor.eq(step + 1).all() for tensor in loaded["on_host"])
 
 
+def test_a_staging_buffer_for_which_the_device_has_no_memory_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be cloned into it; by whichever name torch refuses."""
+    empty = torch.empty
+
+    def refuse(size: int, **options: object) -> torch.Tensor:
+        if size:
+            raise torch.cuda.OutOfMemoryError
+        return empty(size, **options)  # type: ignore[call-overload,no-any-return]  # as they were given
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.delattr(torch, "OutOfMemoryError", raising=False)
+    staging = Staging(torch.device("cpu"), 1 << 20)
+    assert (staging.free_bytes, staging.take(1)) == (0, None)
+
+
 def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(device: SimulatedDevice) -> None:
     """The device was asked for the first piece before the second one was refused."""
     leaves = _leaves(device, torch.ones(10), torch.ones(10))
@@ -222,10 +239,10 @@ def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(dev
     def refuse(work: Callable[[], None], after: Mark) -> Mark:
         device.queue = whole  # type: ignore[method-assign]  # the next one is as ever
         device.queue(first_piece, after)
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     device.queue = refuse  # type: ignore[method-assign]  # for once
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.cuda.OutOfMemoryError):
         transfers.copy(0, memoryview(payload))
     assert not transfers.have_passed(0)
     may_copy.set()

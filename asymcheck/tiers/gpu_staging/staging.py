@@ -31,7 +31,7 @@ class Staging:
         """Allocate ``size`` bytes now, and never more; none at all if the device has not got them."""
         try:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._room = Room(0, self._buffer.numel())
         self._lock = threading.Lock()

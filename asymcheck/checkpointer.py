@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
+from asymcheck.alone import restored, rolled_back
 from asymcheck.arguments import check_capture, check_on_error, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RanksError
+from asymcheck.errors import InvalidInputError, RanksError
 from asymcheck.last_step import LastStep
 from asymcheck.migration.beside import begun
 from asymcheck.migration.statistics import PushStatistics
@@ -143,7 +144,8 @@ class Checkpointer:
             self.wait()
             self._store.settle()
             self._adopt(held)
-            return self._restored(step)
+            tell = self._complaints.tell_of_skipped
+            return self._went_back(restored(self._store, self._run, step, self._state, tell))
 
     def _adopt(self, held: contextlib.ExitStack) -> None:
         """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
@@ -152,24 +154,13 @@ class Checkpointer:
         adopting = self._store.adopting(self._config.ring_folder, run=self._run)
         self._complaints.tell_of_adopted(held.enter_context(adopting))
 
-    def _restored(self, step: int | None) -> Checkpoint | None:
-        try:
-            restored = self._store.restore(step, into=self._state, run=self._run, fall_back=True, grows=True)
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            self._tell_of_none()
-            return None
-        self._complaints.tell_of_skipped(restored.skipped)
-        self._go_on_from(restored.checkpoint)
-        return restored.checkpoint
-
     def _went_back(self, returned: Returned | None) -> Checkpoint | None:
         if returned is None:
             self._tell_of_none()
             return None
         self._generation = returned.generation
-        self._went_to(returned.checkpoint.step)
+        self._last.kept(returned.checkpoint.step)
+        self._pacer.restart(returned.checkpoint.step)
         self._complaints.tell_of_skipped(returned.skipped)
         return returned.checkpoint
 
@@ -193,21 +184,9 @@ class Checkpointer:
                 self._went_back(returned)
                 return returned.checkpoint
         self.wait()
-        on_line = self._store.line(self._run)
-        found = None if self._background is None else self._background.newest_in_ring(on_line)
-        if found is None:
-            raise CheckpointNotFoundError(f"no checkpoint of run {self._run!r} is in memory; restore() reads the store")
-        checkpoint = self._store.load_captured(*found, into=self._state)
-        self._go_on_from(checkpoint)
-        return checkpoint
-
-    def _go_on_from(self, checkpoint: Checkpoint) -> None:
-        self._generation = self._store.begin_generation(checkpoint, run=self._run)
-        self._went_to(checkpoint.step)
-
-    def _went_to(self, step: int) -> None:
-        self._last.kept(step)
-        self._pacer.restart(step)
+        returned = rolled_back(self._store, self._run, self._background, self._state)
+        self._went_back(returned)
+        return returned.checkpoint
 
     @property
     def interval(self) -> ChosenInterval:

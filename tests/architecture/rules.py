@@ -55,6 +55,7 @@ LAYERS = (
             "captures",
             "reports",
             "pruning",
+            "alone",
             "complaints",
             "last_step",
             "outcomes",

@@ -213,6 +213,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store)
     assert [c.step for c in store.checkpoints() if c.on_line] == [0, 1]
 
 
+def test_who_makes_that_warning_an_error_abandons_nothing(store: Store) -> None:
+    """The damaged checkpoint may be mended, and is then still the newest."""
+    _train(store, range(3))
+    newest = max((store.path / "manifests").rglob("*.manifest"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SkippedCheckpointWarning)
+        with pytest.raises(SkippedCheckpointWarning, match="step 2"):
+            Checkpointer(store, _state()).restore()
+    assert len(list((store.path / "heads" / "default").iterdir())) == 1
+
+
 def test_closing_leaves_the_store_open(store: Store) -> None:
     """The store is the caller's; closing twice is no error."""
     with Checkpointer(store, _state()) as checkpointer:

@@ -10,7 +10,6 @@ from typing import Literal
 
 from asymcheck.alone import restored, rolled_back
 from asymcheck.arguments import check_capture, check_on_error, check_step
-from asymcheck.captures import warn_of_order
 from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError
@@ -220,8 +219,8 @@ class Checkpointer:
                     raise
                 is_begun = False
                 self._outcomes.tell_of_ranks(self._run, step, error)
-            if is_begun and newest is not None and step < newest:
-                warn_of_order(self._run, newest, step)
+            if is_begun:
+                self._complaints.tell_of_order(newest, step)
             self._report()
             return is_begun
 
@@ -262,20 +261,29 @@ class Checkpointer:
         return background
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
-        """Save now, whatever ``every`` says; when this returns, the checkpoint is durable, and what goes is gone."""
+        """Save now, whatever ``every`` says; when this returns, the checkpoint is durable, and what goes is gone.
+
+        Warns:
+            StepOrderWarning: the step that was saved or restored last is a later one.
+        """
         with self._ending:
             if self._together is not None:
+                self._outcomes.note(self._background)
+                newest = self._last.value
                 # By the way of step(), which shares the work among the ranks.
                 capture = self._begin(step, metrics)
+                self._complaints.tell_of_order(newest, step)
                 self.wait()
                 return saved(capture)
             # What of that was lost is told at the end: this one is saved all the same.
             self._outcomes.wait(self._background)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
-            generation = self._opened_by_save if self._generation is None else self._generation
+            generation = self._opened_by_save if self._generation is None else self._opened
+            newest = self._last.value
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
             self._last.kept(checkpoint.step)
             self._beside.after_commit(self._upkeep)
+            self._complaints.tell_of_order(newest, checkpoint.step)
             self._report()
             return checkpoint
 

@@ -13,6 +13,7 @@ from asymcheck.errors import (
     SilentDivergenceWarning,
     SkippedCheckpointWarning,
     StaleStateWarning,
+    StepOrderWarning,
     warn_user,
 )
 from asymcheck.pipeline.adopt import Adopted
@@ -80,6 +81,12 @@ class Complaints:
                 of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
                 message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
                 warn_user(message, SkippedCheckpointWarning)
+
+    def tell_of_order(self, newest: int | None, step: int) -> None:
+        """Warn of a step that is lower than the ``newest``, the one that was saved or restored before it, if any."""
+        if newest is not None and step < newest:
+            what = f"run {self._run!r}: step {step} is saved after step {newest}, so a later state has the lower number"
+            warn_user(f"{what}; to train on from an earlier step, restore that first", StepOrderWarning)
 
     def tell_of_abandoned(self, checkpoints: Sequence[Checkpoint], what: str) -> bool:
         """Warn when there are checkpoints, of which ``what`` becomes; return whether there are."""

@@ -360,7 +360,7 @@ class SkippedCheckpointWarning(UserWarning):
 
 
 class StepOrderWarning(UserWarning):
-    """A step was saved that is older than what the run has; it will not be the newest checkpoint."""
+    """A step was saved that is older than what its line has; it may not become the newest checkpoint."""
 
 
 class CaptureWarning(UserWarning):

@@ -18,6 +18,7 @@ from asymcheck.errors import (
     OutOfSpaceError,
     SkippedCheckpointWarning,
     StateMismatchError,
+    StepOrderWarning,
     UnsupportedValueError,
 )
 from asymcheck.tiers.files import Files
@@ -93,6 +94,28 @@ def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
     saved = checkpointer.save(7, {"loss": 2.0})
     assert (saved.step, saved.metrics, saved.on_line) == (7, {"loss": 2.0}, True)
     assert checkpointer.last_step == 7
+
+
+@pytest.mark.parametrize("how", ["save", "step"])
+def test_a_later_state_under_an_earlier_step_is_told(store: Store, how: str) -> None:
+    """Also right after a restore, when nothing of the new generation is there yet; and a step again is no reason."""
+    _train(store, range(4))
+    state = _state()
+    with Checkpointer(store, state) as checkpointer:
+        checkpointer.restore()
+        state["x"].fill_(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StepOrderWarning)
+            getattr(checkpointer, how)(3)
+        state["x"].fill_(5)
+        with pytest.warns(StepOrderWarning, match="step 2 is saved after step 3") as caught:
+            getattr(checkpointer, how)(2)
+        assert [one.filename for one in caught if one.category is StepOrderWarning] == [__file__]
+    with Checkpointer(store, state) as checkpointer:
+        checkpointer.restore(3)
+        state["x"].fill_(6)
+        with pytest.warns(StepOrderWarning, match="step 1 is saved after step 3"):
+            getattr(checkpointer, how)(1)
 
 
 def test_everything_comes_back_into_the_given_state(store: Store) -> None:

@@ -98,6 +98,9 @@ def caught(folder: Path) -> dict[str, object]:
             found["saved"] = [raised(lambda: ckpt.save(8)), raised(lambda: ckpt.save(9).step)]
         with checkpointer(folder, store, state, ranks=ranks_of(folder, 30)) as ckpt:
             found["other steps"] = [raised(lambda: ckpt.restore(3 if RANK else None)), raised(lambda: ckpt.restore(3))]
+            with noted() as texts:
+                ckpt.save(2)
+            found["earlier step"] = list(texts)
         assert ckpt._together is not None
         found["left"] = ckpt._together._session is None
         found["stored"] = [one.step for one in store.checkpoints() if one.complete]

@@ -180,7 +180,7 @@ def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
     assert saved.startswith("returned <Checkpoint 'default' step 8,")
     assert again == "returned 9"
     assert second["saved"] == [disliked.format(8), "returned 9"]
-    assert first["stored"] == second["stored"] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert first["stored"] == second["stored"] == [0, 1, 2, 3, 5, 6, 7, 8, 9, 2]
 
 
 def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told) -> None:
@@ -190,6 +190,13 @@ def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told
         assert "rank 0 restores the newest checkpoint where rank 1 restores step 3" in refusal
         assert restored.startswith("returned <Checkpoint 'default' step 3,")
         assert rank["caught"]["left"]
+
+
+def test_a_later_state_under_an_earlier_step_is_told_on_all_ranks(two: Told) -> None:
+    """Also by save(), which goes another way here than with one process."""
+    for rank in two:
+        texts = cast(list[str], rank["caught"]["earlier step"])
+        assert ["step 2 is saved after step 3" in text for text in texts].count(True) == 1
 
 
 def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:

@@ -28,7 +28,10 @@ class Push:
     every_s: float | None = None
     """One that began at least so many seconds after the last one before it that is there or was chosen."""
     best: str | tuple[str, Literal["min", "max"]] | Best | None = None
-    """The best by a metric of those known when it is its turn: ``"loss"``, ``("accuracy", "max")``, ``("loss", 3)``."""
+    """The best by a metric of those known when it is its turn: ``"loss"``, ``("accuracy", "max")``, ``("loss", 3)``.
+
+    While none has the metric, the newest goes in their place: its name may be mistyped.
+    """
     keep: Retention | None = None
     """Which of them are kept there; None, the default, keeps everything."""
     hold: int = 4
@@ -114,7 +117,7 @@ def due(push: Push, here: Sequence[Checkpoint], there: Sequence[Checkpoint], now
 
 def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[str]:
     best = push.best_rule
-    best_ones = set() if best is None else {one.save_id for one in best_by(best, ordered)}
+    best_ones = set() if best is None else {one.save_id for one in _best(best, ordered)}
     has_rule = (push.every, push.every_s, push.best) != (None,) * 3
     wanted: set[str] = set()
     last_ns: int | None = None
@@ -130,6 +133,13 @@ def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[st
         if is_wanted and one.save_id not in sent:
             wanted.add(one.save_id)
     return wanted
+
+
+def _best(best: Best, ordered: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+    if all(best[0] not in one.metrics for one in ordered):
+        # A name that was mistyped, as a rule: to push nothing for it would leave nothing when this machine is lost.
+        return ordered[-1:]
+    return best_by(best, ordered)
 
 
 def held(push: Push, waiting: Sequence[Checkpoint], sending: str | None) -> dict[str, str]:

@@ -80,7 +80,18 @@ def test_the_best() -> None:
     assert steps(Push(WHERE, best=("loss", 3)), bumpy) == [1, 2, 3]
     assert steps(Push(WHERE, best=("loss", 2, "max")), bumpy) == [0, 2]
     assert steps(Push(WHERE, best="loss"), bumpy[3:], [bumpy[1]]) == []
-    assert steps(Push(WHERE, best="other"), bumpy) == []
+
+
+def test_while_none_has_the_metric_the_newest_goes() -> None:
+    """Its name may be mistyped; one that has it, also there, is enough."""
+    assert steps(Push(WHERE, best="acuracy"), TEN) == [9]
+    assert steps(Push(WHERE, best="acuracy"), TEN, [TEN[9]]) == []
+    assert steps(Push(WHERE, best="acuracy"), []) == []
+    assert steps(Push(WHERE, every=4, best=("acuracy", "max")), TEN) == [0, 4, 8, 9]
+    evaluated = made(4, metrics={"acuracy": 0.5})
+    assert steps(Push(WHERE, best="acuracy"), [*TEN[:4], evaluated, *TEN[5:]]) == [4]
+    assert steps(Push(WHERE, best="acuracy"), TEN[5:], [evaluated]) == []
+    assert steps(Push(WHERE, best="acuracy"), [made(4, metrics={"acuracy": NAN})]) == []
 
 
 def test_any_rule_is_enough() -> None:

@@ -310,7 +310,8 @@ class Checkpointer:
     def wait(self, tier: TierName | Literal["hdfs"] = "nvme") -> None:
         """Wait until every checkpoint begun is durable (``"nvme"``), or survives this process (``"dram"``).
 
-        With ``"hdfs"``, until all of them that ``push`` chooses lie there, too.
+        With ``"hdfs"``, until all of them that ``push`` chooses lie there, too. Of the ranks that save into one store
+        the first pushes, and it alone waits for that; the others return when all is durable.
 
         One survives as soon as it is complete in memory, where :meth:`restore` of the next process finds it. One that
         cannot be found there is waited for until it is durable: when the ring is smaller than the state, when more than
@@ -319,9 +320,12 @@ class Checkpointer:
         Raises:
             LostCheckpointError: one could not be stored, unless ``on_error`` is ``"warn"``.
             RemoteUnreachableError, StorageError: one could not be pushed, likewise.
+            InvalidInputError: ``tier`` is none of these, or ``"hdfs"`` and nothing is pushed, for want of ``push``.
         """
         if tier not in ("dram", "nvme", "hdfs"):
             raise InvalidInputError(f"tier {tier!r}: give 'dram', 'nvme' or 'hdfs'")
+        if tier == "hdfs" and not self._beside.pushes:
+            raise InvalidInputError("tier 'hdfs': nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
         with self._ending:
             if self._background is not None:
                 self._background.wait("dram" if tier == "dram" else "nvme")
@@ -340,7 +344,7 @@ class Checkpointer:
 
     @property
     def pushed(self) -> PushStatistics:
-        """What ``push`` has done so far, and what waits."""
+        """What ``push`` has done so far, and what waits; of several ranks, on the first of each store."""
         with self._ending:
             return self._beside.statistics()
 

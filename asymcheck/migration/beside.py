@@ -41,6 +41,11 @@ class Beside:
         if begins:
             self.start()
 
+    @property
+    def pushes(self) -> bool:
+        """Whether anything is pushed, here or by another rank of this store."""
+        return self._make is not None
+
     def start(self) -> None:
         """Begin, or go on after :meth:`close`."""
         if self._make is not None and not self._is_open:

@@ -69,12 +69,13 @@ def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
     check_location(place, 0, 2, 4)
 
 
-def test_without_one_nothing_is_pushed_and_waiting_is_for_the_store(store_path: Path) -> None:
-    """The same calls serve both."""
+def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Path) -> None:
+    """To return would say that all lies there."""
     state = dict(state_of(0))
     with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
         train(checkpointer, state, 0)
-        checkpointer.wait("hdfs")
+        with pytest.raises(InvalidInputError, match=r"nothing is pushed; give .*push="):
+            checkpointer.wait("hdfs")
         assert checkpointer.pushed.pushed == 0
         with pytest.raises(InvalidInputError, match="push="):
             Checkpointer(store, state, push="hdfs://x/y")  # type: ignore[arg-type]  # wrong on purpose

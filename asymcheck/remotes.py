@@ -11,7 +11,7 @@ from typing import TypeVar
 from asymcheck.arguments import check_step
 from asymcheck.captures import Captures
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CatalogError, RemoteCopyWarning, UnreachableRemoteWarning, warn_user
+from asymcheck.errors import CatalogError, InvalidInputError, RemoteCopyWarning, UnreachableRemoteWarning, warn_user
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.migration.collect_remote import collect_remote
@@ -152,7 +152,7 @@ class Remotes(Captures):
                 nothing is there.
             step: which checkpoint; None for the newest consistent one.
             run: whose; ``"default"`` by default.
-            everything: all complete checkpoints on the line, of ``run`` or of all runs.
+            everything: all complete checkpoints on the line, of ``run`` or of all runs; then no ``step`` is given.
             progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
 
         Raises:
@@ -163,7 +163,7 @@ class Remotes(Captures):
             InvalidInputError: there is another training of that run name, or no client for the location.
         """
         self._tier.check_usable()
-        step = None if step is None else check_step(step)
+        step = _checked_step(step, everything=everything)
         listings = selected(self._tier, _checked(run), step, everything=everything)
         there = RemoteTier(parse_location(location), self._tier.config, create=True)
         with contextlib.closing(there), timed("push", 0, lambda: {"location": str(there.location)}):
@@ -174,16 +174,17 @@ class Remotes(Captures):
         location: str | os.PathLike[str] | Push,
         *,
         run: str = DEFAULT_RUN,
-        every: int = 1,
+        every: int | None = None,
         poll_s: float = 0.5,
         prunes: bool = True,
     ) -> Pushing:
         """Push checkpoints beside a training, as they become durable; use the result in a ``with`` block around it.
 
-        Those of ``run`` whose step is a multiple of ``every``, or that a :class:`Push` chooses, also those that are in
-        the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics` says how many are
-        still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you. Of several stores that
-        push one run to one location, only one ``prunes`` it: removes there what ``Push.keep`` does not keep.
+        Those of ``run`` whose step is a multiple of ``every``, by default all, or that a :class:`Push` chooses, also
+        those that are in the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics`
+        says how many are still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you. Of
+        several stores that push one run to one location, only one ``prunes`` it: removes there what ``Push.keep`` does
+        not keep.
 
         Raises:
             InvalidInputError: ``location`` or ``every`` cannot be used. Whether anybody answers there is not asked.
@@ -191,7 +192,11 @@ class Remotes(Captures):
         self._tier.check_usable()
         layout.check_run(run)
         if not isinstance(location, Push):
-            location = Push(os.fspath(location), every=every, close_s=None)
+            location = Push(os.fspath(location), every=1 if every is None else every, close_s=None)
+        elif every is not None:
+            raise InvalidInputError(
+                f"every={every!r:.100} beside a Push: give Push(…, every=…), which says what is chosen"
+            )
         where = parse_location(location.location)
         there = partial(RemoteTier, where, self._tier.config, create=True)
         return Pushing(self._tier, there, run, location, poll_s, prunes=prunes)
@@ -215,7 +220,7 @@ class Remotes(Captures):
             FormatError, RemoteUnreachableError, StorageError, InvalidInputError: as for :meth:`push`.
         """
         tier = self._writable()
-        step = None if step is None else check_step(step)
+        step = _checked_step(step, everything=everything)
         there = RemoteTier(parse_location(location), tier.config)
         with contextlib.closing(there), timed("pull", 0, lambda: {"location": str(there.location)}):
             listings = selected(there, _checked(run), step, everything=everything)
@@ -231,6 +236,12 @@ class Remotes(Captures):
         if isinstance(self._tier, RemoteTier):
             return collect_remote(self._tier, dry_run=dry_run)
         return collect(self._writable(), self._catalog(), dry_run=dry_run)
+
+
+def _checked_step(step: int | None, *, everything: bool) -> int | None:
+    if everything and step is not None:
+        raise InvalidInputError(f"step {step!r:.100} with everything=True, which copies every step: give one of them")
+    return None if step is None else check_step(step)
 
 
 def _checked(run: str | None) -> str | None:

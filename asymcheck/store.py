@@ -17,7 +17,7 @@ from typing import TypeVar
 from asymcheck.arguments import check_kinds, check_location, check_step
 from asymcheck.captures import warn_of_order
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
-from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RemoteUnreachableError
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.format.record import HeadRecord
@@ -74,11 +74,15 @@ class Store(Restores):
             StoreNotFoundError: there is none and ``read_only``, or the directory holds something else.
             UnsupportedFileSystemError: the directory is on a network file system.
             FormatError: the store is damaged, or of a version or with a feature that this program does not know.
-            InvalidInputError: ``location`` or a value of ``config`` cannot be used.
+            InvalidInputError: ``location`` or a value of ``config`` cannot be used, or ``remote`` of a URI was given.
             RemoteUnreachableError: a remote location did not answer.
         """
         config = check_kinds(config)
         if is_uri(location):
+            if remote is not None:
+                raise InvalidInputError(
+                    f"remote {remote!r:.100} of {location!s:.100}: only a store on a local drive has one; leave it out"
+                )
             return cls(RemoteTier(parse_location(location), config))
         behind = None if remote is None else parse_location(remote)
         store = cls(NvmeTier(check_location(location), config, read_only=read_only))

@@ -59,6 +59,8 @@ def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise click.UsageError("--tier dram lists rings: leave out --step, --tensors, --values, --where and --remote")
     if remote is not None and of_one:
         raise click.UsageError("--remote lists checkpoints: leave out --step, --tensors and --values")
+    if where and not of_one:
+        raise click.UsageError("--where is about tensors: give --step or --tensors, too")
     if values and where:
         raise click.UsageError("plain values lie in the manifest: leave out --where")
     with Store.open(store, read_only=True) as opened:

@@ -105,6 +105,13 @@ def test_tensors_of_a_step(call: Call, store: Path) -> None:
     assert f"pack {weight['partitions'][0]['pack'][:8]} frame" in table
 
 
+def test_where_is_about_tensors(call: Call, store: Path) -> None:
+    """Of a list of checkpoints it would say nothing."""
+    outcome = call("inspect", store, "--where")
+    assert outcome.status == exits.USAGE
+    assert "--where is about tensors: give --step or --tensors" in outcome.err
+
+
 def test_tensors_by_glob_of_the_newest(call: Call, store: Path) -> None:
     """--tensors alone looks into the newest checkpoint of the run."""
     document = call("inspect", store, "--tensors", "model.*", "--json").json

@@ -74,6 +74,22 @@ def test_nothing_of_a_location_is_dropped(location: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_one_step_of_everything_is_refused(store: Path, folder: str) -> None:
+    """Which of the two is meant, nobody knows."""
+    with Store.open(store, config=CONFIG) as opened:
+        for move in (opened.push, opened.pull):
+            with pytest.raises(InvalidInputError, match="step 3 with everything=True"):
+                move(folder, 3, everything=True)
+
+
+def test_nothing_stands_behind_a_location(folder: str) -> None:
+    """Whoever names one reads from one place where two were meant."""
+    with pytest.raises(
+        InvalidInputError, match=r"remote 'file:///elsewhere' of file://.*: only a store on a local drive has one"
+    ):
+        Store.open(folder, remote="file:///elsewhere")
+
+
 def test_a_setting_of_the_configuration_is_checked_as_one_of_the_query() -> None:
     """Before anybody is asked."""
     with pytest.raises(InvalidInputError, match=r"dfs\.replication 'many'"):

@@ -334,3 +334,9 @@ def test_an_interval_that_is_none(store: Path, folder: str, every: object) -> No
     """It is refused at once."""
     with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match="every="):
         opened.pushing(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
+    """The rules have their own, and this one would be passed over."""
+    with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match=r"every=5 beside a Push"):
+        opened.pushing(Push(folder), every=5)

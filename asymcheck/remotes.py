@@ -22,7 +22,7 @@ from asymcheck.migration.pushing import Pushing
 from asymcheck.migration.selection import selected
 from asymcheck.migration.tally import Moved
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.policies.pushing import Push
+from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.recovery.rebuild import Rebuilt, rebuild
 from asymcheck.recovery.repair import repair
 from asymcheck.recovery.repaired import Repaired
@@ -187,7 +187,7 @@ class Remotes(Captures):
         not keep.
 
         Raises:
-            InvalidInputError: ``location`` or ``every`` cannot be used. Whether anybody answers there is not asked.
+            InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. Nobody is asked there.
         """
         self._tier.check_usable()
         layout.check_run(run)
@@ -197,6 +197,8 @@ class Remotes(Captures):
             raise InvalidInputError(
                 f"every={every!r:.100} beside a Push: give Push(…, every=…), which says what is chosen"
             )
+        if not check_seconds("poll_s", poll_s):
+            raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
         where = parse_location(location.location)
         there = partial(RemoteTier, where, self._tier.config, create=True)
         return Pushing(self._tier, there, run, location, poll_s, prunes=prunes)

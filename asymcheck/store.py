@@ -240,9 +240,14 @@ class Store(Restores):
         Returns the number of the new generation.
 
         What was saved after ``parent`` stays, but is no longer on the line of training.
+
+        Raises:
+            InvalidInputError: ``parent`` is no checkpoint.
         """
         tier = self._writable()
         layout.check_run(run)
+        if parent is not None and not isinstance(parent, Checkpoint):
+            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
         # Once is enough: what comes there while this store is open is of other trainings, and a rollback must not wait.
         if self._far is not None and run not in self._has_taken_heads:
             with contextlib.suppress(RemoteUnreachableError):

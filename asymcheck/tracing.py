@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
-from asymcheck.errors import StorageError
+from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.events import Event, Interval, observe, watch
 
 _MICRO = 1e6
@@ -34,6 +34,7 @@ def trace(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         StorageError: the file cannot be written.
+        InvalidInputError: ``path`` is none.
     """
     return Trace(path)
 
@@ -52,8 +53,8 @@ class Trace:
 
         Raises:
             StorageError: the file cannot be written.
+            InvalidInputError: ``path`` is none.
         """
-        self._path = Path(path)
         self._pid = os.getpid()
         # A signal handler that closes a checkpointer may come while this thread writes a line. The threads that it
         # waits for must not wait for this one in turn: a line that finds the lock held is left to who holds it.
@@ -64,9 +65,12 @@ class Trace:
         self._ends_at = 0
         self._failure: OSError | None = None
         try:
+            self._path = Path(path)
             self._descriptor: int | None = os.open(
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
             )
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"trace {path!r:.100}: give the path of a file") from error
         except OSError as error:
             raise StorageError(f"trace {self._path}: {error.strerror}; give a file that can be written") from error
         self._told = contextlib.ExitStack()

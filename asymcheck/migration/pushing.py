@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -28,7 +27,7 @@ from asymcheck.migration.push import encoder_for, publish_heads, push
 from asymcheck.migration.statistics import PushStatistics
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.manners import stand_back
-from asymcheck.policies.pushing import Push, due, held
+from asymcheck.policies.pushing import Push, check_seconds, due, held
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier
@@ -364,13 +363,17 @@ class Pushing:
             timeout_s: give up after so many seconds; None for ``close_s`` of the rules. What is left behind is sent by
                 the next one that pushes this store there; what was sent of it is not sent again.
 
+        Raises:
+            InvalidInputError: no thread can wait for so long; nothing was ended.
+
         Warns:
             UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
         """
+        limit_s = self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         first = not self._closing.is_set()
         self._closing.set()
         self._call()
-        self._thread.join(self.rules.close_s if timeout_s is None else timeout_s)
+        self._thread.join(limit_s)
         if self._thread.is_alive():
             self._stop.set()
             # One that waits for an answer ends with its deadline, or with the process.
@@ -391,9 +394,7 @@ class Pushing:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close it; when the block failed, a warning must not hide why."""
         with contextlib.suppress(UnreachableRemoteWarning) if error is not None else contextlib.nullcontext():
             self.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -51,10 +51,10 @@ class Push:
             raise InvalidInputError(
                 f"every={self.every!r:.100}: give the number of steps between two pushes, 1 or more"
             )
-        for name in ("every_s", "close_s"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
-                raise InvalidInputError(f"{name}={value!r:.100}: give a number of seconds, or None")
+        if self.every_s is not None:
+            check_seconds("every_s", self.every_s)
+        if self.close_s is not None:
+            check_seconds("close_s", self.close_s)
         if type(self.hold) is not int or self.hold < 0:
             raise InvalidInputError(f"hold={self.hold!r:.100}: give how many checkpoints may be held, 0 or more")
         if self.keep is not None and not isinstance(self.keep, Retention):
@@ -77,6 +77,17 @@ class Push:
     def asks_for_metrics(self) -> bool:
         """Whether a decision needs the metrics of checkpoints."""
         return self.best is not None or (self.keep is not None and self.keep.keep_best is not None)
+
+
+def check_seconds(name: str, seconds: object) -> float:
+    """Return how long a thread is to wait.
+
+    Raises:
+        InvalidInputError: it cannot, or not for so long.
+    """
+    if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]  # a number
+        raise InvalidInputError(f"{name}={seconds!r:.100}: give seconds, from 0 to {threading.TIMEOUT_MAX:.0f}")
+    return float(seconds)  # type: ignore[arg-type]  # as above
 
 
 def check_push(push: object) -> Push:

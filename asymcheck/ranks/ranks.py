@@ -56,7 +56,7 @@ class Ranks:
             )
         if not isinstance(store, KeyStore):
             raise InvalidInputError(f"store {store!r:.100}: give a torch.distributed.Store, such as a TCPStore")
-        if not timeout_s > 0:
+        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InvalidInputError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
         self.rank = rank
         self.world_size = world_size

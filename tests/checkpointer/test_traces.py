@@ -15,7 +15,7 @@ import torch
 import asymcheck
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import StorageError
+from asymcheck.errors import InvalidInputError, StorageError
 from tests.checkpointer.loops import Loop, assert_every_step_is_right, linear_loop
 
 STEPS = 8
@@ -204,6 +204,13 @@ def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"trace .*/no/trace\.json: No such file or directory; give a file"):
         asymcheck.trace(tmp_path / "no" / "trace.json")
     assert not asymcheck.events.is_watched()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"trace.json", "a\0b", "\ud800"])
+def test_what_is_no_path_is_refused(path: Any) -> None:  # noqa: ANN401 - whatever users pass
+    """In the package's own words."""
+    with pytest.raises(InvalidInputError, match="give the path of a file"):
+        asymcheck.trace(path)
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(

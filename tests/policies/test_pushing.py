@@ -152,6 +152,8 @@ def test_held_are_the_newest_that_wait_and_the_one_that_goes() -> None:
         {"hold": -1},
         {"hold": True},
         {"close_s": float("inf")},
+        {"close_s": 1e10},
+        {"close_s": "60"},
         {"keep": 3},
         {"location": 3},
     ],

@@ -381,6 +381,8 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         (True, 2, None, 1),
         (0, 2, object(), 1),
         (0, 2, None, 0),
+        (0, 2, None, "60"),
+        (0, 2, None, None),
     ],
 )
 def test_what_are_no_ranks_is_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:

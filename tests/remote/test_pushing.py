@@ -336,6 +336,23 @@ def test_an_interval_that_is_none(store: Path, folder: str, every: object) -> No
         opened.pushing(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.parametrize("poll_s", [0, -1, "x", None, float("nan"), 1e10])
+def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: object) -> None:
+    """It is refused before the thread is there, which would end, or never rest."""
+    with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match="poll_s="):
+        opened.pushing(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
+def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
+    """It is refused, and the pushing goes on."""
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+        with pytest.raises(InvalidInputError, match="timeout_s="):
+            pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
+        pushing.wait()
+    check_location(folder, 1, 2)
+
+
 def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
     """The rules have their own, and this one would be passed over."""
     with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match=r"every=5 beside a Push"):

@@ -61,6 +61,14 @@ def test_a_step_saved_twice_is_there_twice_and_the_later_counts(store: Store) ->
     assert [c.save_id for c in store.checkpoints()] == [first.save_id, second.save_id]
 
 
+def test_what_is_no_checkpoint_is_no_parent(store: Store) -> None:
+    """A step is not enough: there may be several checkpoints of it."""
+    _save(store, 5)
+    with pytest.raises(InvalidInputError, match=r"parent 5: give one of checkpoints\(\)"):
+        store.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
+    assert _listing(store) == [(1, 5, True)]
+
+
 def test_going_on_from_an_older_step_abandons_what_came_after(store: Store) -> None:
     """The newest is of the new line, however high the abandoned steps are; they can be loaded by their step."""
     for step in range(1, 6):

@@ -1,4 +1,4 @@
-"""Numbers of the format: equal to format_spec/registry.json and SPEC.md §15, which tests compare."""
+"""Numbers, names and limits of SPEC.md §15, equal to those in format_spec/registry.json, which tests compare."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from asymcheck.format import registry
+from asymcheck.codecs import container, rounding
+from asymcheck.format import registry, ring
 from tests.spec import spec_text
 from tests.spec.corpus import FORMAT_SPEC
 from tests.spec.spec_text import code, table
@@ -26,6 +27,30 @@ def test_registry_tables_are_the_registry() -> None:
     assert [(row["dtype"], int(row["bytes"])) for row in table("registry_dtypes")] == list(REGISTRY["dtypes"].items())
     assert [row["role"] for row in table("registry_roles")] == REGISTRY["roles"]
     assert {row["limit"]: int(row["value"]) for row in table("registry_limits")} == REGISTRY["limits"]
+
+
+def test_numbers_of_other_sections_are_in_the_registry() -> None:
+    """What §7.6, §12.2 and §12.4 number is in registry.json, and in the code."""
+    (state,) = (row["meaning"] for row in table("ring_capture") if row["field"] == "state")
+    assert state.partition(":")[0] == _listed(REGISTRY["capture_states"])
+    assert REGISTRY["capture_states"] == {str(ring.COMPLETE): "complete", str(ring.DURABLE): "durable"}
+    assert {row["encoding"]: row["name"] for row in table("planes_encodings")} == REGISTRY["plane_encodings"]
+    encodings = {"raw": container.RAW, "zstd": container.ZSTD, "constant": container.CONSTANT}
+    assert {name: int(number) for number, name in REGISTRY["plane_encodings"].items()} == encodings
+    (dtype,) = (row["meaning"] for row in table("derived_payload") if row["field"] == "dtype")
+    assert dtype == _listed(REGISTRY["derived_dtypes"])
+    assert {int(number): name for number, name in REGISTRY["derived_dtypes"].items()} == rounding.DTYPES
+
+
+def _listed(names: dict[str, str]) -> str:
+    return ", ".join(f"{number} {name}" for number, name in names.items())
+
+
+def test_every_table_of_the_registry_is_compared() -> None:
+    """A table that is new in registry.json needs a comparison here."""
+    compared = {"format", "magics", "digests", "frame_kinds", "codecs", "dtypes", "roles", "pack_states", "limits"}
+    compared |= {"reader_features", "writer_features", "capture_states", "plane_encodings", "derived_dtypes"}
+    assert set(REGISTRY) == compared
 
 
 def test_the_registry_is_the_code() -> None:

@@ -113,10 +113,11 @@ def read_first(tier: ReadTier, run: str, step: int | None, read: Read, *, fall_b
             return loaded
         if step is not None:
             break
-        # A training that keeps a few checkpoints may have deleted these since they were listed, and saved others.
-        seen = {listing.ref for listing in listings}
+        # A training that keeps a few checkpoints may have deleted these since they were listed, and saved others; or
+        # the newest was not complete then, and is now.
+        seen = set(listings)
         listings = candidates(tier, run, step)
-        if all(listing.ref in seen for listing in listings):
+        if seen.issuperset(listings):
             break
     what = f"no checkpoint of run {run!r} can be restored"
     if step is not None:

@@ -8,8 +8,10 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.pipeline.request import new_save_id
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.types import Part
 
 
 class Overtaken(Files):
@@ -74,3 +76,33 @@ def test_a_reader_of_a_store_that_was_emptied_finds_nothing(trainer: Store) -> N
     """Deleted while it was reading, and nothing new: there is no checkpoint."""
     with pytest.raises(CheckpointNotFoundError):
         _reader(trainer, Overtaken(trainer, 1, save=False)).restore()
+
+
+class Completed(Files):
+    """Before an old manifest is opened, the last rank commits the newest checkpoint, and the old one is deleted."""
+
+    def __init__(self, trainer: Store, save_id: str) -> None:
+        self.trainer, self.save_id, self.is_done = trainer, save_id, False
+
+    def open_read(self, path: Path) -> int:
+        """Let the other rank work, then open."""
+        if path.suffix == ".manifest" and "-000000000001-" in str(path) and not self.is_done:
+            self.is_done = True
+            _save_part(self.trainer, 2, 1, self.save_id)
+            self.trainer.delete(1)
+        return super().open_read(path)
+
+
+def _save_part(store: Store, step: int, rank: int, save_id: str) -> None:
+    store.save({"x": torch.full((3000,), float(step))}, step=step, part=Part(rank, 2, save_id))
+
+
+def test_a_reader_takes_what_has_become_complete_while_it_was_reading(store_path: Path) -> None:
+    """Of two ranks one had not committed it when it was listed: the checkpoint is the same, what is there of it not."""
+    with Store.open(store_path) as store:
+        for step, ranks in ((1, 2), (2, 1)):
+            save_id = new_save_id().hex()
+            for rank in range(ranks):
+                _save_part(store, step, rank, save_id)
+        restored = _reader(store, Completed(store, save_id)).restore()
+        assert (restored.checkpoint.step, restored.skipped) == (2, ())

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 
 from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import OutOfSpaceError, StorageError
+from asymcheck.events import Event
 from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier
 from tests.store.equality import assert_same
@@ -222,3 +224,35 @@ def test_a_save_emits_the_steps_of_the_commit_in_order(store: Store) -> None:
     order = [name for name in dict.fromkeys(seen) if name in events.COMMIT_ORDER]
     assert order == [name for name in events.COMMIT_ORDER if name in order]
     assert set(order) == set(events.COMMIT_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("event", "lost"),
+    [
+        ("catalog.pinned", ""),
+        *((f"manifest.{event}", lost) for event in ("directory_created", "renamed") for lost in ("", "default/{}")),
+    ],
+)
+def test_a_checkpoint_that_is_deleted_while_it_is_committed_is_a_named_error(
+    store: Store, event: str, lost: str
+) -> None:
+    """By another process, or with all others; what was saved before, and what comes next, are whole."""
+    store.save({"x": torch.rand(3000)}, step=1)
+    manifests, aside = store.path / "manifests", store.path.parent / "aside"
+
+    def take_away(found: Event) -> None:
+        if found.name == event:
+            newest = max(os.listdir(manifests / "default"))
+            (manifests / lost.format(newest)).rename(aside)
+
+    refused = pytest.raises(StorageError, match="was removed while the manifest was being written")
+    with events.observe(take_away), refused:
+        store.save({"x": torch.rand(3000)}, step=2)
+    if lost:
+        shutil.rmtree(aside)
+    else:
+        aside.rename(manifests)
+    state = {"x": torch.rand(3000)}
+    store.save(state, step=3)
+    assert store.verify() == []
+    assert_same(store.load(), state)

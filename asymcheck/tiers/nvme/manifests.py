@@ -90,30 +90,38 @@ class ManifestFiles(ManifestReader):
         return self._manifests / run / layout.checkpoint_name(ref)
 
     def publish(self, run: str, ref: CheckpointRef, rank: int, world_size: int, data: bytes) -> ManifestName:
-        """Commit a manifest: when this returns, the rank's part of the checkpoint is durable."""
+        """Commit a manifest: when this returns, the rank's part of the checkpoint is durable.
+
+        Raises:
+            StorageError: the device refused; or somebody removed the folder of the checkpoint meanwhile.
+        """
         name = ManifestName(rank, world_size, digest(data))
         directory = self.directory(run, ref)
+        try:
+            self._publish(run, ref, directory, name, data)
+        except FileNotFoundError as error:
+            raise StorageError(f"{directory} was removed while the manifest was being written") from error
+        emit("manifest.committed", str(name), len(data))
+        return name
+
+    def _publish(self, run: str, ref: CheckpointRef, directory: Path, name: ManifestName, data: bytes) -> None:
         self._make_run(self._manifests, run)
         self._make_head_last(run, ref.generation)
         self._files.make_directory(directory)
         # Also when another rank made it: that rank may not have synced it yet.
         self._files.sync_directory(directory.parent)
         emit("manifest.directory_created", directory.name)
-        temporary = directory / f"{rank:05d}-{os.urandom(8).hex()}{layout.TEMPORARY}"
+        temporary = directory / f"{name.rank:05d}-{os.urandom(8).hex()}{layout.TEMPORARY}"
         try:
             self._files.write_small(temporary, data)
             emit("manifest.written", temporary.name)
             emit("manifest.synced", temporary.name)
             self._files.rename(temporary, directory / str(name))
-        except FileNotFoundError as error:
-            raise StorageError(f"{directory} was removed while the manifest was being written") from error
         except BaseException:
             self._files.unlink(temporary)
             raise
         emit("manifest.renamed", str(name))
         self._files.sync_directory(directory)
-        emit("manifest.committed", str(name), len(data))
-        return name
 
     def withdraw(self, run: str, ref: CheckpointRef, rank: int) -> None:
         """Take back what a save that failed has published of one rank, durably, with its temporary files."""

@@ -16,6 +16,8 @@ from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
 
+_RING_BYTES_MAX = 1 << 46
+"""What a process can map of one file, to which a header is added."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -140,8 +142,10 @@ def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
         if getattr(capture, name) not in known:
             raise InvalidInputError(f"{name} {getattr(capture, name)!r:.100}: give {', '.join(map(repr, known))}")
     ring_bytes, staging_bytes = _integer(capture.ring_bytes), _integer(capture.staging_bytes)
-    if capture.ring_bytes is not None and (ring_bytes is None or ring_bytes < 1):
-        raise InvalidInputError(f"ring_bytes {capture.ring_bytes!r:.100}: give an integer from 1, or None")
+    if capture.ring_bytes is not None and (ring_bytes is None or not 1 <= ring_bytes <= _RING_BYTES_MAX):
+        raise InvalidInputError(
+            f"ring_bytes {capture.ring_bytes!r:.100}: give an integer from 1 to {_RING_BYTES_MAX}, or None"
+        )
     if staging_bytes is None or staging_bytes < 0:
         raise InvalidInputError(f"staging_bytes {capture.staging_bytes!r:.100}: give an integer from 0")
     if not isinstance(capture.ring_folder, (str, Path)):

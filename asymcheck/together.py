@@ -145,11 +145,15 @@ class Together:
             common.gather((number, 1), prepare)
             proposals = common.each(skipped)
         part = 1 if is_one else 2
+        steps = set[int]()
         while True:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            read = partial(self._read if is_one else self._read_part, ref, into, tell)
+            # By its step each rank would read the newest of several attempts, which one has found damaged.
+            by_step = is_one and ref.step not in steps
+            steps.add(ref.step)
+            read = partial(self._read if by_step else self._read_part, ref, into, tell)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -160,13 +164,11 @@ class Together:
         self, step: int | None, skipped: list[str], prepare: Callable[[], object]
     ) -> Iterator[CheckpointRef]:
         prepare()
-        seen = set[int]()
+        is_any = False
         for ref in self._store.restorable(self._run, step, skipped):
-            # Checkpoints are read by their step: of several attempts that is the one to try first.
-            if ref.step not in seen:
-                seen.add(ref.step)
-                yield ref
-        if seen or skipped:
+            is_any = True
+            yield ref
+        if is_any or skipped:
             what = "no checkpoint" if step is None else f"step {step}"
             message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
             raise InconsistentCheckpointError(message, skipped)

@@ -67,15 +67,17 @@ class _CudaLink:
 
     def pin(self, memory: memoryview) -> bool:
         reason: object
-        try:
-            reason = int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), _PORTABLE))
-        except RuntimeError as error:
-            reason = error
+        with _on(self._device):
+            try:
+                reason = int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), _PORTABLE))
+            except RuntimeError as error:
+                reason = error
+            if reason:
+                with contextlib.suppress(RuntimeError):
+                    # CUDA remembers the error until somebody asks, and torch asks after the next kernel, which is then
+                    # taken for what failed. It has no other way to ask.
+                    torch.zeros(1, device=self._device).add_(1)
         if reason:
-            with contextlib.suppress(RuntimeError):
-                # CUDA remembers the error until somebody asks, and torch asks after the next kernel, which is then
-                # taken for what failed. It has no other way to ask.
-                torch.zeros(1, device=self._device).add_(1)
             warn_user(
                 f"the ring of {len(memory)} bytes could not be pinned (cudaHostRegister: {reason}): copies from the "
                 "GPU hold the training for longer; raise the limit of locked memory (ulimit -l), or give fewer "
@@ -85,7 +87,8 @@ class _CudaLink:
         return not reason
 
     def unpin(self, memory: memoryview) -> None:
-        torch.cuda.cudart().cudaHostUnregister(_address(memory))
+        with _on(self._device):
+            torch.cuda.cudart().cudaHostUnregister(_address(memory))
 
 
 def _event_of(mark: Mark) -> torch.cuda.Event:

@@ -50,7 +50,7 @@ class Filler:
         A state that ``grows`` gets back what its mappings lack, but for the outermost, of which it may be a part.
 
         Raises:
-            StateMismatchError: lists everything that does not fit.
+            StateMismatchError: lists everything that does not fit, or was not saved.
         """
         self._parts = parts
         self._grows = grows
@@ -67,9 +67,9 @@ class Filler:
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
-            raise StateMismatchError(
-                f"the given state does not fit the checkpoint; nothing was overwritten:\n  {shown}{more}"
-            )
+            fits = all(problem.endswith(tuple(parts.gaps)) for problem in self._problems)
+            what = "the checkpoint lacks parts of tensors" if fits else "the given state does not fit the checkpoint"
+            raise StateMismatchError(f"{what}; nothing was overwritten:\n  {shown}{more}")
 
     @property
     def demands(self) -> list[Demand]:

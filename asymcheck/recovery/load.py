@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 
 from asymcheck.errors import (
     UNKNOWING,
+    AsymcheckError,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
@@ -164,7 +166,8 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
         return _load_anew(tier, wanted, resolved)
     own = (wanted.rank or 0) % resolved.manifests[0].header.world_size
     parts = Parts(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
-    filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
+    with _saying_what_is_left(tier, resolved, parts, "\n"):
+        filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     assembly = Assembly(filler.demands, wanted.device)
     fetch_in_place(tier, resolved, assembly)
     return partial(_finish, filler, assembly)
@@ -172,11 +175,32 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
 
 def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     outlook = read_outlook(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
-    demands = {number: outlook.demand(number) for number in outlook.numbers}
+    with _saying_what_is_left(tier, resolved, outlook.parts, ". "):
+        demands = {number: outlook.demand(number) for number in outlook.numbers}
     assembly = Assembly(demands.values(), wanted.device)
     fetch_all(tier, resolved, assembly)
     tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
     return partial(with_tensors, outlook.shape, tensors)
+
+
+@contextlib.contextmanager
+def _saying_what_is_left(tier: ReadTier, resolved: Resolved, parts: Parts, separator: str) -> Iterator[None]:
+    """Say of a checkpoint whose parts make up no whole tensors who can read it, and which other one may be whole."""
+    try:
+        yield
+    except StateMismatchError as error:
+        ranks = resolved.manifests[0].header.world_size
+        if not parts.gaps or len(resolved.manifests) < ranks:
+            # What is not here may be elsewhere.
+            raise
+        older: list[CheckpointRef] = []
+        with contextlib.suppress(AsymcheckError):
+            listings = tier.manifests.checkpoints(resolved.run)
+            older = [one.ref for one in listings if one.is_complete and one.ref < resolved.ref]
+        instead = f"; or ask for an older step, such as step={older[-1].step}" if older else ""
+        who = f"{ranks} ranks saved: as many can" if ranks > 1 else "its rank saved: who wants no more can"
+        advice = f"{resolved.ref} has all that {who} still restore their own parts of it{instead}"
+        raise StateMismatchError(f"{error}{separator}{advice}") from error
 
 
 def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> Loaded:

@@ -56,6 +56,8 @@ class Parts:
         self._outlines: dict[int, list[_Outline]] = {}
         self._index: dict[str, list[int]] | None = None
         self._twice: set[str] = set()
+        self.gaps: set[str] = set()
+        """What was asked for and nobody saved, as errors say it: no state that is given can be to blame for that."""
 
     @property
     def own_shape(self) -> object:
@@ -117,7 +119,10 @@ class Parts:
         if missing is not None and row.aliases:
             pieces, missing = self._cut(self._alike(number, [row.name, *row.aliases]), box)
         if missing is not None:
-            raise StateMismatchError(f"{missing} is in none of the parts that were saved")
+            ranks = f"{len(self._manifests)} ranks saved" if len(self._manifests) > 1 else "were saved"
+            message = f"{missing} is in none of the parts that {ranks}"
+            self.gaps.add(message)
+            raise StateMismatchError(message)
         return pieces
 
     def _cut(self, numbers: Sequence[int], box: Box) -> tuple[list[Piece], Box | None]:

@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from asymcheck import Severity, Store, StoreConfig, TensorShard
+from asymcheck import Checkpointer, Severity, Store, StoreConfig, TensorShard
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -136,6 +137,36 @@ def test_what_no_part_has_is_named_before_a_byte_is_written(store_path: Path) ->
         there = _part(torch.zeros(6, 2), 3, 5)
         store.load(into={"w": there})
         assert torch.equal(there.local, full[3:5])
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Path, *, older: bool) -> None:
+    """It says who can still restore it, and which older step to ask for; that one is not taken unasked."""
+    full = torch.randn(8, 2)
+    with Store.open(store_path) as store:
+        if older:
+            save_ranks(store, [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 8)}], step=1)
+        parts = [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 7)}]
+        save_ranks(store, parts, step=2)
+        whole = {"w": torch.zeros(8, 2)}
+        ways: list[Callable[[], object]] = [
+            store.load,
+            lambda: store.load(into=whole),
+            Checkpointer(store, whole, ranks=None).restore,
+        ]
+        for way in ways:
+            with pytest.raises(StateMismatchError, match="none of the parts that 2 ranks saved") as caught:
+                way()
+            assert "2 ranks saved: as many can still restore their own parts" in str(caught.value)
+            assert ("or ask for an older step, such as step=1" in str(caught.value)) == older
+            assert "the given state does not fit" not in str(caught.value)
+        assert not whole["w"].any()
+        with pytest.raises(StateMismatchError, match=r"the given state does not fit(.|\n)*as many can still"):
+            store.load(into={**whole, "other": torch.zeros(1)})
+        for rank, part in enumerate(parts):
+            own = _part(torch.zeros(8, 2), 4 * rank, 4 + 3 * rank)
+            store.load(into={"w": own}, rank=rank)
+            assert torch.equal(own.local, part["w"].local)
 
 
 def test_a_part_that_one_rank_alone_saved_is_given_to_who_asks_for_the_rank(store_path: Path) -> None:

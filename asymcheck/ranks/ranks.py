@@ -56,7 +56,11 @@ class Ranks:
             )
         if not isinstance(store, KeyStore):
             raise InvalidInputError(f"store {store!r:.100}: give a torch.distributed.Store, such as a TCPStore")
-        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        try:
+            is_time = timeout_s > 0
+        except TypeError:
+            is_time = False
+        if not is_time:
             raise InvalidInputError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
         self.rank = rank
         self.world_size = world_size

@@ -125,6 +125,29 @@ def check_kinds(config: StoreConfig | None) -> StoreConfig:
     return config
 
 
+def check_state(state: dict[str, object]) -> dict[str, object]:
+    """Return what is a state to be watched.
+
+    Raises:
+        InvalidInputError: it is no dict, which a restore writes plain values into.
+    """
+    if type(state) is not dict:
+        raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
+    return state
+
+
+def check_tier(tier: object, *, pushes: bool) -> None:
+    """Refuse to wait for what is no tier, or for one to which nothing goes.
+
+    Raises:
+        InvalidInputError
+    """
+    if tier not in ("dram", "nvme", "hdfs"):
+        raise InvalidInputError(f"tier {tier!r}: give 'dram', 'nvme' or 'hdfs'")
+    if tier == "hdfs" and not pushes:
+        raise InvalidInputError("tier 'hdfs': nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
+
+
 def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
     """Return how captures are made, by default as :class:`CaptureConfig` has it.
 

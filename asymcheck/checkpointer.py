@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from asymcheck.alone import restored, rolled_back
-from asymcheck.arguments import check_capture, check_on_error, check_step
+from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
 from asymcheck.complaints import Complaints
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError
@@ -96,9 +96,7 @@ class Checkpointer:
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
-        if type(state) is not dict:
-            raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
-        self._store, self._state, self._run = store, state, run
+        self._store, self._state, self._run = store, check_state(state), run
         pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
         self._complaints = Complaints(run, raises=check_on_error(on_error))
         self._config = check_capture(capture)
@@ -124,6 +122,8 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: ``step`` was given and is not there.
+            LostCheckpointError, PruneError: of earlier checkpoints, unless ``on_error`` is ``"warn"``. The state is
+                that of :attr:`last_step` all the same; of several ranks it is not, until the next call.
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`Store.load`.
             LockTimeoutError: another process takes up what this run left in memory, and does not come to an end.
@@ -140,11 +140,15 @@ class Checkpointer:
                 if self._together.session().is_first_here:
                     self._beside.start()
                 return self._went_back(returned)
-            self.wait()
+            with self._ending:
+                self._outcomes.wait(self._background)
             self._store.settle()
             self._adopt(held)
             tell = self._complaints.tell_of_skipped
-            return self._went_back(restored(self._store, self._run, step, self._state, tell))
+            checkpoint = self._went_back(restored(self._store, self._run, step, self._state, tell))
+        # What was lost before is told when the state is back: a loop may well go back because of that.
+        self._report()
+        return checkpoint
 
     def _adopt(self, held: contextlib.ExitStack) -> None:
         """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
@@ -174,18 +178,20 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: none is in memory.
+            LostCheckpointError, PruneError: as :meth:`restore`.
             StateMismatchError, DigestMismatchError
         """
-        if self._together is not None:
-            with self._ending:
+        with self._ending:
+            if self._together is not None:
                 self._store.settle()
                 returned = self._together.rollback(self._background, self._state, self._report)
-                self._went_back(returned)
-                return returned.checkpoint
-        self.wait()
-        returned = rolled_back(self._store, self._run, self._background, self._state)
-        self._went_back(returned)
-        return returned.checkpoint
+            else:
+                self._outcomes.wait(self._background)
+                returned = rolled_back(self._store, self._run, self._background, self._state)
+            self._went_back(returned)
+            # As restore() does.
+            self._report()
+            return returned.checkpoint
 
     @property
     def interval(self) -> ChosenInterval:
@@ -206,8 +212,7 @@ class Checkpointer:
         step = check_step(step)
         with self._ending:
             # What one rank alone has to tell must not keep it from what all do.
-            self._outcomes.note(self._background)
-            newest = self._last.value
+            newest = self._outcomes.note(self._background)
             try:
                 is_begun = self._pacer.is_due(step, time.perf_counter(), self.statistics())
                 if is_begun:
@@ -263,23 +268,30 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Save now, whatever ``every`` says; when this returns, the checkpoint is durable, and what goes is gone.
 
+        Args:
+            step: the training step, 0 or more.
+            metrics: named numbers, for instance ``{"loss": 3.2}``.
+
+        Raises:
+            UnsupportedValueError, InvalidInputError, StorageError: see :meth:`Store.save`; it was not saved.
+            LostCheckpointError, PruneError: as :meth:`step`, of earlier ones; of several ranks also of this one.
+            RanksError: other ranks do not come, or do something else.
+
         Warns:
             StepOrderWarning: the step that was saved or restored last is a later one.
         """
         with self._ending:
             if self._together is not None:
-                self._outcomes.note(self._background)
-                newest = self._last.value
+                newest = self._outcomes.note(self._background)
                 # By the way of step(), which shares the work among the ranks.
                 capture = self._begin(step, metrics)
                 self._complaints.tell_of_order(newest, step)
                 self.wait()
                 return saved(capture)
             # What of that was lost is told at the end: this one is saved all the same.
-            self._outcomes.wait(self._background)
+            newest = self._outcomes.wait(self._background)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._opened
-            newest = self._last.value
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
             self._last.kept(checkpoint.step)
             self._beside.after_commit(self._upkeep)
@@ -322,10 +334,7 @@ class Checkpointer:
             RemoteUnreachableError, StorageError: one could not be pushed, likewise.
             InvalidInputError: ``tier`` is none of these, or ``"hdfs"`` and nothing is pushed, for want of ``push``.
         """
-        if tier not in ("dram", "nvme", "hdfs"):
-            raise InvalidInputError(f"tier {tier!r}: give 'dram', 'nvme' or 'hdfs'")
-        if tier == "hdfs" and not self._beside.pushes:
-            raise InvalidInputError("tier 'hdfs': nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
+        check_tier(tier, pushes=self._beside.pushes)
         with self._ending:
             if self._background is not None:
                 self._background.wait("dram" if tier == "dram" else "nvme")

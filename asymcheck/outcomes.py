@@ -30,17 +30,18 @@ class Outcomes:
         self._complaints, self._last, self._on_checkpoint = complaints, last, on_checkpoint
         self._untold: list[Capture] = []
 
-    def wait(self, background: Background | None) -> None:
-        """Wait until everything begun is durable or lost, and count it; raises nothing of that."""
+    def wait(self, background: Background | None) -> int | None:
+        """Wait until everything begun is durable or lost, and do as :meth:`note`; raises nothing of that."""
         if background is not None:
             background.wait("nvme")
-        self.note(background)
+        return self.note(background)
 
-    def note(self, background: Background | None) -> None:
-        """Count what has become durable, or was lost; raises nothing."""
+    def note(self, background: Background | None) -> int | None:
+        """Count what has become durable, or was lost, and return the last step that is not; raises nothing."""
         settled = [] if background is None else background.settled()
         self._last.settle(settled)
         self._untold += settled
+        return self._last.value
 
     def tell(self, upkeep: Upkeep | None, beside: Beside) -> None:
         """Tell each once, and what went wrong with what is removed and pushed.

@@ -8,16 +8,19 @@ import threading
 import pytest
 
 from asymcheck import Checkpointer, CheckpointReport, Store
+from asymcheck.checkpointer import OnError
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     CaptureWarning,
     InvalidInputError,
     LostCheckpointError,
+    LostCheckpointWarning,
     OutOfSpaceError,
     StaleStateWarning,
 )
 from tests.checkpointer.disks import Disk
-from tests.checkpointer.loops import linear_loop, sized
+from tests.checkpointer.loops import copy_late, copy_of, linear_loop, sized
+from tests.store.equality import assert_same
 
 REPORT = CheckpointReport(
     "default", 1200, 1_500_000_000, 213, 0.0094, 0.31, 1.26, 1_200_000_000, 1_200_000_000, 300_000_000, None
@@ -142,6 +145,36 @@ def test_a_lost_checkpoint_is_reported_and_raised(
     assert report.error is caught.value.__cause__
     assert (report.known_bytes, report.step) == (0, 0)
     assert report.durable_s > 0
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("how", ["restore", "rollback"])
+def test_a_loss_does_not_keep_the_state_from_coming_back(
+    store: Store, config: CaptureConfig, how: str, on_error: OnError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that a loop wants to be rid of are gone when it hears of what was lost before; the training goes on."""
+    copy_late(monkeypatch)
+    model, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, on_error=on_error) as checkpointer:
+        for step in range(2):
+            loop.iterate(step)
+            checkpointer.step(step)
+            checkpointer.wait()
+        there = copy_of(loop.state)
+        loop.iterate(2)
+        checkpointer.step(2)
+        # Before it was copied, so that the checkpoint is given up.
+        model.weight.data.fill_(float("nan"))
+        told = pytest.raises(LostCheckpointError) if on_error == "raise" else pytest.warns(LostCheckpointWarning)
+        with told as caught:
+            getattr(checkpointer, how)()
+        assert "step 2" in str(caught.value if isinstance(caught, pytest.ExceptionInfo) else caught[0].message)
+        assert_same(copy_of(loop.state), there)
+        assert checkpointer.last_step == 1
+        loop.iterate(3)
+        checkpointer.step(2)
+        checkpointer.wait()
+    assert [(one.step, one.generation) for one in store.checkpoints()] == [(0, 1), (1, 1), (2, 2)]
 
 
 def test_a_capture_that_never_reached_the_flush_is_reported(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -33,10 +35,42 @@ def trace(path: str | os.PathLike[str]) -> Trace:
             train()
 
     Raises:
-        StorageError: the file cannot be written.
+        StorageError: the file cannot be written, or another process writes its trace there.
         InvalidInputError: ``path`` is none.
     """
     return Trace(path)
+
+
+def _opened(path: Path) -> int:
+    """Open a file for this process alone, and empty it.
+
+    Raises:
+        StorageError: another process writes a trace to it.
+        OSError
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        # Devices and pipes can neither be emptied nor be spoilt.
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor, path)
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        # Not flock(): a forked child, such as a worker that loads data, would hold that on when its parent is dead.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise StorageError(
+            f"trace {path} is being written by another process; give each rank a file of its own"
+        ) from error
+    except OSError:
+        # A file system without locks.
+        return
 
 
 class Trace:
@@ -52,7 +86,7 @@ class Trace:
         """Begin; what was at ``path`` is overwritten.
 
         Raises:
-            StorageError: the file cannot be written.
+            StorageError: the file cannot be written, or another process writes its trace there.
             InvalidInputError: ``path`` is none.
         """
         self._pid = os.getpid()
@@ -66,9 +100,7 @@ class Trace:
         self._failure: OSError | None = None
         try:
             self._path = Path(path)
-            self._descriptor: int | None = os.open(
-                self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-            )
+            self._descriptor: int | None = _opened(self._path)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"trace {path!r:.100}: give the path of a file") from error
         except OSError as error:

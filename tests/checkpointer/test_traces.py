@@ -206,6 +206,27 @@ def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     assert not asymcheck.events.is_watched()
 
 
+def test_another_process_does_not_write_to_the_same_file(tmp_path: Path) -> None:
+    """One of several ranks would overwrite the others; when the trace is closed the file is free."""
+    path = tmp_path / "trace.json"
+    with asymcheck.trace(path):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                asymcheck.trace(path)
+            except StorageError as error:
+                status = 0 if "by another process; give each rank a file of its own" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    first = path.read_text("utf-8")
+    assert [record["name"] for record in _read(path)] == ["process_name"]
+    path.write_text(first * 2)
+    asymcheck.trace(path).close()
+    assert path.read_text("utf-8") == first
+
+
 @pytest.mark.parametrize("path", [None, 3, b"trace.json", "a\0b", "\ud800"])
 def test_what_is_no_path_is_refused(path: Any) -> None:  # noqa: ANN401 - whatever users pass
     """In the package's own words."""

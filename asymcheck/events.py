@@ -125,6 +125,8 @@ INTERVALS = {
     "decode": "one partition is decoded",
     "verify": "the digest of one partition is compared with its name",
     "place": "one partition is copied to where its tensors are",
+    "push": "checkpoints are copied to a remote location by :meth:`asymcheck.Store.push`",
+    "pull": "checkpoints are copied from a remote location by :meth:`asymcheck.Store.pull`",
     "adopt": "what a killed process left in memory is made durable",
 }
 """The names of intervals, and what each means."""

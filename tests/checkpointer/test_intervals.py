@@ -45,7 +45,7 @@ def test_nobody_watches_and_nothing_is_made(
 def test_every_name_is_listed_and_every_listed_name_occurs(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """A session that does all there is: a full ring, a save, a restore, and what a killed process may have left."""
+    """A session that does all there is: a full ring, a save, a restore, a push, a pull, and what a kill may leave."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
     # Large enough to be looked at before it is copied.
@@ -61,6 +61,9 @@ def test_every_name_is_listed_and_every_listed_name_occurs(
         with Store.open(tmp_path / "small", config=StoreConfig(compression="smallest")) as small:
             small.save({"w": torch.randn(20_000)}, step=0)
             small.load()
+            small.push((tmp_path / "there").as_uri())
+        with Store.open(tmp_path / "pulled") as pulled:
+            pulled.pull((tmp_path / "there").as_uri())
     assert {interval.name for interval in seen} == set(INTERVALS)
     assert all(interval.seconds >= 0 and interval.start_s > 0 for interval in seen)
 

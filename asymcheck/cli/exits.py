@@ -22,7 +22,8 @@ Exit status:
   3  there is no such store, checkpoint, capture or file
   4  the store or checkpoint cannot be read
   5  the operating system refused
-  6  damage was found, but no checkpoint is lost
+  6  damage was found, but no checkpoint is lost; also: a newer
+     checkpoint was passed over
  70  a defect of asymcheck: please report it
 130  it was interrupted
 """

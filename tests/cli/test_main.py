@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
     text = call(name, "--help").out
     statuses = [exits.OK, exits.DAMAGED, exits.USAGE, exits.NOT_FOUND, exits.UNREADABLE, exits.STORAGE, exits.WARNINGS]
     assert all(f"\n    {status}  " in text for status in statuses), text
+
+
+def test_the_page_says_the_same_of_each_status() -> None:
+    """Whoever reads one of the two knows all that a status may mean."""
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
+    shown = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    told = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exits.HELP, re.MULTILINE)
+    assert [(number, " ".join(meaning.split())) for number, meaning in told] == shown
 
 
 @pytest.mark.parametrize("name", sorted(commands.commands))

@@ -12,7 +12,7 @@ import pytest
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline import collect, commit
+from asymcheck.pipeline import collect, commit, needed
 from asymcheck.pipeline.packing import Packing
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import CheckpointFiles
@@ -76,7 +76,8 @@ def collection_forgets_a_manifest() -> None:
         return checkpoints(self, run)[:-1]
 
     ManifestFiles.checkpoints = overlook  # type: ignore[method-assign]  # as above
-    collect.is_gone = lambda _tier, _key: True
+    for module in (collect, needed):
+        module.is_gone = lambda _tier, _key: True  # type: ignore[attr-defined]  # as above
 
 
 def saves_are_reported_too_early() -> None:

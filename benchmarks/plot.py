@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
     lines = [(one.system, one.median) for one in rows if _is_limit(one)] + (
         [("size of the state", size)] if size else []
     )
-    for (name, value), style in zip(lines, ("--", ":"), strict=False):
+    for (name, value), style in zip(lines, itertools.cycle(("--", ":", "-.")), strict=False):
         axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {_number(value)} {unit}")
     if lines:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)

@@ -7,14 +7,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from asymcheck.codecs.encode import Encoded
+from asymcheck.codecs.rounding import BFLOAT16
 from asymcheck.config import Compression
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY
 from asymcheck.partition.plan import Piece
 from asymcheck.pipeline import encoder as module
-from asymcheck.pipeline.encoder import Contents, Encoder, contents_of
+from asymcheck.pipeline.encoder import Base, Contents, Encoder, contents_of
 from asymcheck.pipeline.meter import Meter
 from asymcheck.policies.compression import Sampled
 
@@ -83,3 +85,19 @@ def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
     encoder = Encoder("smallest", "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = Sampled(1, 1e9)
     assert all(encoder.looks_for(CODEC_DERIVED, contents) for _ in range(100))
+
+
+@pytest.mark.parametrize("wrong_from", [0, len(PLAIN) - 4096], ids=["all", "the end"])
+def test_what_was_no_original_says_nothing_of_others_of_the_kind(wrong_from: int) -> None:
+    """Whether a look at a sample finds that out, or only the whole partition."""
+    copy = torch.frombuffer(bytearray(PLAIN), dtype=torch.float32).bfloat16()
+    plain = memoryview(copy.view(torch.uint8).numpy().tobytes())
+    contents = contents_of([Piece(0, 0, len(plain))], "weights", ["bfloat16"])
+    other = memoryview(bytes(PLAIN[:wrong_from]) + bytes(PLAIN[wrong_from:])[::-1])
+    bases = [[Base(CODEC_DERIVED, digest(one), one, 0, BFLOAT16)] for one in (other, PLAIN)]
+    encoder = Encoder("smallest", "nvme")
+    for base, codec in zip(bases, (CODEC_BYTE_PLANES, CODEC_DERIVED), strict=True):
+        move = encoder.move(digest(plain), "dram", plain, contents, base)
+        encoded = encoder.carry_out(move, plain, contents, base)
+        assert encoded is not None
+        assert encoded.descriptor.codec == codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ import torch
 from asymcheck import Store, StoreConfig
 from asymcheck.format.registry import CODEC_DERIVED, KIND_DERIVED
 from asymcheck.partition.leaves import Leaf
+from asymcheck.partition.originals import Originals
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Digest
@@ -75,3 +77,12 @@ def test_masters_that_do_not_lie_in_order_are_not_put_in_order_for_a_look(
             store.save(state, step=1)
         loaded = store.load(step=1)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_where_nothing_is_encoded_no_original_is_looked_for(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state of many layers the look alone takes seconds."""
+    monkeypatch.setattr(Originals, "candidates", Mock(side_effect=AssertionError))
+    with Store.open(store_path, config=dataclasses.replace(CONFIG, compression="off")) as store:
+        store.save(masters_and_copies(2), step=1)
+    with Store.open(store_path, config=CONFIG) as store, pytest.raises(AssertionError):
+        store.save(masters_and_copies(4), step=2)

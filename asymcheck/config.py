@@ -52,10 +52,13 @@ class RemoteConfig:
     Measured on one DataNode, packs of 100 MiB, when none was completed beside others yet: 4 send at 0.72 to 0.87 of
     the client's own speed, 2 at 0.5 to 0.73.
     """
-    reads: int = 4
+    reads: int = 6
     """Pieces that are read ahead at the same time."""
-    piece_bytes: int = 16 * MIB
-    """Neighbouring frames are read together up to this size, and written in pieces of it."""
+    piece_bytes: int = 8 * MIB + (64 << 10)
+    """Neighbouring frames are read together up to this size, and written in pieces of it.
+
+    Two full partitions with what frames add. From 16 MiB on memory comes anew from the system for every piece.
+    """
     gap_bytes: int = MIB
     """Frames that are not wanted are read over when they are no longer than this."""
     bytes_per_s: int | None = None

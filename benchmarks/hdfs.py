@@ -12,34 +12,44 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import itertools
 import os
 import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.format import layout
+from asymcheck.migration.pushing import Pushing
+from asymcheck.pipeline.manners import stand_back
 from benchmarks import environment, states, training
 from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row
 from tools.local_hdfs import LocalHdfs
 
+if TYPE_CHECKING:
+    # Where the client is not installed the run says so.
+    from benchmarks.hdfs_raw import RawClient
+
 PUSH, PUT, PUT_FROM_MEMORY = "asymcheck push", "raw put", "raw put from memory"
-RESTORE, GET = "asymcheck load into", "raw get"
+RESTORE, GET, GET_BY_PACKETS = "asymcheck load into", "raw get", "raw get by packets"
 _QUOTIENTS = (
     (PUSH, PUT, "push/raw_put"),
     (PUSH, PUT_FROM_MEMORY, "push/raw_put_from_memory"),
     (RESTORE, GET, "restore/raw_get"),
+    (RESTORE, GET_BY_PACKETS, "restore/raw_get_by_packets"),
 )
 TORCH, DCP = "torch.save + put", "torch DCP through fsspec"
-_PLAIN = 10
+_PLAIN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Shape:
 
 
 FULL = Shape(8, 5, (1, 3), training.FULL, 20)
-QUICK = Shape(1, 3, (1,), training.QUICK, 4)
+QUICK = Shape(1, 3, (1,), training.QUICK, 12)
 
 
 def run(
@@ -143,7 +153,9 @@ class _Throughput:
         Raises:
             RuntimeError: what was restored is not what was saved.
         """
-        times: dict[str, list[float]] = {PUSH: [], PUT: [], PUT_FROM_MEMORY: [], RESTORE: [], GET: []}
+        times: dict[str, list[float]] = {
+            name: [] for name in (PUSH, PUT, PUT_FROM_MEMORY, RESTORE, GET, GET_BY_PACKETS)
+        }
         for number in range(rounds + 1):
             found = self._round(number)
             if number:
@@ -179,6 +191,7 @@ class _Throughput:
         with Store.open(place, config=self._config) as there:
             took[RESTORE] = _timed(lambda: there.load(into=self._into))
         took[GET] = self._reader.get(raw, sizes)
+        took[GET_BY_PACKETS] = self._reader.get_by_packets(raw, sizes)
         if differing := states.differing(self._state, states.named_tensors(self._into)):
             raise RuntimeError(f"restored {len(differing)} tensors that are not what was saved")
         for folder in (f"/ours-{number}", raw, f"{raw}-from-memory"):
@@ -199,56 +212,68 @@ class _Throughput:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Iteration:
-    """An iteration beside a push."""
+class _Slowed:
+    """By how much iterations beside something take longer than those before and after it."""
 
-    seconds: float
-    corrected_s: float
+    whole: float
+    corrected: float
     """Without what the servers took."""
+    iteration_s: float
 
 
 class _Beside:
-    """A real training: what its checkpoints take there, and by how much pushing them slows it down."""
+    """A real training: what its checkpoints take there, and by how much pushing them slows it down.
+
+    Beside it, by how much as many bytes do that are in memory, put by the client itself on threads that stand back as
+    those of a push do: what it costs at least that bytes go there.
+    """
 
     def __init__(self, where: Path, cluster: LocalHdfs, shape: Shape) -> None:
         from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
 
         self._where, self._cluster, self._shape = where, cluster, shape
-        self._raw = RawClient(cluster.url, 1, 16 << 20)
+        remote = RemoteConfig()
+        self._raw = RawClient(cluster.url, remote.uploads, remote.piece_bytes)
         self._run = training.WAYS["mixed"](training.pretrained(shape.trained))
+        self._alone: list[float] = []
 
     def measure(self) -> tuple[list[Row], dict[str, float]]:
-        """Save checkpoints, push them beside the training, and count."""
-        count = self._shape.checkpoints
-        with Store.open(self._where) as store:
-            for step in range(count):
+        """Save checkpoints and push each beside the training, then put as many bytes beside it, and count."""
+        count, ours = self._shape.checkpoints, list[_Slowed]()
+        raw, sizes = list[_Slowed](), list[int]()
+        url = f"{self._cluster.url}/trained"
+        with Store.open(self._where) as store, store.pushing(Push(url, close_s=None)) as pushing:
+            self._plain(1)
+            for number in range(count):
                 self._run.train(1)
-                store.save(self._run.state(), step=step)
-            plain, beside = [self._iterations()], []
-            for number in range(self._shape.rounds):
-                beside.append(self._beside(store, f"{self._cluster.url}/trained-{number}"))
-                plain.append(self._iterations())
-        # Each round against the iterations before and after it.
-        alone = [statistics.mean(pair) for pair in itertools.pairwise(plain)]
-        corrected = [one.corrected_s / without for one, without in zip(beside, alone, strict=True)]
-        whole = [one.seconds / without for one, without in zip(beside, alone, strict=True)]
-        ours, peers = self._raw.sizes("/trained-0"), self._peers()
+                store.save(self._run.state(), step=number)
+                ours.append(self._beside(partial(_is_there, pushing, number + 1)))
+                new = self._raw.sizes("/trained/packs")
+                with _Putting(self._raw, f"/raw-{number}", _without(new, sizes)) as putting:
+                    raw.append(self._beside(putting.has_ended))
+                sizes = new
+        there, peers = self._raw.sizes("/trained"), self._peers()
+        # The first of each finds nothing ready.
+        ours, raw = ours[1:], raw[1:]
         results = [
-            row("no push", "iteration", "ms", [one * 1e3 for one in plain]),
-            row(PUSH, "iteration beside it", "ms", [one.seconds * 1e3 for one in beside]),
-            row(PUSH, "slowdown", "x", corrected),
-            row(PUSH, "slowdown with the servers", "x", whole),
+            row("no push", "iteration", "ms", [one * 1e3 for one in self._alone]),
+            row(PUSH, "iteration beside it", "ms", [one.iteration_s * 1e3 for one in ours]),
+            row(PUSH, "slowdown", "x", [one.corrected for one in ours]),
+            row(PUSH, "slowdown with the servers", "x", [one.whole for one in ours]),
+            row(PUT_FROM_MEMORY, "slowdown", "x", [one.corrected for one in raw]),
+            row(PUT_FROM_MEMORY, "slowdown with the servers", "x", [one.whole for one in raw]),
         ]
         ratios = {
-            "slowdown_while_pushing": statistics.median(corrected),
-            "slowdown_with_servers": statistics.median(whole),
+            "slowdown_while_pushing": statistics.median(one.corrected for one in ours),
+            "slowdown_with_servers": statistics.median(one.whole for one in ours),
+            "slowdown_beside_raw_put": statistics.median(one.corrected for one in raw),
         }
-        for name, sizes in {PUSH: ours, **peers}.items():
-            results.append(row(name, f"{count} checkpoints there", "MB", [sum(sizes) / 1e6]))
-            results.append(row(name, f"files of {count} checkpoints", "x", [len(sizes)]))
+        for name, found in {PUSH: there, **peers}.items():
+            results.append(row(name, f"{count} checkpoints there", "MB", [sum(found) / 1e6]))
+            results.append(row(name, f"files of {count} checkpoints", "x", [len(found)]))
         for label, name in (("torch_save_put", TORCH), ("dcp_fsspec", DCP)):
-            ratios[f"bytes/{label}"] = sum(ours) / sum(peers[name])
-            ratios[f"files/{label}"] = len(ours) / len(peers[name])
+            ratios[f"bytes/{label}"] = sum(there) / sum(peers[name])
+            ratios[f"files/{label}"] = len(there) / len(peers[name])
         return results, ratios
 
     def _peers(self) -> dict[str, list[int]]:
@@ -262,26 +287,62 @@ class _Beside:
         folders = {TORCH: "/torch", DCP: "/dcp"}
         return {name: self._raw.sizes(folder) * self._shape.checkpoints for name, folder in folders.items()}
 
-    def _beside(self, store: Store, url: str) -> _Iteration:
-        """Push all checkpoints to a location that is new, and train until they are there."""
+    def _beside(self, has_ended: Callable[[], bool]) -> _Slowed:
+        """Train until something has ended, and for as long without it."""
         count, servers = 0, self._cluster.processor_s()
         began = time.perf_counter()
-        with store.pushing(Push(url, close_s=None)) as pushing:
-            while pushing.statistics().pushed < self._shape.checkpoints:
-                self._run.train(1)
-                count += 1
-                if pushing.statistics().problem:
-                    raise RuntimeError(pushing.statistics().problem)
+        while not has_ended() or not count:
+            self._run.train(1)
+            count += 1
         took = time.perf_counter() - began
-        servers = self._cluster.processor_s() - servers
         # What the servers took would be taken on other machines: it is spread over the processors here.
-        return _Iteration(took / count, max(took - servers / (os.cpu_count() or 1), 0.0) / count)
+        without = max(took - (self._cluster.processor_s() - servers) / (os.cpu_count() or 1), 0.0)
+        before = self._alone[-1]
+        alone = statistics.mean((before, self._plain(max(count, _PLAIN)))) * count
+        return _Slowed(took / alone, without / alone, took / count)
 
-    def _iterations(self) -> float:
-        """Return the seconds of an iteration when nothing is pushed."""
+    def _plain(self, count: int) -> float:
+        """Return the seconds of an iteration beside nothing."""
         began = time.perf_counter()
-        self._run.train(_PLAIN)
-        return (time.perf_counter() - began) / _PLAIN
+        self._run.train(count)
+        self._alone.append((time.perf_counter() - began) / count)
+        return self._alone[-1]
+
+
+class _Putting:
+    """Bytes that are put on a thread; use it in a ``with`` block, which ends when they are there."""
+
+    def __init__(self, raw: RawClient, folder: str, sizes: Sequence[int]) -> None:
+        self._data = bytes(max(sizes))
+        self._thread = threading.Thread(target=self._put, args=(raw, folder, sizes))
+
+    def _put(self, raw: RawClient, folder: str, sizes: Sequence[int]) -> None:
+        # What it starts inherits that.
+        stand_back()
+        raw.put_from_memory(folder, self._data, sizes)
+        raw.remove(folder)
+
+    def has_ended(self) -> bool:
+        """Whether all of it is there."""
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> _Putting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+
+def _is_there(pushing: Pushing, count: int) -> bool:
+    now = pushing.statistics()
+    if now.problem:
+        raise RuntimeError(now.problem)
+    return now.pushed >= count
+
+
+def _without(sizes: Sequence[int], some: Sequence[int]) -> list[int]:
+    return list((Counter(sizes) - Counter(some)).elements())
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -17,6 +17,7 @@ from asymcheck.pipeline.request import new_save_id
 from asymcheck.tiers.remote.deadline import Rate, within
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.manifests import RemoteManifests
+from asymcheck.tiers.remote.ranges import Kept, Memory
 from asymcheck.types import CheckpointRef
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 
@@ -161,10 +162,12 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
     reads: list[int] = []
     whole = RemoteFiles.read_range
 
-    def read(self: RemoteFiles, path: PurePosixPath, offset: int, length: int) -> tuple[memoryview, int]:
+    def read(
+        self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: Kept | Memory | None
+    ) -> tuple[memoryview, int]:
         if path.parent.name == "packs":
             reads.append(length)
-        return whole(self, path, offset, length)
+        return whole(self, path, offset, length, *kept)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "read_range", read)
     with Store.open(folder, config=config(piece_bytes=1 << 20)) as there:

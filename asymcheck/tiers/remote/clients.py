@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol, cast
 from urllib.parse import urlencode, urlsplit
 
-from pyarrow import fs
+from pyarrow import NativeFile, fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
@@ -35,6 +36,29 @@ class Writable(Protocol):
         """Make it complete."""
 
 
+class Readable(Protocol):
+    """A complete file, read by position."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        """Read from ``offset`` into ``memory``; return how many bytes, fewer at the end, and perhaps before."""
+
+
+class _ByPyarrow:
+    """One of pyarrow's files."""
+
+    def __init__(self, file: NativeFile) -> None:
+        self._file = file
+        self.size: int = file.size()
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        self._file.seek(offset)
+        return int(self._file.readinto(memory))
+
+
 @dataclasses.dataclass(frozen=True)
 class Client:
     """A pyarrow file system, and what it promises."""
@@ -56,6 +80,20 @@ class Client:
         if self.kind == "hdfs-native":
             return cast("Writable", self.filesystem.handler.create(path))
         return cast("Writable", self.filesystem.open_output_stream(path))
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[Readable]:
+        """Open a file, for the block of a ``with`` or, with those that keep files, for longer."""
+        if self.kind == "hdfs-native":
+            yield self.filesystem.handler.open(path)
+            return
+        with self.filesystem.open_input_file(path) as file:
+            yield _ByPyarrow(file)
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether what was opened for reading may be kept for as long as one likes: nothing is held open for it."""
+        return self.kind == "hdfs-native"
 
     @property
     def removes_empty(self) -> bool:

@@ -33,6 +33,7 @@ from asymcheck.tiers.remote.clients import Writable, connect
 from asymcheck.tiers.remote.deadline import tried, within
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.pace import Pace
+from asymcheck.tiers.remote.ranges import Kept, Memory, read_range
 from asymcheck.tiers.remote.refusals import refusal
 
 _T = TypeVar("_T")
@@ -154,32 +155,22 @@ class RemoteFiles:
             return None
         return bytes(data)
 
-    def read_range(self, path: PurePath, offset: int, length: int) -> tuple[memoryview, int]:
+    def read_range(
+        self, path: PurePath, offset: int, length: int, kept: Kept | None = None, memory: Memory | None = None
+    ) -> tuple[memoryview, int]:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
+
+        Who reads more of one file gives the same ``kept`` each time, so that it need not be opened each time; and who
+        reads large pieces of it ``memory``, which is taken up again.
 
         Raises:
             FileNotFoundError: there is no such file, or nobody answered that knows.
             RemoteUnreachableError: it failed ``attempts`` times, or until the deadline.
         """
-
-        def read(filesystem: fs.FileSystem) -> tuple[memoryview, int]:
-            with filesystem.open_input_file(str(path)) as file:
-                size = file.size()
-                count = max(0, min(length, size - offset))
-                if not count:
-                    return memoryview(b""), size
-                file.seek(offset)
-                data = memoryview(file.read_buffer(count)).cast("B")
-                while len(data) < count:
-                    more = memoryview(file.read_buffer(count - len(data))).cast("B")
-                    if not more:
-                        break
-                    data = memoryview(bytes(data) + bytes(more))
-                return data, size
-
+        read = partial(read_range, self._client, str(path), offset, length, kept, memory)
         what = f"read {length} bytes from {offset} of"
         # hdfs-native asks each DataNode that has a block once.
-        return tried(self.config, lambda seconds: self._do(what, path, read, seconds))
+        return tried(self.config, lambda seconds: self._do(what, path, lambda _: read(), seconds))
 
     def make_directory(self, path: PurePath) -> None:
         """Create a directory and what leads to it; one that is there is no error.

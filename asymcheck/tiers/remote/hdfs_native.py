@@ -65,6 +65,27 @@ class _Writer(io.RawIOBase):
                 self._inner.close = _nothing
 
 
+class Reader:
+    """A complete file, read by position; threads may read together. It holds no connection: nobody closes it."""
+
+    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - as above
+        self._inner = inner
+        self.size: int = len(inner)
+        """Its bytes."""
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        """Fill ``memory`` from ``offset``, as far as the file goes; return the number of bytes."""
+        # Never past the end: the client panics there.
+        count = min(len(memory), self.size - offset)
+        done = 0
+        if count > 0:
+            # A packet after the other, 64 KiB: all at once the client would copy twice more, into memory that is new.
+            for packet in self._inner.read_range_stream(offset, count):
+                memory[done : done + len(packet)] = packet
+                done += len(packet)
+        return done
+
+
 _handlers: weakref.WeakSet[_Handler] = weakref.WeakSet()
 _inherited: list[_Handler] = []
 
@@ -149,9 +170,12 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
         """Rename; a target that exists is an error, which no look beforehand could promise."""
         self._client.rename(source, target)
 
+    def open(self, path: str) -> Reader:
+        """Open a complete file for reading by position: the NameNode is asked once where its blocks lie."""
+        return Reader(self._client.read(path))
+
     def open_input_file(self, path: str) -> pa.NativeFile:
         file = self._client.read(path)
-        # Never past the end: the client panics there.
         return pa.PythonFile(RangedFile(len(file), file.read_range), mode="r")
 
     def open_input_stream(self, path: str) -> pa.NativeFile:

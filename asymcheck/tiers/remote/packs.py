@@ -14,6 +14,7 @@ from asymcheck.format.frame import frame_length
 from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.tiers.pack_index import PackIndex, digests_of, find_frames
 from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.ranges import Kept, Memory
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
 
@@ -25,6 +26,7 @@ class _OverThere:
         self._files = files
         self._path = path
         self._size: int | None = None
+        self._kept = Kept()
 
     def size(self) -> int:
         if self._size is None:
@@ -34,7 +36,7 @@ class _OverThere:
     def pread(self, buffer: memoryview, offset: int) -> int:
         if self._size is not None and offset >= self._size:
             return 0
-        data, self._size = self._files.read_range(self._path, offset, len(buffer))
+        data, self._size = self._files.read_range(self._path, offset, len(buffer), self._kept)
         buffer[: len(data)] = data
         return len(data)
 
@@ -68,9 +70,10 @@ class _Piece:
 class ReadAhead:
     """What fetches pieces before they are asked for, at the end of a pack those of the next one that is expected."""
 
-    def __init__(self, threads: Executor) -> None:
-        """Fetch on ``threads``."""
+    def __init__(self, threads: Executor, memory: Memory) -> None:
+        """Fetch on ``threads`` into ``memory``."""
         self.threads = threads
+        self.memory = memory
         self._last: RemotePack | None = None
         self._lock = threading.Lock()
 
@@ -100,6 +103,7 @@ class RemotePack:
         self._paths = paths
         self._files = files
         self._reading = reading
+        self._kept = Kept()
         self._pieces: list[_Piece] = []
         self._piece_of: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -184,7 +188,7 @@ class RemotePack:
         # It may have got another name since it was opened.
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
-                return self._files.read_range(path, start, end - start)[0]
+                return self._files.read_range(path, start, end - start, self._kept, self._reading.memory)[0]
         raise MissingPartitionError(f"pack {self.path.name} was removed while it was being read")
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.manifests import RemoteManifests
 from asymcheck.tiers.remote.pace import Pace
 from asymcheck.tiers.remote.packs import ReadAhead, RemotePack, read_pack_index
+from asymcheck.tiers.remote.ranges import Memory
 from asymcheck.tiers.remote.upload import PackUpload
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
@@ -66,7 +67,7 @@ class RemoteTier:
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self._reading = Readers(config.remote.reads, "read-ahead")
-        self._ahead = ReadAhead(self._reading)
+        self._ahead = ReadAhead(self._reading, Memory(config.remote.piece_bytes, config.remote.reads))
 
     @property
     def root(self) -> PurePath | str:

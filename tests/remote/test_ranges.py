@@ -1,0 +1,123 @@
+"""Reads by position: memory that is taken up again, and files that stay open."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+import hdfs_native as hdfs_native_client
+import numpy as np
+import pytest
+
+from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.location import parse_location
+from asymcheck.tiers.remote.ranges import Kept, Memory
+from tests.remote.conftest import REMOTE
+
+CONTENT = bytes(range(256)) * 1024
+
+
+@pytest.fixture
+def files(place: str) -> RemoteFiles:
+    """The location, with one file."""
+    found = RemoteFiles(parse_location(place), REMOTE)
+    assert found.put_small(path_in(found), CONTENT)
+    return found
+
+
+def path_in(files: RemoteFiles) -> PurePosixPath:
+    """The file."""
+    return files.top / "one"
+
+
+def address(view: memoryview) -> int:
+    """Where it lies."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def test_memory_is_taken_up_again_when_the_last_view_of_it_goes() -> None:
+    """And not before, whichever part of it that is of."""
+    memory = Memory(4096, 2)
+    whole = memory.take(4096)
+    first, part = address(whole), whole[100:200][10:]
+    del whole
+    other = memory.take(4096)
+    assert address(other) != first
+    del part
+    assert address(memory.take(100)) == first
+
+
+def test_no_more_memory_is_kept_than_was_asked_for() -> None:
+    """What is more goes back to the system, and what is larger than a piece is never kept."""
+    memory = Memory(4096, 2)
+    views = [memory.take(10) for _ in range(5)]
+    assert len(memory.take(5000)) == 5000
+    views.clear()
+    assert len(memory._free) == 2
+
+
+@pytest.mark.parametrize("memory", [None, Memory(1 << 14, 2)])
+def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: Memory | None) -> None:
+    """Inside, at the end, past it, and more than a piece; all kept at once."""
+    ranges = [(start, 5000) for start in range(0, 40_000, 5000)] + [(260_000, 5000), (300_000, 10), (0, len(CONTENT))]
+    kept = Kept()
+    found = [files.read_range(path_in(files), start, length, kept, memory) for start, length in ranges]
+    for (start, length), (data, size) in zip(ranges, found, strict=True):
+        assert data == CONTENT[start : start + length]
+        assert size == len(CONTENT)
+
+
+def test_the_namenode_is_asked_once_where_the_blocks_of_a_file_lie(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many pieces of it are read; who keeps nothing asks each time."""
+    files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
+    assert files.put_small(path_in(files), CONTENT)
+    whole: Callable[[hdfs_native_client.Client, str], object] = hdfs_native_client.Client.read
+    opened = list[str]()
+
+    def read(self: hdfs_native_client.Client, path: str) -> object:
+        opened.append(path)
+        return whole(self, path)
+
+    monkeypatch.setattr(hdfs_native_client.Client, "read", read)
+    kept = Kept()
+    for start in range(0, 1000, 100):
+        files.read_range(path_in(files), start, 100, kept)
+    assert opened == [str(path_in(files))]
+    for start in range(0, 1000, 100):
+        files.read_range(path_in(files), start, 100)
+    assert len(opened) == 11
+
+
+def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> None:
+    """As one does whose blocks have moved; here it is one that fails in any case."""
+
+    class Failing:
+        size = len(CONTENT)
+
+        def read_into(self, memory: memoryview, offset: int) -> int:
+            raise OSError(f"{len(memory)} bytes from {offset}: all DataNodes failed")
+
+    kept = Kept()
+    kept.file = Failing()
+    assert files.read_range(path_in(files), 10, 20, kept)[0] == CONTENT[10:30]
+    assert not isinstance(kept.file, Failing)
+
+
+def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files: RemoteFiles) -> None:
+    """As pyarrow may; here one that gives seven bytes at a time, and ends before the file should."""
+
+    class Scanty:
+        size = 100
+
+        def read_into(self, memory: memoryview, offset: int) -> int:
+            data = CONTENT[offset : min(offset + min(7, len(memory)), 90)]
+            memory[: len(data)] = data
+            return len(data)
+
+    kept = Kept()
+    kept.file = Scanty()
+    assert files.read_range(path_in(files), 10, 50, kept) == (CONTENT[10:60], 100)
+    assert files.read_range(path_in(files), 60, 50, kept) == (CONTENT[60:90], 100)

@@ -243,7 +243,8 @@ class _Beside:
         raw, sizes = list[_Slowed](), list[int]()
         url = f"{self._cluster.url}/trained"
         with Store.open(self._where) as store, store.pushing(Push(url, close_s=None)) as pushing:
-            self._plain(1)
+            self._run.train(_PLAIN)
+            self._plain(_PLAIN)
             for number in range(count):
                 self._run.train(1)
                 store.save(self._run.state(), step=number)

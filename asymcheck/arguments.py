@@ -229,5 +229,15 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidInputError(f"metric {name!r} is {value!r}, which is not a number") from error
+            raise InvalidInputError(
+                f"metric {name!r:.100} is {_shown(value)}, which is not a number that fits"
+            ) from error
     return numbers
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.100}"
+    except ValueError:
+        # An integer of more digits than Python writes.
+        return f"of type {type(value).__name__}"

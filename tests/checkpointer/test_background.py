@@ -19,6 +19,7 @@ from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
     LostCheckpointError,
+    LostCheckpointWarning,
     OutOfSpaceError,
     StaleStateWarning,
     UnsupportedValueError,
@@ -309,6 +310,26 @@ def test_rollback_takes_the_newest_state_from_memory(
         expected[steps] = copy_of(loop.state)
     assert_stored(store, expected)
     assert [(c.generation, c.on_line) for c in store.checkpoints()] == [*([(1, True)] * steps), (2, True)]
+
+
+def test_rollback_passes_over_a_capture_that_could_not_be_stored(
+    store: Store, disk: Disk, config: CaptureConfig
+) -> None:
+    """The newest durable one is still in memory; training is not sent to the drive for it."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        expected = copy_of(loop.state)
+        loop.iterate(1)
+        disk.full = "packs"
+        checkpointer.step(1)
+        with pytest.warns(LostCheckpointWarning):
+            checkpointer.wait()
+        disk.full = None
+        assert checkpointer.rollback().step == 0
+        assert_same(copy_of(loop.state), expected)
 
 
 def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -> None:

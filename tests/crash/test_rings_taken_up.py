@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Store
-from asymcheck.errors import LockTimeoutError
+from asymcheck.errors import CaptureWarning, LockTimeoutError
 from asymcheck.tiers.dram_ring import RingReader, left, open_left
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
@@ -63,7 +63,8 @@ def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
             _adopt(folder)
 
     thread = _later(go_on)
-    assert_restored(folder, CAPTURED - 1)
+    with pytest.warns(CaptureWarning, match=rf"{ring}.* held by process {os.getpid()} .* waiting"):
+        assert_restored(folder, CAPTURED - 1)
     thread.join()
     assert rings(folder) == []
 
@@ -79,22 +80,32 @@ def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> No
 
 def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is restored; when it has ended, all is there."""
+    monkeypatch.setattr(left, "_TAKEN_UP_S", 0.1)
     monkeypatch.setattr(left, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
-    with _held(ring), pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*stop that process"):
+    with (
+        _held(ring),
+        pytest.warns(CaptureWarning, match="at most 0.1 seconds"),
+        pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*stop that process"),
+    ):
         assert_restored(folder, 0)
     assert_restored(folder, CAPTURED - 1)
 
 
 def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from another container."""
+    monkeypatch.setattr(left, "_TAKEN_UP_S", 0.1)
     monkeypatch.setattr(left, "_ADOPTION_S", 0.1)
     monkeypatch.setattr(left, "_LOCKS", folder / "locks")
     (ring,) = rings(folder)
     for text in (None, "1: FLOCK\n", f"1: FLOCK  ADVISORY  WRITE -1 00:00:{ring.stat().st_ino} 0 EOF\n"):
         if text is not None:
             (folder / "locks").write_text(text)
-        with _held(ring), pytest.raises(LockTimeoutError, match="by a process that cannot be seen from here"):
+        with (
+            _held(ring),
+            pytest.warns(CaptureWarning, match="held by a process that cannot be seen from here"),
+            pytest.raises(LockTimeoutError, match="by a process that cannot be seen from here"),
+        ):
             assert_restored(folder, 0)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from asymcheck.errors import FormatError, LockTimeoutError, UnsupportedVersionError
+from asymcheck.errors import CaptureWarning, FormatError, LockTimeoutError, UnsupportedVersionError, warn_user
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
@@ -64,11 +64,21 @@ def wait_for_left(path: Path) -> RingReader | None:
 
     To go on without what it holds would lose steps.
 
+    Warns:
+        CaptureWarning: it takes a while; says who.
+
     Raises:
         LockTimeoutError: that somebody does not come to an end; says who.
         FileNotFoundError, StorageError, FormatError: as :func:`open_left`.
     """
-    reader, is_left = _opened(path, _ADOPTION_S)
+    reader, is_left = _opened(path, _TAKEN_UP_S)
+    if reader is None and is_left:
+        warn_user(
+            f"ring {path}, whose steps may lie nowhere else, is held by {_holder(path)}, which probably takes it up; "
+            f"waiting for that, for at most {_ADOPTION_S:g} seconds",
+            CaptureWarning,
+        )
+        reader, is_left = _opened(path, _ADOPTION_S)
     if reader is None and is_left:
         raise LockTimeoutError(
             f"ring {path}, whose steps may lie nowhere else, has been held for {_ADOPTION_S:g} seconds by "

@@ -22,8 +22,8 @@ class Kept:
 class Memory:
     """Memory for what is read, taken up again when nobody looks at it any more. Thread-safe.
 
-    Memory of many megabytes comes from the system page by page, and goes back to it, each time. Measured with pieces of
-    16 MiB from an HDFS on the same machine: two thirds of the processor time of a restore.
+    Memory of many megabytes comes from the system page by page, and goes back to it, each time, or does not, as the
+    allocator has it. Measured with 1.15 GB from an HDFS on the same machine: 4.1 s of processor time, and 1.9 s so.
     """
 
     def __init__(self, piece_bytes: int, count: int) -> None:

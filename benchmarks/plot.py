@@ -14,6 +14,8 @@ from benchmarks.panels import draw_goodput, draw_models
 from benchmarks.report import Report, Row
 
 _OURS, _OTHERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
+_STYLES = ("--", ":", "-.", (0, (7, 2, 1, 2, 1, 2)))
+"""Of the lines of limits, so that four in a panel differ."""
 _CHOSEN = {
     "durable": ("throughput",),
     "restore": ("throughput",),
@@ -79,7 +81,7 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
     lines = [(one.system, one.median) for one in rows if _is_limit(one)] + (
         [("size of the state", size)] if size else []
     )
-    for (name, value), style in zip(lines, itertools.cycle(("--", ":", "-.")), strict=False):
+    for (name, value), style in zip(lines, itertools.cycle(_STYLES), strict=False):
         axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {_number(value)} {unit}")
     if lines:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)

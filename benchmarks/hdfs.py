@@ -17,10 +17,10 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -232,8 +232,7 @@ class _Beside:
         from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
 
         self._where, self._cluster, self._shape = where, cluster, shape
-        remote = RemoteConfig()
-        self._raw = RawClient(cluster.url, remote.uploads, remote.piece_bytes)
+        self._raw = RawClient(cluster.url, 1, 16 << 20)
         self._run = training.WAYS["mixed"](training.pretrained(shape.trained))
         self._alone: list[float] = []
 
@@ -248,9 +247,11 @@ class _Beside:
             for number in range(count):
                 self._run.train(1)
                 store.save(self._run.state(), step=number)
+                # As a Checkpointer says it: nobody waits for the thread to look by itself.
+                pushing.look()
                 ours.append(self._beside(partial(_is_there, pushing, number + 1)))
                 new = self._raw.sizes("/trained/packs")
-                with _Putting(self._raw, f"/raw-{number}", _without(new, sizes)) as putting:
+                with _Putting(self._cluster.url, f"/raw-{number}", _without(new, sizes)) as putting:
                     raw.append(self._beside(putting.has_ended))
                 sizes = new
         there, peers = self._raw.sizes("/trained"), self._peers()
@@ -313,26 +314,31 @@ class _Beside:
 class _Putting:
     """Bytes that are put on a thread; use it in a ``with`` block, which ends when they are there."""
 
-    def __init__(self, raw: RawClient, folder: str, sizes: Sequence[int]) -> None:
+    def __init__(self, url: str, folder: str, sizes: Sequence[int]) -> None:
+        self._url, self._folder, self._sizes = url, folder, sizes
         self._data = bytes(max(sizes))
-        self._thread = threading.Thread(target=self._put, args=(raw, folder, sizes))
+        self._thread = ThreadPoolExecutor(1, initializer=stand_back)
+        # The client's own threads stand back, too, when they are made by one that does.
+        self._raw = self._thread.submit(self._connected).result()
 
-    def _put(self, raw: RawClient, folder: str, sizes: Sequence[int]) -> None:
-        # What it starts inherits that.
-        stand_back()
-        raw.put_from_memory(folder, self._data, sizes)
-        raw.remove(folder)
+    def _connected(self) -> RawClient:
+        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
+
+        remote = RemoteConfig()
+        return RawClient(self._url, remote.uploads, remote.piece_bytes)
 
     def has_ended(self) -> bool:
         """Whether all of it is there."""
-        return not self._thread.is_alive()
+        return self._put.done()
 
     def __enter__(self) -> _Putting:
-        self._thread.start()
+        self._put = self._thread.submit(self._raw.put_from_memory, self._folder, self._data, self._sizes)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join()
+        self._put.result()
+        self._raw.remove(self._folder)
+        self._thread.shutdown()
 
 
 def _is_there(pushing: Pushing, count: int) -> bool:

@@ -63,18 +63,20 @@ class RawClient:
         return self._get(folder, sizes, get_one)
 
     def get_by_packets(self, folder: str, sizes: Sequence[int]) -> float:
-        """Read these files packet by packet into memory that is taken up again, the fastest way there is.
+        """Read these files packet by packet into memory that is taken up again, each opened once: as fast as is known.
 
         A piece at once is copied twice, into memory that comes anew from the system each time, or does not, as the
         allocator of the process has it.
         """
-        own = threading.local()
+        own, opened = threading.local(), dict[str, Any]()
 
         def get_one(path: str, start: int, count: int) -> None:
             if not hasattr(own, "memory"):
                 own.memory = memoryview(bytearray(self._piece_bytes))
+            if path not in opened:
+                opened[path] = self._client.read(path)
             done = 0
-            for packet in self._client.read(path).read_range_stream(start, count):
+            for packet in opened[path].read_range_stream(start, count):
                 own.memory[done : done + len(packet)] = packet
                 done += len(packet)
 

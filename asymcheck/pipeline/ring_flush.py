@@ -333,8 +333,8 @@ class RingFlusher:
         del self._moving[capture]
         with self._lock:
             moving.settled = True
-            # The newest durable one stays, for a rollback, also when one after it failed or is on its way; so does the
-            # newest of all, and what waits in memory for the next start.
+            # The newest durable one stays, for a rollback, also when one after it failed or is on its way, until room
+            # is needed; so does the newest of all, and what waits in memory for the next start.
             durable = [kept for kept in self._kept if kept.settled and kept.capture.error is None]
             stays = (*durable[-1:], *self._kept[-1:])
             freed = [kept for kept in self._kept if kept.settled and not kept.readers and kept not in stays]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import hdfs_native as hdfs_native_client
 import numpy as np
 import pytest
 
+from asymcheck import Store
+from asymcheck.tiers.remote.deadline import within
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import parse_location
 from asymcheck.tiers.remote.ranges import Kept, Memory
-from tests.remote.conftest import REMOTE
+from tests.remote.conftest import CONFIG, REMOTE, check_state
 
 CONTENT = bytes(range(256)) * 1024
 
@@ -55,6 +58,36 @@ def test_no_more_memory_is_kept_than_was_asked_for() -> None:
     assert len(memory.take(5000)) == 5000
     views.clear()
     assert len(memory._free) == 2
+
+
+def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) -> None:
+    """What a restore read stays for the next one, until then."""
+    with Store.open(folder, config=CONFIG) as there:
+        check_state(there.load(), 2)
+        (memory,) = (one for one in gc.get_objects() if type(one) is Memory and one._free)
+    assert memory._free == []
+    del there
+    view = memory.take(10)
+    del view
+    assert memory._free == []
+
+
+def test_a_read_that_fails_keeps_no_memory() -> None:
+    """Not even until garbage is collected."""
+    memory = Memory(4096, 2)
+
+    def fail() -> None:
+        view = memory.take(10)
+        raise OSError(len(view))
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(OSError, match="10"):
+                within(60, "read", fail)
+        assert len(memory._free) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("memory", [None, Memory(1 << 14, 2)])

@@ -38,7 +38,8 @@ def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
     if not ended.wait(seconds):
         raise RemoteUnreachableError(f"{what}: no answer in {round(seconds, 3):g} s")
     if failure:
-        raise failure[0]
+        # The error knows this frame, which must not know it: what the call held would stay until garbage is collected.
+        raise failure.pop()
     return outcome[0]
 
 

@@ -44,6 +44,12 @@ class Memory:
         weakref.finalize(owner, self._give_back, slot).atexit = False
         return memoryview(owner.data)
 
+    def let_go(self) -> None:
+        """Give all of it back to the system, from now on as soon as nobody looks at it."""
+        with self._lock:
+            self._count = 0
+            self._free.clear()
+
     def _give_back(self, slot: Slot) -> None:
         # Called wherever the last view goes: also inside of another call of this, when garbage is collected there.
         if len(self._free) < self._count:

@@ -289,3 +289,4 @@ class RemoteTier:
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._reading.shutdown(cancel_futures=True)
+            self._ahead.memory.let_go()

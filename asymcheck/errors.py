@@ -364,7 +364,7 @@ class StepOrderWarning(UserWarning):
 
 
 class CaptureWarning(UserWarning):
-    """Capture cannot do all that it should, for instance because the ring is small; checkpoints are right anyway."""
+    """Capture cannot do all that it should, as with a small ring, or waits for one; checkpoints are right anyway."""
 
 
 class StaleStateWarning(UserWarning):

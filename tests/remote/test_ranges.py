@@ -66,7 +66,6 @@ def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) ->
         check_state(there.load(), 2)
         (memory,) = (one for one in gc.get_objects() if type(one) is Memory and one._free)
     assert memory._free == []
-    del there
     view = memory.take(10)
     del view
     assert memory._free == []

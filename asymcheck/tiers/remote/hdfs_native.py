@@ -16,7 +16,6 @@ import pyarrow as pa
 from pyarrow import fs
 
 from asymcheck.errors import StorageError
-from asymcheck.tiers.ranged import RangedFile
 
 _NS_PER_MS = 1_000_000
 
@@ -175,11 +174,10 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
         return Reader(self._client.read(path))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        file = self._client.read(path)
-        return pa.PythonFile(RangedFile(len(file), file.read_range), mode="r")
+        raise StorageError(f"nobody reads {path} through pyarrow")
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
-        return self.open_input_file(path)
+        raise StorageError(f"nobody reads {path} through pyarrow")
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - pyarrow's
         raise StorageError(f"nobody asks to empty {path} (missing_dir_ok={missing_dir_ok})")

@@ -1,0 +1,80 @@
+"""Going back to the newest checkpoint in memory: which one that is, and what is not read for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from asymcheck import Checkpointer, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import CheckpointNotFoundError, LostCheckpointWarning
+from tests.checkpointer.disks import Disk
+from tests.checkpointer.loops import assert_stored, copy_of, linear_loop
+from tests.store.equality import assert_same
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_rollback_takes_the_newest_state_from_memory(
+    store: Store, disk: Disk, config: CaptureConfig, steps: int
+) -> None:
+    """Bit for bit, without a look at a pack; training goes on in a generation of its own."""
+    model, _, loop = linear_loop()
+    expected: dict[int, object] = {}
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(steps):
+            loop.iterate(step)
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+        checkpointer.wait()
+        loop.iterate(99)
+        model.weight.data.fill_(float("nan"))
+        disk.read.clear()
+        back = checkpointer.rollback()
+        assert [path for path in disk.read if path.parent.name == "packs"] == []
+        assert back.step == checkpointer.last_step == steps - 1
+        assert_same(copy_of(loop.state), expected[steps - 1])
+        loop.iterate(steps)
+        checkpointer.step(steps)
+        expected[steps] = copy_of(loop.state)
+    assert_stored(store, expected)
+    assert [(c.generation, c.on_line) for c in store.checkpoints()] == [*([(1, True)] * steps), (2, True)]
+
+
+def test_rollback_passes_over_a_capture_that_could_not_be_stored(
+    store: Store, disk: Disk, config: CaptureConfig
+) -> None:
+    """The newest durable one is still in memory; training is not sent to the drive for it."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        expected = copy_of(loop.state)
+        loop.iterate(1)
+        disk.full = "packs"
+        checkpointer.step(1)
+        with pytest.warns(LostCheckpointWarning):
+            checkpointer.wait()
+        disk.full = None
+        assert checkpointer.rollback().step == 0
+        assert_same(copy_of(loop.state), expected)
+
+
+def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -> None:
+    """It says so, and opens no generation."""
+    _, _, loop = linear_loop()
+    with pytest.raises(CheckpointNotFoundError, match="restore"):
+        Checkpointer(store, loop.state, capture=config).rollback()
+    assert not list((store.path / "heads").rglob("*.head"))
+
+
+def test_a_rollback_does_not_leave_the_line(store: Store, config: CaptureConfig) -> None:
+    """What is in memory was abandoned by a restore of an older step: it is not gone back to."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        for step in range(4):
+            loop.iterate(step)
+            checkpointer.step(step)
+        checkpointer.restore(1)
+        with pytest.raises(CheckpointNotFoundError, match="in memory"):
+            checkpointer.rollback()
+        assert checkpointer.last_step == 1

@@ -48,6 +48,11 @@ class Target:
         """The filled tensor."""
         return self._existing[0]
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors to be filled lie."""
+        return {tensor.device for tensor in self._existing}
+
     def put(self, start: int, data: memoryview) -> None:
         """Copy ``data`` to the bytes from ``start`` on."""
         for flat in self._flats():
@@ -224,7 +229,8 @@ class Assembly(Placement):
         self._filled = {
             demand: Target(demand.row, demand.existing, device, in_runs=demand.in_runs) for demand in demands
         }
-        catch_up(tensor.device for demand in self._filled for tensor in demand.existing)
+        # What is made may lie where the device still reads what was freed: other threads fill it, in queues of theirs.
+        catch_up(device for target in self._filled.values() for device in target.devices)
         super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
 
     @property

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.format.manifest import TensorRow
-from asymcheck.recovery.assemble import Target
+from asymcheck.recovery import assemble
+from asymcheck.recovery.assemble import Assembly, Demand, Target
 from tests.store.equality import tensor_bytes
 
 CPU = torch.device("cpu")
@@ -94,3 +95,14 @@ def test_a_strided_target_stays_as_it_is_until_all_its_bytes_are_there() -> None
     assert existing.sum() == 24
     target.put(95, memoryview(bytes(1)))
     assert existing.sum() == 0
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_device_catches_up_before_anything_is_filled_on_it(monkeypatch: pytest.MonkeyPatch, *, exists: bool) -> None:
+    """Also where the tensor is made: what it still reads may have lain there. A device without memory stands for it."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(assemble, "catch_up", asked.extend)
+    source, meta = torch.ones(4), torch.device("meta")
+    existing = [source.to(meta)] if exists else []
+    Assembly([Demand(_row(source), [], existing)], CPU if exists else meta)
+    assert asked == [meta]

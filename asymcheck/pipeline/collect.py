@@ -18,6 +18,8 @@ from asymcheck.tiers.nvme.pins import DeadPins
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
+_PATIENT_ATTEMPTS = 4
+"""So many leave it to the others; those after it read what has come while nobody can commit more."""
 _PAUSE_S = 0.02
 # Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
 _BATCH = 64
@@ -81,7 +83,7 @@ def collect(
         if dry_run:
             plan.count(result)
             return result
-        if plan.carry_out(result):
+        if plan.carry_out(result, insists=attempt >= _PATIENT_ATTEMPTS):
             _repack(tier, catalog, known, result)
             _remove_empty(tier, catalog)
             return result
@@ -113,12 +115,17 @@ class _Plan:
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
         self.dead_pins = DeadPins.of(catalog)
-        known.look()
-        self.manifests = known.manifests
-        live = known.live()
-        self.candidates = {pack_id: held.names for pack_id, held in known.packs.items() if live.isdisjoint(held.names)}
-        self.kept = len(known.packs) - len(self.candidates) + known.unread
+        self._look()
         _, self.stale = known.since(catalog)
+
+    def _look(self) -> None:
+        self.known.look()
+        self.manifests = self.known.manifests
+        live = self.known.live()
+        self.candidates = {
+            pack_id: held.names for pack_id, held in self.known.packs.items() if live.isdisjoint(held.names)
+        }
+        self.kept = len(self.known.packs) - len(self.candidates) + self.known.unread
 
     def count(self, result: Collected) -> None:
         """Say what would be freed."""
@@ -152,8 +159,11 @@ class _Plan:
         result.pooled_packs += 1
         return room - path.stat().st_size
 
-    def carry_out(self, result: Collected) -> bool:
-        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile."""
+    def carry_out(self, result: Collected, *, insists: bool) -> bool:
+        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile.
+
+        If it ``insists``, it looks again while commits wait for it: then only a pack that nobody has committed can come.
+        """
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
             batch = candidates[start : start + _BATCH]
@@ -161,7 +171,7 @@ class _Plan:
                 locked = [
                     pack_id for pack_id in batch if stack.enter_context(self.tier.locked(_path(self.tier, pack_id)))
                 ]
-                freed = self._mark_freed(locked)
+                freed = self._mark_freed(locked, insists=insists)
                 if freed is None:
                     return False
                 result.busy_packs += len(batch) - len(locked)
@@ -169,10 +179,12 @@ class _Plan:
                 retire_packs(self.tier, self.catalog, freed, result)
         return True
 
-    def _mark_freed(self, locked: Sequence[PackId]) -> list[PackId] | None:
+    def _mark_freed(self, locked: Sequence[PackId], *, insists: bool) -> list[PackId] | None:
         """§8.3 step 4, one transaction; None when there is a manifest or a pack that this attempt has not seen."""
         with self.catalog.write() as transaction:
-            if transaction.manifests() - self.manifests - self.stale or not self.known.has_seen_all(transaction):
+            if insists and not self._has_seen_all(transaction):
+                self._look()
+            if not self._has_seen_all(transaction):
                 return None
             # A pull may have brought one back, under the name that it had.
             if not all(is_gone(self.tier, key) for key in self.stale):
@@ -182,13 +194,16 @@ class _Plan:
             for key in self.dead_pins.among(transaction):
                 transaction.delete_pin(key)
             pinned = _pinned(transaction, set())
-            freed = [pack_id for pack_id in locked if pack_id not in pinned]
+            freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]
             for pack_id in freed:
                 for name in self.candidates[pack_id]:
                     transaction.forget_location(name, pack_id)
                 transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
         emit("gc.marked_freed", f"{len(freed)} packs")
         return freed
+
+    def _has_seen_all(self, transaction: Transaction) -> bool:
+        return not transaction.manifests() - self.manifests - self.stale and self.known.has_seen_all(transaction)
 
 
 def retire_packs(tier: NvmeTier, catalog: Catalog, freed: Sequence[PackId], result: Collected) -> None:

@@ -131,9 +131,9 @@ def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
     lose_manifest(store, 1)
     whole = collect_module._Plan.carry_out
 
-    def carry_out(plan: collect_module._Plan, result: collect_module.Collected) -> bool:
+    def carry_out(plan: collect_module._Plan, result: collect_module.Collected, *, insists: bool) -> bool:
         plan.candidates = dict(sorted(plan.candidates.items(), key=lambda one: one[0] not in garbage))
-        return whole(plan, result)
+        return whole(plan, result, insists=insists)
 
     monkeypatch.setattr(collect_module._Plan, "carry_out", carry_out)
     once(monkeypatch, collect_module, "retire_packs", lambda: store.pull(location, 1))
@@ -182,3 +182,26 @@ def test_a_deletion_does_not_make_the_catalog_forget_what_came_back(
     store.delete(1)
     with store._catalog().read() as transaction:
         assert transaction.manifests() == {manifest_key("default", listing.ref, name) for name in listing.manifests}
+
+
+def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint comes after each of its looks, which needs what nothing needed then; in the end they wait for it."""
+    again, saves = torch.rand(100_000), list[int]()
+    look = collect_module._Plan.__init__
+
+    def look_and_save(plan: collect_module._Plan, *arguments: object) -> None:
+        look(plan, *arguments)  # type: ignore[arg-type]  # as they came
+        saves.append(len(saves) + 2)
+        store.save({"again": again, "new": torch.rand(100_000)}, step=saves[-1])
+
+    with Store.open(store_path) as store:
+        store.save({"again": again}, step=0)
+        store.save({"useless": torch.rand(100_000)}, step=1)
+        store.delete(0)
+        store.delete(1)
+        monkeypatch.setattr(collect_module._Plan, "__init__", look_and_save)
+        assert store.gc().freed_packs == 1
+        assert saves == list(range(2, 2 + collect_module._PATIENT_ATTEMPTS + 1))
+        assert store.verify() == []
+        for step in saves:
+            assert torch.equal(store.load(step=step)["again"], again)

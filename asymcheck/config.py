@@ -34,7 +34,7 @@ class RemoteConfig:
     """Pause before the second attempt when there was no answer; before each later one twice as long.
 
     A DataNode that has died is given out for new files until the NameNode has noticed. All attempts of a read end in
-    ``deadline_s``.
+    ``deadline_s``; each but the last has half of what is left of it.
     """
     pack_bytes: int = 256 * MIB
     """A pack is closed when it has grown to about this size: few large files are what HDFS likes."""

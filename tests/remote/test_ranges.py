@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -153,3 +155,23 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
     kept.file = Scanty()
     assert files.read_range(path_in(files), 10, 50, kept) == (CONTENT[10:60], 100)
     assert files.read_range(path_in(files), 60, 50, kept) == (CONTENT[60:90], 100)
+
+
+def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
+    """Of a file that is opened anew; half of the time it has goes to the first attempt."""
+    found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
+    assert found.put_small(path_in(found), CONTENT)
+    asked, kept = list[int](), Kept()
+
+    class Silent:
+        size = len(CONTENT)
+
+        def read_into(self, _memory: memoryview, offset: int) -> int:
+            asked.append(offset)
+            threading.Event().wait()
+            return 0
+
+    kept.file = Silent()
+    data, size = found.read_range(path_in(found), 100, 1000, kept)
+    assert (bytes(data), size, asked) == (CONTENT[100:1100], len(CONTENT), [100])
+    assert not isinstance(kept.file, Silent)

@@ -46,13 +46,15 @@ def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
 def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
     """Call ``call`` with the seconds it has, and again after a failure that may pass, until the deadline.
 
+    All but the last have half of what is left: a connection that never answers is no reason to ask nobody else.
+
     Raises:
         RemoteUnreachableError: as ``call`` raised it last.
     """
     ends, left_s, number = time.monotonic() + config.deadline_s, config.deadline_s, 1
     while True:
         try:
-            return call(left_s)
+            return call(left_s if number == config.attempts else left_s / 2)
         except RemoteUnreachableError as error:
             pause_s = config.retry_s * 2 ** (number - 1)
             left_s = ends - time.monotonic() - pause_s

@@ -167,10 +167,20 @@ class RemoteFiles:
             FileNotFoundError: there is no such file, or nobody answered that knows.
             RemoteUnreachableError: it failed ``attempts`` times, or until the deadline.
         """
-        read = partial(read_range, self._client, str(path), offset, length, kept, memory)
         what = f"read {length} bytes from {offset} of"
+        keeps = Kept() if kept is None else kept
+
+        def attempt(seconds: float) -> tuple[memoryview, int]:
+            read = partial(read_range, self._client, str(path), offset, length, keeps, memory)
+            try:
+                return self._do(what, path, lambda _: read(), seconds)
+            except RemoteUnreachableError:
+                # The next one opens it anew.
+                keeps.file = None
+                raise
+
         # hdfs-native asks each DataNode that has a block once.
-        return tried(self.config, lambda seconds: self._do(what, path, lambda _: read(), seconds))
+        return tried(self.config, attempt)
 
     def make_directory(self, path: PurePath) -> None:
         """Create a directory and what leads to it; one that is there is no error.

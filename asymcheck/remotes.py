@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -16,9 +17,12 @@ from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.migration.heal import can_be_healed, heal
+from asymcheck.migration.messages import Order
 from asymcheck.migration.pull import pull
 from asymcheck.migration.push import push
 from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.migration.selection import selected
 from asymcheck.migration.tally import Moved
 from asymcheck.pipeline.collect import Collected, collect
@@ -200,8 +204,13 @@ class Remotes(Captures):
         if not check_seconds("poll_s", poll_s):
             raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
         where = parse_location(location.location)
-        there = partial(RemoteTier, where, self._tier.config, create=True)
-        return Pushing(self._tier, there, run, location, poll_s, prunes=prunes)
+        config = self._tier.config
+        if location.own_process and sys.executable:
+            here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
+            return PushingProcess(self._tier, Order(here, config, location, run, poll_s, prunes))
+        return PushingThread(
+            self._tier, partial(RemoteTier, where, config, create=True), run, location, poll_s, prunes=prunes
+        )
 
     def pull(
         self,

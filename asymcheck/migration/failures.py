@@ -34,6 +34,18 @@ class Hopeless:
         """Begin with none."""
         self._found: dict[str, tuple[str, float]] = {}
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether these are the same, for the same reasons."""
+        return isinstance(other, Hopeless) and other._found == self._found
+
+    __hash__ = None  # type: ignore[assignment]  # more may be added
+
+    def copy(self) -> Hopeless:
+        """Return one to which nothing is added here."""
+        copy = Hopeless()
+        copy._found = dict(self._found)
+        return copy
+
     def add(self, one: Checkpoint, error: Exception) -> None:
         """Note why one cannot be pushed."""
         self._found[one.save_id] = f"{one.ref}: {error}", time.monotonic() + _AGAIN_S

@@ -2,119 +2,40 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from asymcheck.errors import (
-    AsymcheckError,
-    ClosedStoreError,
-    FormatError,
-    GivenUpError,
-    HeadRecordError,
-    InconsistentCheckpointError,
-    RecoveryError,
-    UnreachableRemoteWarning,
-    warn_user,
-)
-from asymcheck.migration.failures import SO_IS_ALL, Hopeless
-from asymcheck.migration.known import Known
-from asymcheck.migration.others import SentParts, begun_first
-from asymcheck.migration.present import Present
-from asymcheck.migration.prune_remote import RemotePruner
-from asymcheck.migration.push import encoder_for, publish_heads, push
+from asymcheck.errors import UnreachableRemoteWarning, warn_user
 from asymcheck.migration.statistics import PushStatistics
-from asymcheck.pipeline.encoder import Encoder
-from asymcheck.pipeline.manners import stand_back
-from asymcheck.policies.pushing import Push, check_seconds, due, held
-from asymcheck.tiers.manifests import CheckpointFiles
-from asymcheck.tiers.reading import ReadTier
-from asymcheck.tiers.remote import RemoteTier
-from asymcheck.types import Checkpoint, CheckpointRef
-
-_POLL_S = 0.5
-_RETRY_S = 15.0
-_GIVE_UP_S = 2.0
-_LOOKED_AT = 64
-"""About so many manifests of those that are there by name are read, the newest: a push that was killed left one."""
+from asymcheck.policies.pushing import Push
 
 
-class Pushing:
-    """Pushes what a :class:`Push` chooses of a run, on a thread of its own. Close it, or use it in a ``with`` block.
+class Pushing(abc.ABC):
+    """Pushes what a :class:`Push` chooses of a run. Close it, or use it in a ``with`` block.
 
     It never keeps the training waiting: a location that does not answer makes the backlog grow, and nothing else. The
     newest checkpoint goes first. One that is deleted here before its turn is not pushed.
     """
 
-    def __init__(
-        self,
-        here: ReadTier,
-        connect: Callable[[], RemoteTier],
-        run: str,
-        rules: Push,
-        poll_s: float = _POLL_S,
-        *,
-        prunes: bool = True,
-    ) -> None:
-        """Push what ``rules`` choose of ``run`` from ``here`` to where ``connect`` leads; look every ``poll_s``.
-
-        Unless it ``prunes``, what is not kept there is left to another one.
-        """
+    def __init__(self, run: str, rules: Push) -> None:
+        """Push what ``rules`` choose of ``run``."""
         self.rules = rules
-        self._here = here
-        self._connect = connect
         self._run = run
-        self._poll_s, self._prunes = poll_s, prunes
-        self._known = Known(here, run, metrics=rules.asks_for_metrics)
-        self._there: RemoteTier | None = None
-        self._encoder: Encoder | None = None
-        self._pruner: RemotePruner | None = None
-        self._sent: dict[str, Checkpoint] = {}
-        # The newest that was known there when it was looked for.
-        self._generation = 0
-        # Found there by name: whether they are whole is still to be seen.
-        self._claimed: dict[str, CheckpointFiles] = {}
-        self._heads: list[int] | None = None
-        # Why they cannot be pushed; and those of them that are still to be.
-        self._hopeless = Hopeless()
-        self._damaged: list[str] = []
-        self._sending: str | None = None
-        self._newest: CheckpointRef | None = None
-        self._parts = SentParts(run)
-        self._now = PushStatistics()
-        # One for what is known, which is asked on the thread that commits, too; never held while something is sent.
-        self._looking = threading.RLock()
-        self._turn = threading.Condition()
-        self._begun = 0
-        self._failure: Exception | None = None
-        self._failed_in = 0
-        self._untidy: Exception | None = None
-        self._is_called = False
-        self._is_awaited = False
-        self._closing = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
-        self._thread.start()
 
+    @abc.abstractmethod
     def statistics(self) -> PushStatistics:
         """Return what it has done so far."""
-        return self._now
 
+    @abc.abstractmethod
     def look(self) -> None:
         """Count what waits, and send it soon. Called after a commit it makes the backlog true at once; never raises."""
-        with contextlib.suppress(AsymcheckError):
-            self._note(backlog=len(self._due()))
-        self._call()
 
+    @abc.abstractmethod
     def held(self) -> Mapping[str, str]:
         """Return the save ids that the retention of the store leaves alone, with the reasons. Speaks to nobody."""
-        return held(self.rules, self._due(), self._sending)
 
-    def failure(self) -> Exception | None:
-        """Return why the last attempt failed; None when it did not, or when the checkpoint is damaged here."""
-        return self._failure
-
+    @abc.abstractmethod
     def wait(self) -> None:
         """Wait until all that is to be pushed now lies there.
 
@@ -122,240 +43,8 @@ class Pushing:
             RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call has failed.
             InconsistentCheckpointError: some are damaged here; the others lie there.
         """
-        with self._looking:
-            # They may have been repaired. An attempt that is under way notes what it finds in the old one.
-            self._hopeless = Hopeless()
-        wanted = self._unsure()
-        began = self._begun
-        while wanted & self._unsure():
-            if not self._thread.is_alive():
-                raise ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.location} has ended")
-            with self._turn:
-                self._is_awaited = True
-                self._turn.notify_all()
-                self._turn.wait(_POLL_S)
-                # One that was under way when it was called does not count.
-                if self._failure is not None and self._failed_in > began:
-                    raise self._failure
-        if self._damaged:
-            raise InconsistentCheckpointError(
-                f"run {self._run!r}: not pushed to {self.rules.location}, because they are damaged here; run asymcheck "
-                "verify --repair, or delete them:",
-                self._damaged,
-            )
 
-    def _unsure(self) -> set[str]:
-        """Return what is to be pushed and is not known to be there."""
-        with self._looking:
-            return {one.save_id for one in self._due()} | self._claimed.keys()
-
-    def _call(self) -> None:
-        with self._turn:
-            self._is_called = True
-            self._turn.notify_all()
-
-    def _work(self) -> None:
-        # What it starts inherits that: the threads that read, send and wait.
-        stand_back()
-        try:
-            while not self._closing.is_set():
-                failed = not self._round()
-                if isinstance(self._failure, ClosedStoreError):
-                    return
-                self._pause(failed=failed)
-            # What became durable last.
-            self._round()
-        finally:
-            if self._there is not None:
-                self._there.close()
-
-    def _pause(self, *, failed: bool) -> None:
-        with self._turn:
-            # A commit does not cut the pause after a failure short: who has no answer now has none for each step.
-            self._turn.wait_for(
-                lambda: self._closing.is_set() or self._is_awaited or (self._is_called and not failed),
-                _RETRY_S if failed else self._poll_s,
-            )
-            self._is_called = self._is_awaited = False
-
-    def _round(self) -> bool:
-        """Push what is due, the newest first, each once; return False when one of them failed."""
-        with self._turn:
-            self._begun += 1
-        tried: set[str] = set()
-        failed = False
-        try:
-            while (one := self._next(tried)) is not None or self._claimed:
-                if self._there is None:
-                    self._there = self._connected()
-                elif one is None:
-                    self._look_again(self._there)
-                else:
-                    tried.add(one.save_id)
-                    failed |= not self._try(self._there, one)
-            if self._there is not None:
-                self._push_heads(self._there)
-                self._parts.look(self._there)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
-            self._fail(error)
-            failed = True
-        with self._turn:
-            if not failed:
-                self._failure = None
-            self._note()
-            self._turn.notify_all()
-        return not failed
-
-    def _next(self, tried: set[str]) -> Checkpoint | None:
-        waiting = self._due()
-        self._note(backlog=len(waiting))
-        left = [one for one in reversed(waiting) if one.save_id not in tried]
-        if self._there is not None and not all(map(self._is_whole, left)):
-            left = begun_first(self._there, self._run, left)
-        return next(iter(left), None)
-
-    def _is_whole(self, one: Checkpoint) -> bool:
-        listing = self._known.listing(one)
-        return listing is None or listing.is_whole
-
-    def _try(self, there: RemoteTier, one: Checkpoint) -> bool:
-        """Push one; return False when it failed for a reason that another one may not have."""
-        try:
-            self._push(there, one)
-        except SO_IS_ALL:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others have their turn
-            self._fail(error)
-            return False
-        return True
-
-    def _fail(self, error: Exception) -> None:
-        with self._turn:
-            self._failure, self._failed_in = error, self._begun
-            self._note(failures=1)
-            self._turn.notify_all()
-
-    def _due(self) -> list[Checkpoint]:
-        with self._looking:
-            here = self._known.look()
-            there = self._there_by(here)
-            whole = [one for one in there if one.on_line is not False and one.ref not in self._parts]
-            self._newest = max((one.ref for one in whole), default=None)
-            found = due(self.rules, here, there, time.time_ns())
-            self._damaged = self._hopeless.problems(found)
-            return self._hopeless.without(found)
-
-    def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
-        """Return what is there; whether it is on the line the store says, where training goes on."""
-        own = {one.save_id: one for one in here}
-        away = [one for save_id, one in self._sent.items() if save_id not in own]
-        present = [own[save_id] for save_id in self._sent if save_id in own]
-        return [*self._known.placed(away, self._generation), *present]
-
-    def _connected(self) -> RemoteTier:
-        there = self._connect()
-        try:
-            known = Known(there, self._run, metrics=self.rules.asks_for_metrics)
-            found = known.look()
-            with self._looking:
-                self._generation = known.generation
-                here = {one.save_id for one in self._known.look()}
-                self._sent.update((one.save_id, one) for one in found)
-                count = 0
-                for one in reversed([one for one in found if one.save_id in here]):
-                    listing = known.listing(one)
-                    if listing is not None and count < _LOOKED_AT:
-                        count += len(listing.manifests)
-                        self._claimed[one.save_id] = listing
-        except BaseException:
-            there.close()
-            raise
-        self._encoder = encoder_for(there)
-        if self.rules.keep is not None and self._prunes:
-            self._pruner = RemotePruner(there, self._run, self.rules.keep)
-        return there
-
-    def _look_again(self, there: RemoteTier) -> None:
-        """See whether those that were there by name are whole; one that is not is to be sent."""
-        present = Present(there)
-        while self._claimed:
-            save_id = next(iter(self._claimed))
-            self._going_on(0, 0)
-            is_whole = present.has(self._claimed[save_id])
-            with self._looking:
-                if not is_whole:
-                    self._sent.pop(save_id, None)
-                del self._claimed[save_id]
-
-    def _push_heads(self, there: RemoteTier) -> None:
-        """Let the location know the line also when no checkpoint goes there: training may have gone back."""
-        heads = self._here.manifests.heads(self._run)
-        if heads != self._heads:
-            publish_heads(self._here, there, self._run)
-            self._heads = heads
-
-    def _push(self, there: RemoteTier, one: Checkpoint) -> None:
-        with self._looking:
-            listing = self._known.listing(one)
-            if listing is None:
-                return
-            self._sending = one.save_id
-        hopeless = self._hopeless
-        try:
-            moved = push(self._here, there, [listing], self._going_on, self._encoder)
-        except HeadRecordError:
-            raise
-        except (FormatError, RecoveryError) as error:
-            # One that was deleted meanwhile is due no more.
-            if self._here.manifests.listing(self._run, one.ref).manifests:
-                hopeless.add(one, error)
-                self._note(failures=1)
-        else:
-            with self._looking:
-                self._sent[one.save_id] = one
-                if not listing.is_whole:
-                    self._parts.add(one.ref)
-                elif self._newest is None or self._newest < one.ref:
-                    self._newest = one.ref
-            self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
-            self._tidy()
-        finally:
-            self._sending = None
-
-    def _tidy(self) -> None:
-        """Remove there what is not kept. What is in the way of that is not in the way of what is to be sent."""
-        if self._pruner is None:
-            return
-        try:
-            self._pruner.prune(time.time_ns())
-        except AsymcheckError as error:
-            self._untidy = error
-        else:
-            self._untidy = self._pruner.failure
-
-    def _going_on(self, _done: int, _total: int) -> None:
-        if self._stop.is_set():
-            raise GivenUpError("the time for it at the end of the training was over")
-
-    def _note(self, *, pushed: int = 0, backlog: int | None = None, sent: int = 0, failures: int = 0) -> None:
-        with self._turn:
-            now = self._now
-            self._now = PushStatistics(
-                pushed=now.pushed + pushed,
-                backlog=now.backlog if backlog is None else backlog,
-                damaged=len(self._damaged),
-                sent_bytes=now.sent_bytes + sent,
-                failures=now.failures + failures,
-                problem=self._problem(),
-                newest_step=None if self._newest is None else self._newest.step,
-            )
-
-    def _problem(self) -> str:
-        if self._failure is None and self._damaged:
-            return f"damaged here: {self._damaged[-1]}"
-        problem = self._failure or self._untidy
-        return self._parts.late() if problem is None else f"{type(problem).__name__}: {problem}"
-
+    @abc.abstractmethod
     def close(self, timeout_s: float | None = None) -> PushStatistics:
         """Push what is left, once, and end; return what was done in all. Closing twice is no error.
 
@@ -369,26 +58,19 @@ class Pushing:
         Warns:
             UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
         """
-        limit_s = self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        first = not self._closing.is_set()
-        self._closing.set()
-        self._call()
-        self._thread.join(limit_s)
-        if self._thread.is_alive():
-            self._stop.set()
-            # One that waits for an answer ends with its deadline, or with the process.
-            self._thread.join(_GIVE_UP_S)
-        now = self._now
-        if first and now.backlog:
+
+    def _warn_of_left(self) -> None:
+        """Say at the end what is not there, or what else is wrong."""
+        now = self.statistics()
+        if now.backlog:
             warn_user(
                 f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
                 f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or asymcheck "
                 "push --all does",
                 UnreachableRemoteWarning,
             )
-        elif first and now.problem:
+        elif now.problem:
             warn_user(f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning)
-        return now
 
     def __enter__(self) -> Pushing:
         """Return itself."""

@@ -38,6 +38,8 @@ class Push:
     """How many that are still to be sent, the newest, the retention of the store leaves alone."""
     close_s: float | None = 60.0
     """How long the end of a training waits for what is still to be sent; None for as long as it takes."""
+    own_process: bool = True
+    """Whether a process of its own pushes, which leaves the interpreter to the training, or a thread of this one."""
 
     def __post_init__(self) -> None:
         """Refuse rules that mean nothing.
@@ -59,6 +61,8 @@ class Push:
             raise InvalidInputError(f"hold={self.hold!r:.100}: give how many checkpoints may be held, 0 or more")
         if self.keep is not None and not isinstance(self.keep, Retention):
             raise InvalidInputError(f"keep={self.keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
+        if type(self.own_process) is not bool:
+            raise InvalidInputError(f"own_process={self.own_process!r:.100}: give True or False")
         if self.best is not None:
             check_best("best", self.best_rule)
 

@@ -75,7 +75,8 @@ def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: obj
     memory.mkdir(exist_ok=True)
     location = os.environ.get("LOCATION")
     if location:
-        more["push"] = Push(location, every=2)
+        # By a thread: these launches last for seconds, and to begin a process on each machine takes as long.
+        more["push"] = Push(location, every=2, own_process=False)
     if "KEEP" in os.environ:
         more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
     capture = CaptureConfig(proof="full", ring_folder=str(memory))

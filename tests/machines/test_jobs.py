@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asymcheck import Retention, Store, UnreachableRemoteWarning
+from asymcheck import Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.cli.main import commands
 from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.migration import others
@@ -90,7 +90,8 @@ def test_parts_that_other_machines_never_send_are_told(
 ) -> None:
     """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
     monkeypatch.setattr(others, "PATIENCE_S", 0.0)
-    with Store.open(store_of(pushed[0], 0)) as store, store.pushing(tmp_path.as_uri(), every=3) as pushing:
+    rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
+    with Store.open(store_of(pushed[0], 0)) as store, store.pushing(rules) as pushing:
         pushing.wait()
         assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
         monkeypatch.setattr(others, "LATE_S", 0.0)

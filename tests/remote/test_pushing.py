@@ -1,13 +1,17 @@
-"""Pushing beside a training: it never stops one, and what is durable arrives."""
+"""Pushing beside a training: it never stops one, and what is durable arrives.
+
+By a thread, that a test can get at; a process of its own has the same inside, and tests of its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 
 import pytest
 
-import asymcheck.migration.pushing as module
+import asymcheck.migration.pushing_thread as module
 from asymcheck import Checkpointer, Moved, Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.errors import (
     ClosedStoreError,
@@ -20,6 +24,7 @@ from asymcheck.errors import (
 from asymcheck.format.layout import ManifestName
 from asymcheck.migration import failures, prune_remote
 from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import PackFile, Slot
@@ -35,10 +40,18 @@ NOWHERE = "hdfs://127.0.0.1:1/x"
 IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
 
 
+def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushingThread:
+    """Push as :meth:`Store.pushing` does, in this process."""
+    rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
+    pushing = store.pushing(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
+    assert isinstance(pushing, PushingThread)
+    return pushing
+
+
 def test_every_so_many_steps_arrive(store_path: Path, place: str) -> None:
     """While the training saves in the background; the others stay here."""
     state = dict(state_of(0))
-    with Store.open(store_path, config=CONFIG) as store, store.pushing(place, every=2) as pushing:
+    with Store.open(store_path, config=CONFIG) as store, by_thread(store, place, every=2) as pushing:
         with Checkpointer(store, state) as checkpointer:
             for step in range(5):
                 state.update(state_of(step))
@@ -61,15 +74,15 @@ def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "push", push)
     with Store.open(store, config=CONFIG) as opened:
-        opened.pushing(folder).close()
+        by_thread(opened, folder).close()
     assert order == [2, 1]
 
 
 def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves go on, the backlog grows and can be seen, and the end warns once."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=IMPATIENT) as opened:
-        pushing = opened.pushing(NOWHERE)
+        pushing = by_thread(opened, NOWHERE)
         wait_until(lambda: pushing.statistics().failures > 0, "a push to fail")
         assert pushing.statistics().backlog == 2
         opened.save(state_of(3), step=3)
@@ -85,7 +98,7 @@ def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch:
 
 def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
     whole = RemoteFiles.write
     left = [3]
 
@@ -96,7 +109,7 @@ def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypa
         return whole(self, *words)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "write", write)
-    with Store.open(store, config=config(attempts=1)) as opened, opened.pushing(folder) as pushing:
+    with Store.open(store, config=config(attempts=1)) as opened, by_thread(opened, folder) as pushing:
         wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
     assert pushing.statistics().failures == 3
     check_location(folder, 1, 2)
@@ -107,7 +120,7 @@ def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folde
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with Store.open(store, config=CONFIG) as opened:
-        pushing = opened.pushing(folder, poll_s=0.01)
+        pushing = by_thread(opened, folder, poll_s=0.01)
         wait_until(lambda: pushing.statistics().damaged == 1, "the damage to be seen")
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
         rounds = pushing._begun
@@ -124,7 +137,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
         for _ in range(2):
             with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
                 pushing.wait()
@@ -142,7 +155,7 @@ def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monk
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder, poll_s=0.01) as pushing:
+    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder, poll_s=0.01) as pushing:
         wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
         newest.write_bytes(whole)
         wait_until(lambda: pushing.statistics().pushed == 2, "it to be pushed")
@@ -163,7 +176,7 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
 
     monkeypatch.setattr(PackFile, "read_frame", read_frame)
     with Store.open(store, config=CONFIG) as opened:
-        pushing = opened.pushing(folder)
+        pushing = by_thread(opened, folder)
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: .*Input/output error"):
             assert pushing.close().damaged == 1
@@ -174,7 +187,7 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits, and is tried again."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
     whole = RemoteManifests.stage
 
     def stage(manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> object:
@@ -183,7 +196,7 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
         return whole(manifests, run, ref, name, data)
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
         wait_until(lambda: pushing.statistics().failures > 2, "it to fail again and again")
         now = pushing.statistics()
         assert (now.pushed, now.backlog, now.damaged, now.problem) == (1, 1, 0, "StorageError: it does not fit")
@@ -196,13 +209,13 @@ def test_a_head_record_that_is_damaged_there_is_no_damage_here(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits goes on waiting, until somebody has seen to it."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
         opened.push(folder, 1)
         (head,) = (Path(folder.removeprefix("file://")) / "heads/default").iterdir()
         head.write_bytes(bytes(head.stat().st_size))
-        with opened.pushing(folder) as pushing:
+        with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().failures > 2, "it to fail again and again")
             now = pushing.statistics()
             assert (now.pushed, now.backlog, now.damaged) == (0, 1, 0)
@@ -233,7 +246,7 @@ def test_what_cannot_be_removed_there_holds_up_nothing(
 
     monkeypatch.setattr(prune_remote, "collect_remote", collect)
     with Store.open(store, config=CONFIG) as opened:
-        pushing = opened.pushing(Push(folder, keep=Retention(keep_last=3)))
+        pushing = by_thread(opened, Push(folder, keep=Retention(keep_last=3)))
         with pytest.warns(UnreachableRemoteWarning, match="nothing was removed"):
             now = pushing.close()
         assert (now.pushed, now.backlog, now.failures) == (3, 0, 0)
@@ -249,7 +262,7 @@ def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str)
         opened.push(folder, everything=True)
         for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
             pack.unlink()
-        with opened.pushing(folder) as pushing:
+        with by_thread(opened, folder) as pushing:
             pushing.wait()
             assert pushing.statistics().pushed == 2
     check_location(folder, 1, 2)
@@ -257,7 +270,7 @@ def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str)
 
 def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str) -> None:
     """A machine that is lost right after training went back must not bring back what was abandoned."""
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder, poll_s=0.05) as pushing:
+    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
         pushing.wait()
         opened.begin_generation(opened.checkpoints()[0])
         heads = Path(folder.removeprefix("file://")) / "heads/default"
@@ -273,7 +286,7 @@ def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tm
     with Store.open(tmp_path / "new", config=CONFIG) as opened:
         opened.pull(folder, 1)
         opened.begin_generation(opened.checkpoints()[0])
-        with opened.pushing(folder) as pushing:
+        with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
             assert pushing.statistics().newest_step == 1
 
@@ -284,7 +297,7 @@ def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> No
         for step, loss in ((1, 3.0), (2, 1.0)):
             opened.save(state_of(step), step=step, metrics={"loss": loss})
         opened.push(folder, everything=True)
-        with opened.pushing(Push(folder, best="loss")) as pushing:
+        with by_thread(opened, Push(folder, best="loss")) as pushing:
             pushing.wait()
             opened.begin_generation(opened.checkpoints()[0])
             opened.delete(2)
@@ -301,7 +314,7 @@ def test_a_store_that_knows_less_does_not_say_what_was_abandoned(store: Path, fo
         opened.push(folder)
     with Store.open(tmp_path / "new", config=CONFIG) as opened:
         opened.save(state_of(1), step=1)
-        with opened.pushing(folder) as pushing:
+        with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
             assert pushing.statistics().newest_step == 1
 
@@ -323,7 +336,7 @@ def test_the_location_is_let_go_when_the_store_was_closed(
     monkeypatch.setattr(module, "push", push)
     monkeypatch.setattr(RemoteTier, "close", close)
     with Store.open(store, config=CONFIG) as opened:
-        pushing = opened.pushing(folder)
+        pushing = by_thread(opened, folder)
         wait_until(lambda: bool(closed), "the location to be let go")
         with pytest.warns(UnreachableRemoteWarning, match="ClosedStoreError"):
             pushing.close()
@@ -346,7 +359,7 @@ def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: objec
 @pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
     """It is refused, and the pushing goes on."""
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(folder) as pushing:
+    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
         pushing.wait()

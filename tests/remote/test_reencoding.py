@@ -212,7 +212,8 @@ def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
 ) -> None:
     """One encoder serves all pushes."""
     monkeypatch.setattr(Pace, "write_bytes_per_s", 1e6)
-    with Store.open(store, config=changed(compression="auto")) as opened, opened.pushing(Push(folder)) as pushing:
+    rules = Push(folder, own_process=False)
+    with Store.open(store, config=changed(compression="auto")) as opened, opened.pushing(rules) as pushing:
         pass
     assert pushing.statistics().pushed == 3
     with Store.open(folder, config=CONFIG) as there:

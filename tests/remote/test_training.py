@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import asymcheck.migration.pushing as module
+import asymcheck.migration.pushing_thread as module
 from asymcheck import Checkpointer, Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote.files import RemoteFiles
@@ -36,7 +36,7 @@ class Outage:
             return whole(files, *words)  # type: ignore[arg-type]  # as they came
 
         monkeypatch.setattr(RemoteFiles, "write", write)
-        monkeypatch.setattr(module, "_RETRY_S", 0.05)
+        monkeypatch.setattr(module, "RETRY_S", 0.05)
 
 
 def train(checkpointer: Checkpointer, state: dict[str, object], *steps: int) -> None:
@@ -89,7 +89,7 @@ def test_retention_leaves_what_waits_alone_up_to_a_bound(
     """The newest two that wait stay beside the newest; the next start sends them, and then they go."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
-    push, keep = Push(folder, every=2, hold=2), Retention(keep_last=1)
+    push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
     with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store:
         checkpointer = Checkpointer(store, state, push=push, keep=keep)
         with warnings.catch_warnings():
@@ -139,7 +139,7 @@ def test_an_outage_that_ends_is_told_again_when_it_comes_back(
     state = dict(state_of(0))
     with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnreachableRemoteWarning)
-        with Checkpointer(store, state, push=Push(folder)) as checkpointer:
+        with Checkpointer(store, state, push=Push(folder, own_process=False)) as checkpointer:
             for step, is_on in enumerate((True, True, False, True, False)):
                 outage.is_on = is_on
                 train(checkpointer, state, step)
@@ -165,9 +165,9 @@ def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monk
         return whole(files, *words)
 
     monkeypatch.setattr(RemoteFiles, "write", write)
-    monkeypatch.setattr(module, "_GIVE_UP_S", 0.1)
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
     with Store.open(store_path, config=CONFIG) as store:
-        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1))
+        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1, own_process=False))
         train(checkpointer, state, 0)
         assert blocked.wait(60)
         with pytest.warns(UnreachableRemoteWarning, match="1 checkpoints were not pushed .*no time was left"):
@@ -175,7 +175,7 @@ def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monk
         checkpointer.close()
         check_state(store.load(), 0)
         freed.set()
-        with Checkpointer(store, state, push=Push(folder)) as checkpointer:
+        with Checkpointer(store, state, push=Push(folder, own_process=False)) as checkpointer:
             checkpointer.wait("hdfs")
     check_location(folder, 0)
 
@@ -202,8 +202,8 @@ def test_a_location_of_another_training_is_told_until_it_is_mended(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for it waits on: it was not sent, and nobody may take it for being there."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
-    push = Push(place, close_s=1.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    push = Push(place, close_s=1.0, own_process=False)
     state = dict(state_of(0))
     with Store.open(tmp_path / "lost", config=CONFIG) as store, Checkpointer(store, state, push=push) as first:
         train(first, state, 0, 1)

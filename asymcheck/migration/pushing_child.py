@@ -1,0 +1,128 @@
+"""The process that pushes for a training: what it is asked comes by a socket, and it ends with who asks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
+
+from asymcheck.errors import AsymcheckError, GivenUpError
+from asymcheck.migration.failures import Hopeless
+from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
+from asymcheck.migration.statistics import PushStatistics
+from asymcheck.store import Store
+from asymcheck.types import Checkpoint
+
+if TYPE_CHECKING:
+    from asymcheck.migration.pushing_thread import PushingThread
+
+_POLL_S = 0.05
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Do what the process ``parent`` asks for by the socket ``descriptor``, until it has enough or is gone."""
+    training: Connection[Any, Any] = Connection(descriptor)
+    status = 1
+    try:
+        # When the training is gone, what was sent stays, and the next one goes on from there.
+        with contextlib.suppress(EOFError, ConnectionError):
+            status = _serve(training, parent)
+    except Exception:  # noqa: BLE001 - the training sees the status
+        traceback.print_exc()
+    # Not by the interpreter's own end, which would wait for threads that wait for servers.
+    os._exit(status)
+
+
+def _serve(training: Connection[Any, Any], parent: int) -> int:
+    order: Order = training.recv()
+    rules = dataclasses.replace(order.rules, own_process=False)
+    try:
+        store = Store.open(order.location, config=order.config, read_only=True)
+        # By a thread, as the rules say.
+        pushing = cast("PushingThread", store.pushing(rules, run=order.run, poll_s=order.poll_s, prunes=order.prunes))
+    except AsymcheckError as error:
+        training.send(Failed(_portable(error)))
+        return 1
+    _Serving(training, parent, pushing).serve()
+    return 0
+
+
+class _Serving:
+    """One training that is served."""
+
+    def __init__(self, training: Connection[Any, Any], parent: int, pushing: PushingThread) -> None:
+        self._training, self._parent, self._pushing = training, parent, pushing
+        self._told: tuple[PushStatistics, str | None, int, int, Hopeless] | None = None
+        self._told_sent: dict[str, Checkpoint] = {}
+        self._waited: list[Waited] = []
+        self._closed = threading.Event()
+
+    def serve(self) -> None:
+        """Return when it has been closed, or the training has ended.
+
+        Raises:
+            EOFError, ConnectionError: so it has.
+        """
+        while True:
+            has_looked = self._training.poll(_POLL_S) and self._obey(self._training.recv())
+            if os.getppid() != self._parent:
+                # A process that the training has forked may hold its end of the socket.
+                return
+            # In this order what is told is no older than the answers, and no newer than the end.
+            is_over = self._closed.is_set()
+            waited, self._waited = self._waited, []
+            self._tell(has_looked=has_looked)
+            for one in waited:
+                self._training.send(one)
+            if is_over:
+                return
+
+    def _obey(self, message: object) -> bool:
+        """Do what is asked, or begin it; return whether it was to look."""
+        if isinstance(message, Wait):
+            threading.Thread(target=self._wait, args=(message.number,), daemon=True).start()
+        elif isinstance(message, Close):
+            threading.Thread(target=self._close, args=(message.limit_s,), daemon=True).start()
+        else:
+            self._pushing.look()
+        return isinstance(message, Look)
+
+    def _wait(self, number: int) -> None:
+        error: Exception | None = None
+        try:
+            self._pushing.wait()
+        except Exception as found:  # noqa: BLE001 - raised where it was asked for
+            error = _portable(found)
+        self._waited.append(Waited(number, error))
+
+    def _close(self, limit_s: float | None) -> None:
+        try:
+            self._pushing.close_in(limit_s)
+        finally:
+            self._closed.set()
+
+    def _tell(self, *, has_looked: bool) -> None:
+        """Send what is new. First the numbers: what is counted as pushed is then among what is known to be there."""
+        now, sending, ledger = self._pushing.statistics(), self._pushing.sending, self._pushing.ledger
+        with ledger.lock:
+            state = now, sending, len(ledger.sent), ledger.generation, ledger.hopeless.copy()
+            if state == self._told and not has_looked:
+                return
+            sent = dict(ledger.sent)
+        before, self._told, self._told_sent = self._told_sent, state, sent
+        new = {save_id: one for save_id, one in sent.items() if save_id not in before}
+        self._training.send(News(now, sending, new, before.keys() - sent.keys(), *state[3:], has_looked))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that arrives as it is: not every class can be made again from its words."""
+    try:
+        found = copy.copy(error)
+    except Exception:  # noqa: BLE001 - whatever is wrong with it
+        return GivenUpError(f"{type(error).__name__}: {error}")
+    return found

@@ -1,0 +1,307 @@
+"""Pushing by a process of its own: what a thread does, it does, and neither of the two hurts the other by its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Checkpointer, Push, Store, UnreachableRemoteWarning, errors
+from asymcheck.errors import (
+    ClosedStoreError,
+    GivenUpError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    RanksMissingError,
+)
+from asymcheck.migration import pushing_child
+from asymcheck.migration import pushing_process as module
+from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.migration.pushing_thread import PushingThread
+from tests.remote.conftest import CONFIG, check_location, save_steps, state_of
+from tests.zygote import REPOSITORY, wait_until
+
+TRAINER = """
+import os, sys, time
+from asymcheck import Push, Store
+store = Store.open(sys.argv[1])
+pushing = store.pushing(Push(sys.argv[2], close_s=None))
+pushing.wait()
+holding = os.fork()
+if not holding:
+    # A data loader's worker, which has all descriptors of the trainer that are open.
+    time.sleep(600)
+print(pushing._process.pid, holding, flush=True)
+time.sleep(600)
+"""
+
+
+def by_process(store: Store, location: str, **rules: object) -> PushingProcess:
+    """Push as :meth:`Store.pushing` does."""
+    pushing = store.pushing(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
+    assert isinstance(pushing, PushingProcess)
+    return pushing
+
+
+def process_of(pushing: PushingProcess) -> int:
+    """The id of the process that pushes, when there is one."""
+    wait_until(lambda: pushing._child is not None and pushing._process is not None, "the process to begin")
+    assert pushing._process is not None
+    return pushing._process.pid
+
+
+@contextlib.contextmanager
+def stopped(pushing: PushingProcess) -> Iterator[None]:
+    """Let it do nothing."""
+    pid = process_of(pushing)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # It may have been killed meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
+    """While the training saves in the background; the others stay here."""
+    state, push = dict(state_of(0)), Push(place, every=2, close_s=None, own_process=own_process)
+    with Store.open(store_path, config=CONFIG) as store, store.pushing(push) as pushing:
+        assert type(pushing) is (PushingProcess if own_process else PushingThread)
+        with Checkpointer(store, state) as checkpointer:
+            for step in range(5):
+                state.update(state_of(step))
+                checkpointer.step(step)
+            checkpointer.wait()
+        wait_until(lambda: pushing.statistics().pushed > 0, "a checkpoint to be pushed before the end")
+    assert pushing.statistics() == pushing.close()
+    now = pushing.statistics()
+    assert (now.pushed, now.backlog, now.problem, now.newest_step) == (3, 0, "", 4)
+    check_location(place, 0, 2, 4)
+
+
+def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
+    """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder, hold=2) as pushing:
+        pushing.wait()
+        assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (2, 0, {})
+        with stopped(pushing):
+            for step in (3, 4, 5):
+                opened.save(state_of(step), step=step)
+                pushing.look()
+                assert pushing.statistics().backlog == step - 2
+            ids = {one.step: one.save_id for one in opened.checkpoints()}
+            assert pushing.held() == {ids[4]: "to be pushed", ids[5]: "to be pushed"}
+        pushing.wait()
+        assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (5, 0, {})
+    check_location(folder, 1, 2, 3, 4, 5)
+
+
+def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first has sent is counted once, and is not sent again."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        first = process_of(pushing)
+        sent = pushing.statistics().sent_bytes
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+        opened.save(state_of(3), step=3)
+        pushing.look()
+        wait_until(lambda: pushing.statistics().pushed == 3, "another one to push")
+        now = pushing.statistics()
+        assert (now.backlog, now.failures, now.problem, now.newest_step) == (0, 1, "", 3)
+        assert sent < now.sent_bytes < 2 * sent
+        assert process_of(pushing) != first
+    check_location(folder, 1, 2, 3)
+
+
+def test_who_waits_is_told_of_its_end(store: Path, folder: str) -> None:
+    """Whoever waits from then on, until there is another one; and what is wrong is told at the end."""
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder)
+        with stopped(pushing):
+            pid = process_of(pushing)
+            threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+            for _ in range(2):
+                with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 15 s"):
+                    pushing.wait()
+        assert pushing.statistics().problem.startswith("GivenUpError: the process that pushes to file://")
+        with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed .* killed by signal 9"):
+            pushing.close()
+        with pytest.raises(GivenUpError):
+            pushing.wait()
+
+
+def test_a_wait_after_the_end(store: Path, folder: str) -> None:
+    """Nobody pushes any more."""
+    with Store.open(store, config=CONFIG) as opened:
+        with by_process(opened, folder) as pushing:
+            pass
+        with pytest.raises(ClosedStoreError, match="has ended"):
+            pushing.wait()
+        pushing.look()
+        assert pushing.statistics().pushed == 2
+
+
+def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who says again and again that there is something to do, and not the end."""
+    monkeypatch.setattr(module, "_START_S", 0.1)
+    monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder)
+        with stopped(pushing):
+            monkeypatch.setattr(pushing, "_count_backlog", lambda: None)
+            for _ in range(100_000):
+                pushing.look()
+            monkeypatch.undo()
+            monkeypatch.setattr(module, "_START_S", 0.1)
+            with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
+                pushing.close(0.1)
+            assert not pushing._thread.is_alive()
+
+
+def test_an_interrupt_is_not_for_it(store: Path, folder: str) -> None:
+    """A terminal sends it to all processes, and a job's end does; what is to be done the training says."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process_of(pushing), number)
+        opened.save(state_of(3), step=3)
+        pushing.wait()
+        assert pushing.statistics().failures == 0
+    check_location(folder, 1, 2, 3)
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, worker_lives: bool) -> None:
+    """Also when another process has inherited all that the training had open."""
+    words = [sys.executable, "-c", TRAINER, str(store), folder]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid, worker = map(int, trainer.stdout.readline().split())
+        if not worker_lives:
+            os.kill(worker, signal.SIGKILL)
+        ending = os.pidfd_open(pid)
+        trainer.kill()
+    try:
+        assert select.select([ending], [], [], 30.0)[0] == [ending]
+    finally:
+        os.close(ending)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+    check_location(folder, 1, 2)
+
+
+def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> None:
+    """With all that the error has."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    newest.unlink()
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack") as told:
+            pushing.wait()
+        assert len(told.value.reasons) == 1
+        assert (pushing.statistics().damaged, pushing.statistics().backlog, pushing.held()) == (1, 0, {})
+        newest.write_bytes(whole)
+        pushing.wait()
+        assert pushing.statistics().problem == ""
+    check_location(folder, 1, 2)
+
+
+def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process says why, and is begun again until it can."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    aside = store.with_name("aside")
+    with Store.open(store, config=CONFIG) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachableRemoteWarning)
+        store.rename(aside)
+        with by_process(opened, folder) as pushing:
+            wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
+            assert pushing.statistics().problem.startswith("StoreNotFoundError: ")
+            aside.rename(store)
+            wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
+    check_location(folder, 1, 2)
+
+
+def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training goes on, and it is tried again."""
+    whole: Callable[..., object] = subprocess.Popen
+    left = [2]
+
+    def begin(*words: object, **more: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("Cannot allocate memory")
+        return whole(*words, **more)
+
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(GivenUpError, match=r"no process could be begun .*: Cannot allocate memory"):
+            pushing.wait()
+        wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
+        assert pushing.statistics().failures == 2
+    check_location(folder, 1, 2)
+
+
+def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is part of another program, nobody knows how to begin one."""
+    monkeypatch.setattr(sys, "executable", "")
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(Push(folder)) as pushing:
+        assert isinstance(pushing, PushingThread)
+    check_location(folder, 1, 2)
+
+
+def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it goes elsewhere before the process has begun."""
+    monkeypatch.chdir(tmp_path)
+    save_steps(Path("relative"), 1)
+    with Store.open("relative", config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+    check_location(folder, 1)
+
+
+def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
+    """It is refused, and the pushing goes on."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(InvalidInputError, match="timeout_s="):
+            pushing.close(-1)
+        pushing.wait()
+    with pytest.raises(InvalidInputError, match="own_process="):
+        Push(folder, own_process=1)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
+    """Of whatever class, also of one that cannot be made from its words."""
+    same = errors.DamagedPartitionError("damaged", b"x" * 16)
+    found = pickle.loads(pickle.dumps(pushing_child._portable(same)))
+    assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
+    other = RanksMissingError("rank 1 is missing", [1])
+    assert str(pushing_child._portable(other)) == "RanksMissingError: rank 1 is missing"
+
+
+def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
+    """With all of its threads; and it keeps no terminal busy."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        pid = process_of(pushing)
+        tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(tasks) > 1
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {19}
+        assert os.readlink(f"/proc/{pid}/fd/0") == os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+        began = time.monotonic()
+        pushing.close()
+        assert time.monotonic() - began < 30.0

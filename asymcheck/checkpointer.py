@@ -81,7 +81,7 @@ class Checkpointer:
                 first chooses, for the slowest.
             keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on the
                 thread that commits, the others are deleted and their packs freed, for later saves to overwrite.
-            push: which checkpoints go to a remote location, on a thread beside the training; see :attr:`pushed`.
+            push: which checkpoints go to a remote location, beside the training; see :attr:`pushed`.
                 ``keep`` leaves alone what is still to be sent, up to ``Push.hold`` checkpoints.
             run: whose checkpoints.
             on_error: what happens in the training loop when a checkpoint could not be stored, or those that ``keep``
@@ -109,7 +109,7 @@ class Checkpointer:
         found = find_ranks(ranks)
         self._together = None if found is None else Together(store, run, found, self._ending.is_due, push)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
-        # Last: from here on a thread pushes what the training before has left.
+        # Last: from here on what the training before has left is pushed.
         self._beside = begun(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
         self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
 

@@ -205,7 +205,8 @@ class Remotes(Captures):
             raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
         where = parse_location(location.location)
         config = self._tier.config
-        if location.own_process and sys.executable:
+        # A frozen program has no interpreter: what it calls so is itself.
+        if location.own_process and sys.executable and not getattr(sys, "frozen", False):
             here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
             return PushingProcess(self._tier, Order(here, config, location, run, poll_s, prunes))
         return PushingThread(

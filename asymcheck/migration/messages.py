@@ -67,6 +67,10 @@ class News:
     """The newest that is known there."""
     hopeless: Hopeless
     """What cannot be pushed."""
+    is_connected: bool
+    """Whether it has looked what is there."""
+    is_well: bool
+    """Whether it has done what there was to do, and nothing was in the way."""
     has_looked: bool
     """Whether it is the answer to a :class:`Look`."""
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import os
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, cast
 
 from asymcheck.errors import AsymcheckError, GivenUpError
-from asymcheck.migration.failures import Hopeless
 from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
-from asymcheck.migration.statistics import PushStatistics
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -39,6 +37,9 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(training: Connection[Any, Any], parent: int) -> int:
+    while not training.poll(_POLL_S):
+        if os.getppid() != parent:
+            return 1
     order: Order = training.recv()
     rules = dataclasses.replace(order.rules, own_process=False)
     try:
@@ -57,7 +58,7 @@ class _Serving:
 
     def __init__(self, training: Connection[Any, Any], parent: int, pushing: PushingThread) -> None:
         self._training, self._parent, self._pushing = training, parent, pushing
-        self._told: tuple[PushStatistics, str | None, int, int, Hopeless] | None = None
+        self._told: tuple[object, ...] = ()
         self._told_sent: dict[str, Checkpoint] = {}
         self._waited: list[Waited] = []
         self._closed = threading.Event()
@@ -108,21 +109,32 @@ class _Serving:
 
     def _tell(self, *, has_looked: bool) -> None:
         """Send what is new. First the numbers: what is counted as pushed is then among what is known to be there."""
-        now, sending, ledger = self._pushing.statistics(), self._pushing.sending, self._pushing.ledger
+        pushing, ledger = self._pushing, self._pushing.ledger
+        facts = pushing.statistics(), pushing.sending, pushing.is_connected, pushing.is_well
         with ledger.lock:
-            state = now, sending, len(ledger.sent), ledger.generation, ledger.hopeless.copy()
+            state = *facts, len(ledger.sent), ledger.generation, ledger.hopeless.copy()
             if state == self._told and not has_looked:
                 return
             sent = dict(ledger.sent)
         before, self._told, self._told_sent = self._told_sent, state, sent
-        new = {save_id: one for save_id, one in sent.items() if save_id not in before}
-        self._training.send(News(now, sending, new, before.keys() - sent.keys(), *state[3:], has_looked))
+        news = News(
+            statistics=facts[0],
+            sending=facts[1],
+            sent={save_id: one for save_id, one in sent.items() if save_id not in before},
+            not_sent=before.keys() - sent.keys(),
+            generation=state[5],
+            hopeless=state[6],
+            is_connected=facts[2],
+            is_well=facts[3],
+            has_looked=has_looked,
+        )
+        self._training.send(news)
 
 
 def _portable(error: Exception) -> Exception:
     """Return an error that arrives as it is: not every class can be made again from its words."""
     try:
-        found = copy.copy(error)
+        found: Exception = ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:  # noqa: BLE001 - whatever is wrong with it
         return GivenUpError(f"{type(error).__name__}: {error}")
     return found

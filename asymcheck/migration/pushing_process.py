@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,19 +27,31 @@ from asymcheck.migration.pushing_thread import GIVE_UP_S, RETRY_S
 from asymcheck.migration.statistics import PushStatistics
 from asymcheck.policies.pushing import check_seconds, held
 from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import Checkpoint
 
 _START_S = 30.0
 """It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
+_ANSWER_S = 3.0
+"""So long after its time is over it may have given up, and have said so."""
 
 _WAIT_S = 0.5
 
+# They are for the training, which says what is to be done: terminals and schedulers send them to all processes.
+_NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
 _CHILD = (
-    # Interrupts are for the training, which says what is to be done. It takes what the training leaves, as threads of
-    # it would, also to begin: to import all takes more than a second.
-    "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    # What the training does not import from, the directory it is in, is nothing to import from here.
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); import os, signal; "
+    f"numbers = [getattr(signal, name) for name in {_NOT_FOR_IT}]; "
+    "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
+    # It takes what the training leaves, as threads of it would, also to begin: to import all takes more than a second.
     "os.setpriority(os.PRIO_PROCESS, 0, 19); from asymcheck.migration.pushing_child import main; "
     "main({descriptor}, {parent})"
 )
+
+_forking = threading.Lock()
+"""Held while a process is begun: one that is forked then would have what the two talk by, and keep it open."""
 
 
 class PushingProcess(Pushing):
@@ -60,8 +73,10 @@ class PushingProcess(Pushing):
         self._waits: dict[int, Exception | None] = {}
         self._count = 0
         self._failure: Exception | None = None
-        self._closing = threading.Event()
+        self._ends = 0
+        self._is_awaited = self._has_begun = self._is_told_to_close = False
         self._closing_in: Close | None = None
+        self._ours: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
         _living.add(self)
@@ -101,9 +116,11 @@ class PushingProcess(Pushing):
         """Wait until all that is to be pushed now lies there; see :meth:`Pushing.wait`."""
         with self._turn:
             self._count += 1
-            number = self._count
-            # One that begins is asked when it is there.
-            self._until(lambda: self._child is not None or self._is_over())
+            number, ends = self._count, self._ends
+            # Who waits does not wait for the next attempt.
+            self._is_awaited = True
+            self._turn.notify_all()
+            self._until(lambda: self._child is not None or self._ends > ends or not self._thread.is_alive())
             child = self._child
             self._send(Wait(number))
             self._until(lambda: number in self._waits or child is None or self._child is not child)
@@ -120,27 +137,30 @@ class PushingProcess(Pushing):
         while not so():
             self._turn.wait(_WAIT_S)
 
-    def _is_over(self) -> bool:
-        return self._failure is not None or not self._thread.is_alive()
-
     def close(self, timeout_s: float | None = None) -> PushStatistics:
         """Push what is left, once, and end; see :meth:`Pushing.close`."""
         limit_s = self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         with self._turn:
-            first = not self._closing.is_set()
+            first = self._closing_in is None
             self._closing_in = self._closing_in or Close(limit_s)
-            self._closing.set()
             if first:
-                self._send(self._closing_in)
-            process = self._process
-        self._thread.join(None if limit_s is None else limit_s + GIVE_UP_S + _START_S)
-        if self._thread.is_alive() and process is not None:
-            process.kill()
+                self._tell_to_close()
+            self._turn.notify_all()
+            grace_s = GIVE_UP_S + _ANSWER_S + (0.0 if self._has_begun else _START_S)
+        self._thread.join(None if limit_s is None else min(limit_s + grace_s, threading.TIMEOUT_MAX))
+        if self._thread.is_alive():
+            with self._turn:
+                if self._process is not None:
+                    self._process.kill()
             self._thread.join(GIVE_UP_S)
         if first:
             self._count_backlog()
             self._warn_of_left()
         return self.statistics()
+
+    def _tell_to_close(self) -> None:
+        if self._closing_in is not None and self._send(self._closing_in):
+            self._is_told_to_close = True
 
     def _count_backlog(self) -> None:
         with contextlib.suppress(AsymcheckError):
@@ -160,44 +180,53 @@ class PushingProcess(Pushing):
         return True
 
     def _work(self) -> None:
-        while not self._closing.is_set():
-            failure: Exception | None
-            try:
-                failure = self._serve()
-            except OSError as error:
-                failure = GivenUpError(f"no process could be begun that pushes to {self.rules.location}: {error}")
-            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
-                failure = error
+        is_last = False
+        while not is_last:
+            # What is still to be sent at the end is sent, also when there is no process at that moment.
+            is_last = self._closing_in is not None
+            failure = self._attempt()
             with self._turn:
+                is_last = is_last or self._is_told_to_close
                 self._child = self._process = self._sending = None
-                self._is_looking = self._looks_again = False
+                self._is_looking = self._looks_again = self._has_begun = False
                 if failure is not None:
+                    self._ends += 1
                     self._failure = failure
-                    self._before = dataclasses.replace(self.statistics(), failures=self.statistics().failures + 1)
-                    self._now = PushStatistics(newest_step=self._now.newest_step)
+                    now = self.statistics()
+                    self._before = dataclasses.replace(now, failures=now.failures + 1)
+                    self._now = PushStatistics(newest_step=now.newest_step)
+                self._is_awaited = False
                 self._turn.notify_all()
-            if failure is not None:
-                self._closing.wait(RETRY_S)
+                if not is_last:
+                    self._turn.wait_for(lambda: self._is_awaited or self._closing_in is not None, RETRY_S)
+
+    def _attempt(self) -> Exception | None:
+        """Let a process push until it ends; return why, unless it was to end."""
+        try:
+            return self._serve()
+        except OSError as error:
+            return GivenUpError(f"no process could be begun that pushes to {self.rules.location}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
+            return error
 
     def _serve(self) -> Exception | None:
-        """Begin a process and listen to it until it has ended; return why, unless it was to end."""
         with self._begun() as (process, child):
             with self._turn:
                 child.send(self._order)
                 self._process, self._child = process, child
-                if self._closing_in is not None:
-                    child.send(self._closing_in)
+                self._tell_to_close()
                 self._turn.notify_all()
             failure: Exception | None = None
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    message = child.recv()
-                    if isinstance(message, Failed):
-                        failure = message.error
-                    else:
-                        self._take(message)
+            told: dict[str, Checkpoint] = {}
+            while (message := _next(process, child)) is not None:
+                if isinstance(message, Failed):
+                    failure = message.error
+                elif isinstance(message, Waited):
+                    self._take_end(message)
+                elif isinstance(message, News):
+                    self._take(message, told)
             status = process.wait()
-        if status == 0 and self._closing.is_set():
+        if status == 0 and self._is_told_to_close:
             return None
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return failure or GivenUpError(
@@ -206,43 +235,44 @@ class PushingProcess(Pushing):
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection[Any, Any]]]:
-        ours, theirs = socket.socketpair()
-        child: Connection[Any, Any] = Connection(ours.detach())
-        process: subprocess.Popen[bytes] | None = None
+        with _forking:
+            ours, theirs = socket.socketpair()
+            child = self._ours = Connection(ours.detach())
+            try:
+                with theirs:
+                    process = _begin(theirs.fileno())
+            except BaseException:
+                child.close()
+                raise
         try:
-            with theirs:
-                words = {"descriptor": theirs.fileno(), "parent": os.getpid()}
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _CHILD.format(**words)],
-                    # Where this program was found, and what it has imported.
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
             yield process, child
         finally:
             with self._turn:
                 child.close()
-            if process is not None and process.poll() is None:
+            if process.poll() is None:
                 process.kill()
                 process.wait()
 
-    def _take(self, message: News | Waited) -> None:
-        if isinstance(message, Waited):
-            with self._turn:
-                self._waits[message.number] = message.error
-                self._turn.notify_all()
-            return
+    def _take_end(self, message: Waited) -> None:
+        with self._turn:
+            self._waits[message.number] = message.error
+            self._turn.notify_all()
+
+    def _take(self, message: News, told: dict[str, Checkpoint]) -> None:
+        """Note what it says; ``told`` is what this process has said to be there."""
+        told.update(message.sent)
+        for save_id in message.not_sent:
+            told.pop(save_id, None)
         with self._ledger.lock:
-            self._ledger.sent.update(message.sent)
-            for save_id in message.not_sent:
-                self._ledger.sent.pop(save_id, None)
-            self._ledger.generation = message.generation
+            # Until it has looked, what one before it has seen there holds.
+            self._ledger.sent = dict(told) if message.is_connected else {**self._ledger.sent, **message.sent}
+            self._ledger.generation = max(self._ledger.generation, message.generation)
             self._ledger.hopeless = message.hopeless
         self._count_backlog()
         with self._turn:
-            self._now, self._sending, self._failure = message.statistics, message.sending, None
+            self._now, self._sending, self._has_begun = message.statistics, message.sending, True
+            if message.is_well or message.statistics.problem:
+                self._failure = None
             if message.has_looked:
                 self._is_looking = False
                 if self._looks_again:
@@ -251,17 +281,51 @@ class PushingProcess(Pushing):
 
     def leave(self) -> None:
         """Let go of the process, in a forked child: it ends with this one's parent."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        if self._ours is not None:
+            self._ours.close()
+        self._child = None
+
+
+def _begin(descriptor: int) -> subprocess.Popen[bytes]:
+    """Begin a process that is talked to by the socket ``descriptor``.
+
+    Raises:
+        OSError: there can be none.
+    """
+    # It inherits what is blocked here, until it can say itself what it does not listen to.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _NOT_FOR_IT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _CHILD.format(descriptor=descriptor, parent=os.getpid())],
+            # Where this program was found, and what it has imported; not all that is in there need be text.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if type(one) is str)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> object:
+    """Return the next message; None when the process has ended, whoever still holds its end of the socket."""
+    try:
+        while not child.poll(_WAIT_S):
+            if process.poll() is not None and not child.poll():
+                return None
+        message: object = child.recv()
+    except (EOFError, OSError):
+        return None
+    return message
 
 
 _living: weakref.WeakSet[PushingProcess] = weakref.WeakSet()
 
 
 def _leave_in_child() -> None:
+    _forking.release()
     for one in tuple(_living):
         one.leave()
 
 
-os.register_at_fork(after_in_child=_leave_in_child)
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_leave_in_child)

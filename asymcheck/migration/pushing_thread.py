@@ -75,6 +75,8 @@ class PushingThread(Pushing):
         self._damaged: list[str] = []
         self.sending: str | None = None
         """The save id of the one that is being sent."""
+        self.is_well = False
+        """Whether the last round has done what there was to do, and nothing was in its way."""
         self._newest: CheckpointRef | None = None
         self._parts = SentParts(run)
         self._now = PushStatistics()
@@ -105,6 +107,11 @@ class PushingThread(Pushing):
     def held(self) -> Mapping[str, str]:
         """Return what the retention of the store leaves alone; see :meth:`Pushing.held`."""
         return held(self.rules, self._due(), self.sending)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has looked what is there."""
+        return self._there is not None
 
     def failure(self) -> Exception | None:
         """Return why the last attempt failed; None when it did not, or when the checkpoint is damaged here."""
@@ -190,6 +197,7 @@ class PushingThread(Pushing):
             self._fail(error)
             failed = True
         with self._turn:
+            self.is_well = not failed
             if not failed:
                 self._failure = None
             self._note()

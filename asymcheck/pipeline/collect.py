@@ -162,7 +162,7 @@ class _Plan:
     def carry_out(self, result: Collected, *, insists: bool) -> bool:
         """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile.
 
-        If it ``insists``, it looks again while commits wait for it: then only a pack of no checkpoint can come.
+        If it ``insists``, it looks again while commits wait for it: no checkpoint comes then, but one may go.
         """
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):

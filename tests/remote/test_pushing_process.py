@@ -27,6 +27,8 @@ from asymcheck.errors import (
 )
 from asymcheck.migration import pushing_child
 from asymcheck.migration import pushing_process as module
+from asymcheck.migration.failures import Hopeless
+from asymcheck.migration.messages import News
 from asymcheck.migration.pushing_process import PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
 from tests.remote.conftest import CONFIG, check_location, save_steps, state_of
@@ -121,6 +123,7 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
         opened.save(state_of(3), step=3)
         pushing.look()
         wait_until(lambda: pushing.statistics().pushed == 3, "another one to push")
+        wait_until(lambda: pushing.statistics().problem == "", "all to be well")
         now = pushing.statistics()
         assert (now.backlog, now.failures, now.problem, now.newest_step) == (0, 1, "", 3)
         assert sent < now.sent_bytes < 2 * sent
@@ -129,20 +132,80 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
 
 
 def test_who_waits_is_told_of_its_end(store: Path, folder: str) -> None:
-    """Whoever waits from then on, until there is another one; and what is wrong is told at the end."""
-    with Store.open(store, config=CONFIG) as opened:
-        pushing = by_process(opened, folder)
+    """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
         with stopped(pushing):
-            pid = process_of(pushing)
-            threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-            for _ in range(2):
-                with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 15 s"):
-                    pushing.wait()
+            threading.Timer(0.2, os.kill, (process_of(pushing), signal.SIGKILL)).start()
+            with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 15 s"):
+                pushing.wait()
         assert pushing.statistics().problem.startswith("GivenUpError: the process that pushes to file://")
-        with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed .* killed by signal 9"):
-            pushing.close()
-        with pytest.raises(GivenUpError):
-            pushing.wait()
+        began = time.monotonic()
+        pushing.wait()
+        assert time.monotonic() - began < 14.0
+        wait_until(lambda: pushing.statistics().problem == "", "all to be well")
+        assert (pushing.statistics().pushed, pushing.statistics().failures) == (2, 1)
+    check_location(folder, 1, 2)
+
+
+def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folder: str) -> None:
+    """Another process does it, at once."""
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder, close_s=60.0)
+        pushing.wait()
+        os.kill(process_of(pushing), signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+        opened.save(state_of(3), step=3)
+        now = pushing.close()
+        assert (now.pushed, now.backlog, now.problem) == (3, 0, "")
+    check_location(folder, 1, 2, 3)
+
+
+def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the one before it had sent, which was deleted meanwhile."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        with Store.open(folder, config=CONFIG) as there:
+            there.delete(1)
+        os.kill(process_of(pushing), signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().pushed == 3, "it to be sent again")
+    check_location(folder, 1, 2)
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_one_that_is_begun_again_knows_better_when_it_has_looked(
+    store: Path, folder: str, *, is_connected: bool
+) -> None:
+    """What the one before it had sent, and it does not find, waits again, and is held."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        now = pushing.statistics()
+        with stopped(pushing):
+            news = News(now, None, {}, (), 1, Hopeless(), is_connected=is_connected, is_well=False, has_looked=False)
+            pushing._take(news, {})
+            assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
+
+
+def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, folder: str) -> None:
+    """They live longer than it; its end is seen all the same."""
+    workers: list[int] = []
+    try:
+        for _ in range(4):
+            with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+                for _ in range(3):
+                    worker = os.fork()
+                    if not worker:
+                        time.sleep(600)
+                        os._exit(0)
+                    workers.append(worker)
+                pushing.wait()
+                os.kill(process_of(pushing), signal.SIGKILL)
+                wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+    check_location(folder, 1, 2)
 
 
 def test_a_wait_after_the_end(store: Path, folder: str) -> None:
@@ -158,27 +221,27 @@ def test_a_wait_after_the_end(store: Path, folder: str) -> None:
 
 def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not who says again and again that there is something to do, and not the end."""
-    monkeypatch.setattr(module, "_START_S", 0.1)
+    monkeypatch.setattr(module, "_START_S", 0.0)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
     with Store.open(store, config=CONFIG) as opened:
         pushing = by_process(opened, folder)
         with stopped(pushing):
-            monkeypatch.setattr(pushing, "_count_backlog", lambda: None)
-            for _ in range(100_000):
-                pushing.look()
-            monkeypatch.undo()
-            monkeypatch.setattr(module, "_START_S", 0.1)
+            with monkeypatch.context() as within:
+                within.setattr(pushing, "_count_backlog", lambda: None)
+                for _ in range(100_000):
+                    pushing.look()
             with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
                 pushing.close(0.1)
             assert not pushing._thread.is_alive()
 
 
-def test_an_interrupt_is_not_for_it(store: Path, folder: str) -> None:
-    """A terminal sends it to all processes, and a job's end does; what is to be done the training says."""
+def test_signals_are_not_for_it(store: Path, folder: str) -> None:
+    """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
     with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(process_of(pushing), number)
+        for name in module._NOT_FOR_IT:
+            os.kill(process_of(pushing), getattr(signal, name))
         opened.save(state_of(3), step=3)
         pushing.wait()
         assert pushing.statistics().failures == 0
@@ -274,6 +337,27 @@ def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, mo
     check_location(folder, 1)
 
 
+def test_it_imports_what_the_training_does(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what lies in the directory that it is in; and what is no text in the path is passed over."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "signal.py").write_text("raise SystemExit(3)")
+    (tmp_path / "asymcheck").mkdir()
+    (tmp_path / "asymcheck/__init__.py").touch()
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+    check_location(folder, 1, 2)
+
+
+def test_the_longest_time_that_an_end_can_take(store: Path, folder: str) -> None:
+    """It is one that a thread can wait for."""
+    with Store.open(store, config=CONFIG) as opened:
+        assert by_process(opened, folder).close(threading.TIMEOUT_MAX).pushed == 2
+
+
 def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
     """It is refused, and the pushing goes on."""
     with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
@@ -289,8 +373,11 @@ def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
     same = errors.DamagedPartitionError("damaged", b"x" * 16)
     found = pickle.loads(pickle.dumps(pushing_child._portable(same)))
     assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
-    other = RanksMissingError("rank 1 is missing", [1])
+    other: Exception = RanksMissingError("rank 1 is missing", [1])
     assert str(pushing_child._portable(other)) == "RanksMissingError: rank 1 is missing"
+    other = errors.StorageError("it holds a lock")
+    other.__dict__["lock"] = threading.Lock()
+    assert str(pushing_child._portable(other)) == "StorageError: it holds a lock"
 
 
 def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:

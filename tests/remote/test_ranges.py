@@ -161,17 +161,19 @@ def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
     """Of a file that is opened anew; half of the time it has goes to the first attempt."""
     found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
     assert found.put_small(path_in(found), CONTENT)
-    asked, kept = list[int](), Kept()
+    asked, kept, over = list[int](), Kept(), threading.Event()
 
     class Silent:
         size = len(CONTENT)
 
         def read_into(self, _memory: memoryview, offset: int) -> int:
             asked.append(offset)
-            threading.Event().wait()
+            over.wait()
             return 0
 
     kept.file = Silent()
     data, size = found.read_range(path_in(found), 100, 1000, kept)
+    # The thread that was left behind must be no trouble to other tests.
+    over.set()
     assert (bytes(data), size, asked) == (CONTENT[100:1100], len(CONTENT), [100])
     assert not isinstance(kept.file, Silent)

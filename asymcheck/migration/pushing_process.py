@@ -45,8 +45,7 @@ _CHILD = (
     f"numbers = [getattr(signal, name) for name in {_NOT_FOR_IT}]; "
     "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
-    # It takes what the training leaves, as threads of it would, also to begin: to import all takes more than a second.
-    "os.setpriority(os.PRIO_PROCESS, 0, 19); from asymcheck.migration.pushing_child import main; "
+    "from asymcheck.migration.pushing_child import main; "
     "main({descriptor}, {parent})"
 )
 

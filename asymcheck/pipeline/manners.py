@@ -6,7 +6,8 @@ import contextlib
 import os
 import threading
 
-_NICE = 19
+NICE = 19
+"""The priority of what stands back: the last."""
 
 
 def stand_back() -> None:
@@ -16,4 +17,4 @@ def stand_back() -> None:
     at equal priority cost the training 2 s, for each of its operators waits for the slower of its threads; so 0.7 s.
     """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

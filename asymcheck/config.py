@@ -27,7 +27,10 @@ class RemoteConfig:
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Settings of that client, for instance ``{"dfs.replication": "2"}``; those in the location's query come later."""
     deadline_s: float = 60.0
-    """How long one operation may take, a read in all its attempts; it moves at most ``piece_bytes``."""
+    """How long one operation may take, a read in all its attempts.
+
+    One of writing or reading moves at most ``piece_bytes``.
+    """
     attempts: int = 3
     """How often the upload of a file is begun, each time under a new temporary name; how often a read is tried."""
     retry_s: float = 1.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import asymcheck.migration.pushing_thread as module
-from asymcheck import Checkpointer, Moved, Push, Retention, Store, UnreachableRemoteWarning
+from asymcheck import Moved, Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.errors import (
     ClosedStoreError,
     HeadRecordError,
@@ -46,21 +46,6 @@ def by_thread(store: Store, location: str | Push, every: int | None = None, poll
     pushing = store.pushing(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
     assert isinstance(pushing, PushingThread)
     return pushing
-
-
-def test_every_so_many_steps_arrive(store_path: Path, place: str) -> None:
-    """While the training saves in the background; the others stay here."""
-    state = dict(state_of(0))
-    with Store.open(store_path, config=CONFIG) as store, by_thread(store, place, every=2) as pushing:
-        with Checkpointer(store, state) as checkpointer:
-            for step in range(5):
-                state.update(state_of(step))
-                checkpointer.step(step)
-            checkpointer.wait()
-        wait_until(lambda: pushing.statistics().pushed > 0, "a checkpoint to be pushed before the end")
-    assert pushing.statistics() == pushing.close()
-    assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.statistics().problem) == (3, 0, "")
-    check_location(place, 0, 2, 4)
 
 
 def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

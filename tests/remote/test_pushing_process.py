@@ -132,17 +132,18 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
     check_location(folder, 1, 2, 3)
 
 
-def test_who_waits_is_told_of_its_end(store: Path, folder: str) -> None:
+def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
+    monkeypatch.setattr(module, "RETRY_S", 900.0)
     with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
         with stopped(pushing):
             threading.Timer(0.2, os.kill, (process_of(pushing), signal.SIGKILL)).start()
-            with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 15 s"):
+            with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 900 s"):
                 pushing.wait()
         assert pushing.statistics().problem.startswith("GivenUpError: the process that pushes to file://")
-        began = time.monotonic()
-        pushing.wait()
-        assert time.monotonic() - began < 14.0
+        waiting = threading.Thread(target=pushing.wait, daemon=True)
+        waiting.start()
+        wait_until(lambda: not waiting.is_alive(), "the wait to end")
         wait_until(lambda: pushing.statistics().problem == "", "all to be well")
         assert (pushing.statistics().pushed, pushing.statistics().failures) == (2, 1)
     check_location(folder, 1, 2)
@@ -392,6 +393,5 @@ def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
         assert len(tasks) > 1
         assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {19}
         assert os.readlink(f"/proc/{pid}/fd/0") == os.readlink(f"/proc/{pid}/fd/1") == os.devnull
-        began = time.monotonic()
         pushing.close()
-        assert time.monotonic() - began < 30.0
+        assert not Path(f"/proc/{pid}").exists()

@@ -7,14 +7,15 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args, get_type_hints
-
-import torch
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from asymcheck.config import CaptureConfig, RemoteConfig, StoreConfig
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
+
+if TYPE_CHECKING:
+    import torch
 
 _RING_BYTES_MAX = 1 << 46
 """What a process can map of one file, to which a header is added."""
@@ -198,6 +199,8 @@ def check_device(device: str | torch.device | None) -> torch.device:
     Raises:
         InvalidInputError: torch knows none of that name, or it has no memory.
     """
+    import torch
+
     try:
         found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asymcheck.arguments import check_metrics, check_part, check_step
 from asymcheck.config import CaptureConfig
@@ -14,23 +15,24 @@ from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StepOrderWar
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.format.manifest import Manifest, ManifestHeader
-from asymcheck.pipeline.adopt import Adopted, adopting
-from asymcheck.pipeline.background import Background
-from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.policies.interval import Pace
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruner
-from asymcheck.ranks import Session
 from asymcheck.recovery.line import read_line
-from asymcheck.recovery.load import load_captured
 from asymcheck.recovery.rebuild import rebuild
 from asymcheck.reports import Reports
 from asymcheck.tiers.dram_ring import RingPack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part, SaveId
+
+if TYPE_CHECKING:
+    from asymcheck.pipeline.adopt import Adopted
+    from asymcheck.pipeline.background import Background
+    from asymcheck.pipeline.capture import Capture
+    from asymcheck.ranks import Session
 
 
 class Captures(Reports):
@@ -110,6 +112,8 @@ class Captures(Reports):
 
         ``generation`` is asked when a checkpoint is all but committed; of the ranks of ``session``, on rank 0.
         """
+        from asymcheck.pipeline.background import Background
+
         tier = self._writable()
         layout.check_run(run)
 
@@ -162,6 +166,8 @@ class Captures(Reports):
             StateMismatchError: it does not fit; nothing was overwritten.
             DigestMismatchError: the memory has changed; tensors may have been overwritten.
         """
+        from asymcheck.recovery.load import load_captured
+
         load_captured(captured, payload, into)
         header = captured.header
         return Checkpoint(
@@ -190,6 +196,8 @@ class Captures(Reports):
             LockTimeoutError: that process does not come to an end; the message names it.
             StorageError: the device refused; what was left stays there.
         """
+        from asymcheck.pipeline.adopt import adopting
+
         tier = self._writable()
 
         def placing(header: ManifestHeader) -> Place:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from asymcheck.arguments import check_device, check_glob, check_rank, check_step
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
@@ -27,14 +26,17 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.recovery.describe import describe_loaded
-from asymcheck.recovery.load import Finish, Loaded, Wanted, load, load_part, read_first
 from asymcheck.recovery.resolve import Resolved, candidates
-from asymcheck.recovery.rings import RingWanted, stream_from_rings
-from asymcheck.recovery.stream import Sink, stream
 from asymcheck.remotes import Remotes
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.spanning import SpanningTier
 from asymcheck.types import Checkpoint, CheckpointRef, Progress, Restored
+
+if TYPE_CHECKING:
+    import torch
+
+    from asymcheck.recovery.load import Finish, Loaded
+    from asymcheck.recovery.stream import Sink
 
 
 class Restores(Remotes):
@@ -100,6 +102,8 @@ class Restores(Remotes):
         With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
         to the next older one, which overwrites it again; without, that is a PartialRestoreError.
         """
+        from asymcheck.recovery.load import Wanted, load
+
         self._tier.check_usable()
         layout.check_run(run)
         step = None if step is None else check_step(step)
@@ -119,6 +123,8 @@ class Restores(Remotes):
             InconsistentCheckpointError, FormatError, RecoveryError, StorageError: it is not whole in any of them.
             StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
         """
+        from asymcheck.recovery.load import Wanted, load_part
+
         self._fence()
         wanted = Wanted("*", into, check_device(None), rank=check_rank(rank), grows=True)
         problems: list[str] = []
@@ -166,6 +172,8 @@ class Restores(Remotes):
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
         """
+        from asymcheck.recovery.load import read_first
+
         self._tier.check_usable()
         layout.check_run(run)
         step = None if step is None else check_step(step)
@@ -190,6 +198,8 @@ class Restores(Remotes):
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
         """
+        from asymcheck.recovery.stream import stream
+
         self._tier.check_usable()
         layout.check_run(run)
         step = None if step is None else check_step(step)
@@ -216,6 +226,8 @@ class Restores(Remotes):
             CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, of what lies in memory.
             LockTimeoutError: the ring is in use, and to read it would race with its process.
         """
+        from asymcheck.recovery.ring_stream import RingWanted, stream_from_rings
+
         self._tier.check_usable()
         layout.check_run(run)
         step = None if step is None else check_step(step)

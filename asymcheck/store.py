@@ -21,11 +21,9 @@ from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RemoteU
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.format.record import HeadRecord
-from asymcheck.partition.state import flatten
 from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
 from asymcheck.pipeline.commit import remove
 from asymcheck.pipeline.request import Place, SaveRequest
-from asymcheck.pipeline.save import save
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruned
 from asymcheck.recovery.describe import describe, is_on_line, known_line
@@ -123,6 +121,9 @@ class Store(Restores):
             InvalidInputError: another argument cannot be used; nothing was written.
             StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
         """
+        from asymcheck.partition.state import flatten
+        from asymcheck.pipeline.save import save
+
         tier = self._writable()
         request = self.request(run, step, metrics, part)
         flat = flatten(state)

@@ -12,7 +12,6 @@ from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format.layout import check_run
-from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
 from asymcheck.interop.target import format_of, is_store
 from asymcheck.store import Store
 from asymcheck.tiers.files import translated
@@ -53,6 +52,8 @@ def convert(
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
     """  # noqa: D301 - click wants the character
+    from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
+
     if step is not None:
         check_step(step)
     check_run(run)

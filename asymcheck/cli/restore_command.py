@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,8 +11,10 @@ from asymcheck.cli import exits, output
 from asymcheck.cli.rings import ring_options
 from asymcheck.cli.sizes import parse_size
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.interop.convert import SHARD_BYTES, Exported, Output, export_checkpoint
 from asymcheck.store import Store
+
+if TYPE_CHECKING:
+    from asymcheck.interop.convert import Exported
 
 
 @click.command(epilog=exits.HELP, short_help="Write a checkpoint to a .safetensors or .pt file, or a model folder.")
@@ -83,6 +86,8 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
       asymcheck restore checkpoints --tier dram --to last.pt
       asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
     """  # noqa: D301 - click wants the character
+    from asymcheck.interop.convert import SHARD_BYTES, Output, export_checkpoint
+
     if rank is not None and tier == "dram":
         raise click.UsageError("--tier dram puts together what all ranks left in memory: leave out --rank")
     if remote is not None and tier == "dram":

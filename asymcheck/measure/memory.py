@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from asymcheck.format.digest import digest
 from asymcheck.measure.clock import seconds_of
@@ -32,6 +31,8 @@ def digest_bytes_per_s(budget_s: float) -> float:
 
 def device_copy(budget_s: float) -> tuple[str, float] | None:
     """Return the accelerator and the bytes per second that come from it into pinned memory; None without one."""
+    import torch
+
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())

@@ -41,8 +41,7 @@ def main(descriptor: int, parent: int) -> None:
 def _stand_back() -> None:
     """Take what the training leaves, with all threads that libraries have begun.
 
-    Not before all is imported: that takes a second on an idle machine, and with that priority took more than a minute
-    beside two busy loops on two cores.
+    Not before all is imported: with that priority it took more than a minute beside two busy loops on two cores.
     """
     for task in os.listdir("/proc/self/task"):
         # It may have ended meanwhile.

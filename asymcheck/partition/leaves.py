@@ -16,7 +16,8 @@ from asymcheck.errors import UnsupportedValueError
 from asymcheck.format.manifest_reader import DIMENSIONS_MAX
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.partition.boxes import Box
-from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
+from asymcheck.partition.dtypes import TORCH_NAMES
+from asymcheck.partition.numpy_dtypes import numpy_name
 from asymcheck.partition.plan import Partition
 from asymcheck.partition.roles import role_of
 

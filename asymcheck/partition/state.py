@@ -15,8 +15,9 @@ from asymcheck.errors import LimitError, StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
 from asymcheck.partition.boxes import Box
-from asymcheck.partition.dtypes import TORCH_NAMES, numpy_name
+from asymcheck.partition.dtypes import TORCH_NAMES
 from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
+from asymcheck.partition.numpy_dtypes import numpy_name
 from asymcheck.partition.shards import TensorShard, is_dtensor, shard_of
 from asymcheck.types import Stateful, is_stateful
 

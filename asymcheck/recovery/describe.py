@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError
 from asymcheck.format.manifest import Manifest
 from asymcheck.recovery.line import Line, check_generations, read_line
-from asymcheck.recovery.load import Loaded
 from asymcheck.recovery.resolve import read_manifests
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef
+
+if TYPE_CHECKING:
+    from asymcheck.recovery.load import Loaded
 
 
 def known_line(tier: ReadTier, run: str) -> Line | None:

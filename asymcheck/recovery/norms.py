@@ -7,10 +7,9 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
+from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 
 _WIDE_INTEGERS = ("int64", "uint64")
 _PACKED = "float4_e2m1fn_x2"
@@ -124,10 +123,18 @@ def _without_norms(dtypes: tuple[str, str], role: str) -> str:
     for dtype in dtypes:
         if dtype == _PACKED:
             return f"{dtype} packs two numbers into a byte"
-        if dtype not in TORCH_DTYPES:
-            return f"torch {torch.__version__} has no {dtype}"
+        if dtype not in NUMPY_DTYPES and (lack := _lack_of_torch(dtype)):
+            return lack
     # The state of a random number generator is a bit pattern: a distance between two says nothing.
     return "state of a random number generator" if role == _RANDOM else ""
+
+
+def _lack_of_torch(dtype: str) -> str:
+    import torch
+
+    from asymcheck.partition.dtypes import TORCH_DTYPES
+
+    return "" if dtype in TORCH_DTYPES else f"torch {torch.__version__} has no {dtype}"
 
 
 def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
@@ -137,6 +144,10 @@ def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
     if known is not None:
         numbers = data.view(known).astype(np.complex128 if is_complex else np.float64)
     else:
+        import torch
+
+        from asymcheck.partition.dtypes import TORCH_DTYPES
+
         wide = torch.complex128 if is_complex else torch.float64
         numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
     return numbers

@@ -1,30 +1,13 @@
-"""Rings on the way up: what killed processes left in memory, told and read without taking it up."""
+"""Rings as they are seen: what processes have in memory, and what killed ones left there, told without taking it up."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from asymcheck.errors import (
-    CheckpointNotFoundError,
-    DamagedPartitionError,
-    FormatError,
-    InconsistentCheckpointError,
-    LockTimeoutError,
-)
-from asymcheck.format.manifest import Manifest
-from asymcheck.recovery.assemble import Placement
-from asymcheck.recovery.load import Loaded
-from asymcheck.recovery.resolve import alternatives
-from asymcheck.recovery.stream import Sink, hand_on
-from asymcheck.tiers.dram_ring import RingCapture, RingFile, RingReader, left_rings, look_at
-from asymcheck.tiers.owners import describe as describe_owner
-from asymcheck.tiers.owners import is_dead
+from asymcheck.tiers.dram_ring import RingCapture, RingFile, left_rings, look_at
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.types import CheckpointRef, Digest, Progress
+from asymcheck.types import CheckpointRef
 
 
 def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
@@ -56,136 +39,3 @@ def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCap
         if not captures[run, ref].is_durable and all(ref > other for other in stored):
             found.append(captures[run, ref])
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class RingWanted:
-    """What is to be read from rings."""
-
-    run: str
-    """The run."""
-    step: int | None
-    """Which step; None for the newest."""
-    tensors: str
-    """A glob of the dotted names that are wanted."""
-
-
-class _Found:
-    """The rings of a store in one folder, and the captures of one run in them."""
-
-    def __init__(self, tier: ReadTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
-        self.captures: dict[CheckpointRef, list[tuple[Manifest, RingReader]]] = {}
-        self.in_use: list[str] = []
-        self.damaged: list[str] = []
-        self.runs: set[str] = set()
-        for path in left_rings(folder, tier.descriptor.store_id):
-            try:
-                # Not held: a training that starts meanwhile has to take it up.
-                reader = stack.enter_context(RingReader(path, hold=False))
-            except FileNotFoundError:
-                continue
-            except FormatError as error:
-                self.damaged.append(str(error))
-                continue
-            self.runs.add(reader.header.run)
-            if reader.header.run != run:
-                continue
-            if reader.is_owned:
-                self.in_use.append(_user(reader))
-            else:
-                self._take(reader)
-
-    def _take(self, reader: RingReader) -> None:
-        for entry in reader.captures:
-            try:
-                manifest = reader.manifest(entry)
-            except FormatError as error:
-                self.damaged.append(str(error))
-            else:
-                self.captures.setdefault(manifest.header.ref, []).append((manifest, reader))
-
-
-def _user(reader: RingReader) -> str:
-    owner = reader.header.owner
-    if is_dead(owner):
-        return f"ring {reader.path} is being taken up by a training that starts"
-    return f"ring {reader.path} is in use by {describe_owner(owner)}"
-
-
-def stream_from_rings(
-    tier: ReadTier, folder: Path, wanted: RingWanted, sink: Sink, progress: Progress | None = None
-) -> Loaded:
-    """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
-
-    Of several ranks, what all of them left, put together. A damaged one, or one that a rank lacks, gives way to the
-    next older one; a step, to another attempt at it.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        InconsistentCheckpointError: all are damaged; lists the reasons.
-        LockTimeoutError: it may lie in a ring that is in use.
-    """
-    with contextlib.ExitStack() as stack:
-        found = _Found(tier, folder, wanted.run, stack)
-        skipped = [*found.in_use, *found.damaged]
-        for ref in sorted(found.captures, reverse=True):
-            if wanted.step not in (None, ref.step):
-                continue
-            # One rank's may lie in several rings, intact in any of them.
-            by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
-            first, *others = [by_rank[rank] for rank in sorted(by_rank)]
-            if len(by_rank) < first.header.world_size:
-                which = ", ".join(map(str, sorted(by_rank)))
-                reason = f"of its {first.header.world_size} ranks only {which} left it complete in memory"
-                skipped.append(f"{ref}: {reason}")
-                continue
-            fetch = partial(_fetch, found.captures[ref])
-            try:
-                finish = hand_on([first, *others], wanted.tensors, sink, progress, fetch)
-            except (DamagedPartitionError, FormatError) as error:
-                skipped.append(f"{ref}: {error}")
-                continue
-            return Loaded(finish(), wanted.run, ref, first, tuple(skipped), tuple(others))
-    raise _nothing(tier, folder, wanted, found, skipped)
-
-
-def _nothing(
-    tier: ReadTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
-) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
-    """Return the error that says why nothing could be read."""
-    what = f"run {wanted.run!r}" if wanted.step is None else f"step {wanted.step} of run {wanted.run!r}"
-    if found.in_use:
-        return LockTimeoutError(
-            f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
-            "what is durable (without --tier dram)"
-        )
-    if skipped:
-        message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
-        return InconsistentCheckpointError(message, skipped)
-    there = alternatives({ref.step for ref in found.captures}, found.runs - {wanted.run})
-    if not found.runs:
-        there = "; no ring of this store is there"
-    return CheckpointNotFoundError(
-        f"no killed process left {what} of store {tier.root} complete in memory in {folder}{there}"
-    )
-
-
-def _fetch(parts: Sequence[tuple[Manifest, RingReader]], placement: Placement) -> None:
-    """Check and place all bytes that ``placement`` wants; what several ranks have may lie in the ring of one.
-
-    Raises:
-        DamagedPartitionError: a partition lies in no intact frame of the rings.
-    """
-    offsets = [(reader, reader.offsets()) for _, reader in parts]
-    lengths: dict[Digest, int] = {}
-    for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):
-        if lengths.setdefault(name, length) != length:
-            raise DamagedPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
-    for name in placement.wanted:
-        tried = (reader.intact(places.get(name, []), name, lengths[name]) for reader, places in offsets)
-        intact = next(filter(None, tried), None)
-        if intact is None:
-            where = ", ".join(str(reader.path) for reader, _ in offsets)
-            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
-        placement.put(name, intact[1])
-    placement.put_inline()

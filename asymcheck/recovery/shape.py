@@ -14,7 +14,8 @@ import torch
 from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
-from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
+from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.recovery.names import no_match
 
 _T = TypeVar("_T")

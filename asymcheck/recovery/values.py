@@ -8,7 +8,7 @@ import numpy as np
 
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
-from asymcheck.partition.dtypes import NUMPY_DTYPES
+from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 
 _METADATA = "_metadata"
 # Python refuses to write integers of more than 4300 digits in decimal.

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from asymcheck import StoreConfig
-from asymcheck.partition.dtypes import NUMPY_DTYPES, TORCH_DTYPES
+from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = st.one_of(

@@ -95,6 +95,14 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
     check_location(place, 0, 2, 4)
 
 
+def test_it_holds_no_torch(store: Path, folder: str) -> None:
+    """With a GPU that would be gigabytes of libraries, for which it has no use."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        assert "torch" not in Path(f"/proc/{process_of(pushing)}/maps").read_text("utf-8")
+    check_location(folder, 1, 2)
+
+
 def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
     """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
     with Store.open(store, config=CONFIG) as opened, by_process(opened, folder, hold=2) as pushing:

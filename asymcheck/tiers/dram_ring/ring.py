@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,10 +32,13 @@ from asymcheck.format.ring import (
 )
 from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
-from asymcheck.tiers.gpu_staging import Link
 from asymcheck.tiers.pages import populate, use_huge_pages
 from asymcheck.tiers.room import Room
 from asymcheck.types import PackId, SaveId
+
+if TYPE_CHECKING:
+    # With it comes torch, which takes seconds: who only looks at rings needs none.
+    from asymcheck.tiers.gpu_staging import Link
 
 _LOCK_S = 10.0
 _GROWS_BY = 64 << 20

@@ -1,0 +1,114 @@
+# The public names, and where they are: type checkers read this, and the package itself, when one is asked for.
+
+from . import errors, events
+from .checkpointer import Checkpointer
+from .config import CaptureConfig, RemoteConfig, StoreConfig, __version__
+from .errors import (
+    AbandonedCheckpointsWarning,
+    CaptureWarning,
+    LostCheckpointWarning,
+    PruneWarning,
+    RemoteCopyWarning,
+    SilentDivergenceWarning,
+    SkippedCheckpointWarning,
+    StaleStateWarning,
+    StepOrderWarning,
+    UnreachableRemoteWarning,
+)
+from .migration.pushing import Pushing
+from .migration.statistics import PushStatistics
+from .migration.tally import Moved
+from .partition.rng import RngState
+from .partition.shards import TensorShard
+from .pipeline.adopt import Adopted
+from .pipeline.background import Statistics
+from .pipeline.collect import Collected
+from .pipeline.collect_rings import CollectedRing
+from .pipeline.report import CheckpointReport
+from .policies.facts import CodecFacts, DriveFacts, Facts
+from .policies.interval import AutoInterval, ChosenInterval
+from .policies.pushing import Push
+from .policies.retention import Retention, Verdict
+from .pruning import Pruned
+from .ranks import Ranks
+from .recovery.accounting import Accounting, CheckpointBytes, RoleBytes
+from .recovery.difference import Difference, TensorChange, ValueChange
+from .recovery.history import History, HistoryEntry, Opening
+from .recovery.inventory import StoredPartition, StoredTensor, StoredValue
+from .recovery.norms import TensorNorms
+from .recovery.rebuild import Rebuilt
+from .recovery.repaired import Repair, Repaired, Unrepaired
+from .store import Store
+from .tiers.dram_ring import RingCapture, RingFile
+from .tracing import Trace, trace
+from .types import Checkpoint, Part, Restored, Stateful, Usage
+from .verify import Finding, Severity
+
+__all__ = [
+    "AbandonedCheckpointsWarning",
+    "Accounting",
+    "Adopted",
+    "AutoInterval",
+    "CaptureConfig",
+    "CaptureWarning",
+    "Checkpoint",
+    "CheckpointBytes",
+    "CheckpointReport",
+    "Checkpointer",
+    "ChosenInterval",
+    "CodecFacts",
+    "Collected",
+    "CollectedRing",
+    "Difference",
+    "DriveFacts",
+    "Facts",
+    "Finding",
+    "History",
+    "HistoryEntry",
+    "LostCheckpointWarning",
+    "Moved",
+    "Opening",
+    "Part",
+    "PruneWarning",
+    "Pruned",
+    "Push",
+    "PushStatistics",
+    "Pushing",
+    "Ranks",
+    "Rebuilt",
+    "RemoteConfig",
+    "RemoteCopyWarning",
+    "Repair",
+    "Repaired",
+    "Restored",
+    "Retention",
+    "RingCapture",
+    "RingFile",
+    "RngState",
+    "RoleBytes",
+    "Severity",
+    "SilentDivergenceWarning",
+    "SkippedCheckpointWarning",
+    "StaleStateWarning",
+    "Stateful",
+    "Statistics",
+    "StepOrderWarning",
+    "Store",
+    "StoreConfig",
+    "StoredPartition",
+    "StoredTensor",
+    "StoredValue",
+    "TensorChange",
+    "TensorNorms",
+    "TensorShard",
+    "Trace",
+    "UnreachableRemoteWarning",
+    "Unrepaired",
+    "Usage",
+    "ValueChange",
+    "Verdict",
+    "__version__",
+    "errors",
+    "events",
+    "trace",
+]

@@ -1,0 +1,52 @@
+"""torch takes seconds to import: who only looks at a store, checks, collects or pushes it does not wait for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.zygote import REPOSITORY
+
+CALL = """
+import json, sys
+from asymcheck.cli.main import commands
+for words in json.loads(sys.argv[1]):
+    try:
+        status = commands.main(words, "asymcheck", standalone_mode=False)
+    except SystemExit as ended:
+        status = ended.code
+    if status or "torch" in sys.modules:
+        sys.exit(f"{words}: status {status}, torch was imported: {'torch' in sys.modules}")
+"""
+
+
+def test_what_makes_no_tensors_needs_no_torch(store: Path, tmp_path: Path) -> None:
+    """It is not even loaded; to write a checkpoint to a file, or to measure a GPU, is another matter."""
+    there = f"file://{tmp_path}/there"
+    words = [
+        ["--help"],
+        ["restore", "--help"],
+        ["convert", "--help"],
+        ["completion", "bash"],
+        ["inspect", store],
+        ["inspect", store, "--step", 10, "--where"],
+        ["inspect", store, "--step", 10, "--values"],
+        ["inspect", store, "--tier", "dram"],
+        ["log", store],
+        ["du", store],
+        ["verify", store],
+        ["verify", store, "--repair"],
+        ["diff", store, 10, 20],
+        ["push", store, there],
+        ["inspect", store, "--remote", there],
+        ["verify", there],
+        ["delete", store, 1, "--run", "other", "--yes"],
+        ["gc", store, "--keep-last", 1],
+        ["rebuild", store],
+        ["pull", there, tmp_path / "back"],
+    ]
+    called = [sys.executable, "-c", CALL, json.dumps([[str(word) for word in one] for one in words])]
+    done = subprocess.run(called, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

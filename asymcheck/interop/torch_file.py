@@ -29,6 +29,7 @@ from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.interop.files import Draft, SourceFile, TargetFile, first_line, refused
+from asymcheck.interop.ranged import RangedFile
 from asymcheck.interop.torch_archive import Record, TorchArchive
 from asymcheck.interop.zip_members import MAGIC, fill_checksums
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
@@ -36,7 +37,6 @@ from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated
-from asymcheck.tiers.ranged import RangedFile
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 _FETCH = "fetch or write it again"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from asymcheck.tiers.ranged import RangedFile
+from asymcheck.interop.ranged import RangedFile
 
 DATA = bytes(range(256)) * 3
 

@@ -92,7 +92,10 @@ class Interval:
     seconds: float
     """How long it took."""
     thread: int
-    """``threading.get_ident()`` of the thread that did it, or for a window and a checkpoint, that tells of it."""
+    """``threading.get_ident()`` of the thread that did it, or for a window and a checkpoint, that tells of it.
+
+    Of what the process that pushes did, its process id.
+    """
     thread_name: str
     """The name of that thread."""
     detail: Detail
@@ -125,7 +128,7 @@ INTERVALS = {
     "decode": "one partition is decoded",
     "verify": "the digest of one partition is compared with its name",
     "place": "one partition is copied to where its tensors are",
-    "push": "checkpoints are copied to a remote location by :meth:`asymcheck.Store.push`",
+    "push": "checkpoints are copied to a remote location, by :meth:`asymcheck.Store.push` or beside a training",
     "pull": "checkpoints are copied from a remote location by :meth:`asymcheck.Store.pull`",
     "adopt": "what a killed process left in memory is made durable",
 }
@@ -194,12 +197,16 @@ def tell(name: str, start_s: float, end_s: float, size: int = 0, detail: Callabl
         return
     thread = threading.current_thread()
     found = {} if detail is None else detail()
-    interval = Interval(name, start_s, end_s - start_s, threading.get_ident(), thread.name, found, size)
+    relay(Interval(name, start_s, end_s - start_s, threading.get_ident(), thread.name, found, size))
+
+
+def relay(interval: Interval) -> None:
+    """Tell every watcher of an interval, for instance of another process; as :func:`tell`."""
     for watcher in tuple(_watchers):
         try:
             watcher(interval)
         except Exception:  # noqa: BLE001 - who only looks on must not break what it looks at
-            _leave_out(watcher, thread)
+            _leave_out(watcher, threading.current_thread())
 
 
 def _leave_out(watcher: Watcher, thread: threading.Thread) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from asymcheck.config import StoreConfig
+from asymcheck.events import Interval
 from asymcheck.migration.failures import Hopeless
 from asymcheck.migration.statistics import PushStatistics
 from asymcheck.policies.pushing import Push
@@ -73,6 +74,8 @@ class News:
     """Whether it has done what there was to do, and nothing was in the way."""
     has_looked: bool
     """Whether it is the answer to a :class:`Look`."""
+    intervals: Sequence[Interval] = ()
+    """What it has told its watchers since the last news; clocks of one machine agree."""
 
 
 @dataclasses.dataclass(frozen=True)

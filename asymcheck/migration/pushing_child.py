@@ -7,11 +7,13 @@ import dataclasses
 import os
 import threading
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, cast
 
 from asymcheck.errors import AsymcheckError, GivenUpError
+from asymcheck.events import Interval, watch
 from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
 from asymcheck.pipeline.manners import NICE
 from asymcheck.store import Store
@@ -62,7 +64,9 @@ def _serve(training: Connection[Any, Any], parent: int) -> int:
     except AsymcheckError as error:
         training.send(Failed(_portable(error)))
         return 1
-    _Serving(training, parent, pushing).serve()
+    serving = _Serving(training, parent, pushing)
+    with watch(serving.note):
+        serving.serve()
     return 0
 
 
@@ -74,6 +78,7 @@ class _Serving:
         self._told: tuple[object, ...] = ()
         self._told_sent: dict[str, Checkpoint] = {}
         self._waited: list[Waited] = []
+        self._intervals: deque[Interval] = deque()
         self._closed = threading.Event()
 
     def serve(self) -> None:
@@ -95,6 +100,11 @@ class _Serving:
                 self._training.send(one)
             if is_over:
                 return
+
+    def note(self, interval: Interval) -> None:
+        """Keep what the training may want to know of: not of each frame, there may be many thousands."""
+        if interval.name == "push":
+            self._intervals.append(dataclasses.replace(interval, thread=os.getpid()))
 
     def _obey(self, message: object) -> bool:
         """Do what is asked, or begin it; return whether it was to look."""
@@ -126,7 +136,7 @@ class _Serving:
         facts = pushing.statistics(), pushing.sending, pushing.is_connected, pushing.is_well
         with ledger.lock:
             state = *facts, len(ledger.sent), ledger.generation, ledger.hopeless.copy()
-            if state == self._told and not has_looked:
+            if state == self._told and not has_looked and not self._intervals:
                 return
             sent = dict(ledger.sent)
         before, self._told, self._told_sent = self._told_sent, state, sent
@@ -140,6 +150,7 @@ class _Serving:
             is_connected=facts[2],
             is_well=facts[3],
             has_looked=has_looked,
+            intervals=[self._intervals.popleft() for _ in range(len(self._intervals))],
         )
         self._training.send(news)
 

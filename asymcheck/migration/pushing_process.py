@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asymcheck.errors import AsymcheckError, ClosedStoreError, GivenUpError
+from asymcheck.events import relay
 from asymcheck.migration.ledger import Ledger
 from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
 from asymcheck.migration.pushing import Pushing
@@ -259,6 +260,8 @@ class PushingProcess(Pushing):
 
     def _take(self, message: News, told: dict[str, Checkpoint]) -> None:
         """Note what it says; ``told`` is what this process has said to be there."""
+        for interval in message.intervals:
+            relay(interval)
         told.update(message.sent)
         for save_id in message.not_sent:
             told.pop(save_id, None)

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     RecoveryError,
 )
+from asymcheck.events import Detail, timed
 from asymcheck.migration.failures import SO_IS_ALL, Hopeless
 from asymcheck.migration.known import Known
 from asymcheck.migration.ledger import Ledger
@@ -25,6 +26,7 @@ from asymcheck.migration.prune_remote import RemotePruner
 from asymcheck.migration.push import encoder_for, publish_heads, push
 from asymcheck.migration.pushing import Pushing
 from asymcheck.migration.statistics import PushStatistics
+from asymcheck.migration.tally import Moved
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.manners import stand_back
 from asymcheck.policies.pushing import Push, check_seconds, held
@@ -291,7 +293,7 @@ class PushingThread(Pushing):
             self.sending = one.save_id
         hopeless = self.ledger.hopeless
         try:
-            moved = push(self._here, there, [listing], self._going_on, self._encoder)
+            moved = self._copy(there, one, listing)
         except HeadRecordError:
             raise
         except (FormatError, RecoveryError) as error:
@@ -310,6 +312,18 @@ class PushingThread(Pushing):
             self._tidy()
         finally:
             self.sending = None
+
+    def _copy(self, there: RemoteTier, one: Checkpoint, listing: CheckpointFiles) -> Moved:
+        moved: Moved | None = None
+
+        def about() -> Detail:
+            sent = 0 if moved is None else moved.moved_bytes
+            what = {"location": str(there.location), "run": self._run, "save": one.save_id}
+            return {**what, "step": one.step, "sent": sent}
+
+        with timed("push", 0, about):
+            moved = push(self._here, there, [listing], self._going_on, self._encoder)
+        return moved
 
     def _tidy(self) -> None:
         """Remove there what is not kept. What is in the way of that is not in the way of what is to be sent."""

@@ -26,13 +26,14 @@ from asymcheck.errors import (
     InvalidInputError,
     RanksMissingError,
 )
+from asymcheck.events import Interval, watch
 from asymcheck.migration import pushing_child
 from asymcheck.migration import pushing_process as module
 from asymcheck.migration.failures import Hopeless
 from asymcheck.migration.messages import News
 from asymcheck.migration.pushing_process import PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
-from tests.remote.conftest import CONFIG, check_location, save_steps, state_of
+from tests.remote.conftest import CONFIG, check_location, lose_packs, save_steps, state_of
 from tests.zygote import REPOSITORY, wait_until
 
 TRAINER = """
@@ -93,6 +94,30 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
     now = pushing.statistics()
     assert (now.pushed, now.backlog, now.problem, now.newest_step) == (3, 0, "", 4)
     check_location(place, 0, 2, 4)
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> None:
+    """A trace of the training shows when bytes went out, and what failed."""
+    told: list[Interval] = []
+    push = Push(folder, close_s=None, own_process=own_process)
+    began = time.perf_counter()
+    with watch(told.append), Store.open(store, config=CONFIG) as opened:
+        statistics = opened.pushing(push).close()
+        sent = {one.detail["step"]: one for one in told if one.name == "push"}
+        assert sorted(sent) == [1, 2]
+        assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
+        told.clear()
+        opened.save(state_of(3), step=3)
+        lose_packs(store)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnreachableRemoteWarning)
+            opened.pushing(push).close()
+        (failed,) = (one for one in told if one.name == "push")
+        assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
+    for one in (*sent.values(), failed):
+        assert began < one.start_s < one.start_s + one.seconds < time.perf_counter()
+        assert (one.detail["location"], one.thread_name) == (folder, "asymcheck-pushing")
 
 
 def test_it_holds_no_torch(store: Path, folder: str) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _RING_BYTES_MAX = 1 << 46
 """What a process can map of one file, to which a header is added."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+# pathlib makes one slash of two: to write to such a name is to write beside where one wanted to.
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_location(location: object) -> Path:
@@ -34,8 +36,7 @@ def check_location(location: object) -> Path:
         text = ""
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInputError(f"location {location!r:.100}: give the path of a directory")
-    if "://" in text:
-        raise InvalidInputError(f"location {text!r}: a directory of a local drive is wanted here; give a path")
+    check_no_uri(text)
     try:
         # The catalog cannot be opened by another name, nor a ring say where its store is.
         text.encode("utf-8")
@@ -44,6 +45,20 @@ def check_location(location: object) -> Path:
         raise InvalidInputError(f"location {text!r:.100}: its name is not UTF-8; give another one") from error
     except RuntimeError as error:
         raise InvalidInputError(f"location {text!r:.100}: whose home directory is that? Give a path") from error
+
+
+def check_no_uri(path: str | os.PathLike[str]) -> None:
+    """Refuse a URI where a path is wanted, also one that has been a ``pathlib.Path``.
+
+    Raises:
+        InvalidInputError
+    """
+    text = os.fspath(path)
+    if _URI.match(text):
+        raise InvalidInputError(
+            f"{text}: a path on this machine is wanted here, and that is a URI (as a pathlib.Path it has lost a slash); of "
+            "a directory that is really called so, give the whole path"
+        )
 
 
 def check_step(step: object) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from asymcheck.arguments import check_no_uri
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.layout import DESCRIPTOR_NAME
 from asymcheck.tiers.files import translated
@@ -33,8 +34,10 @@ def is_store(path: Path) -> bool:
     """Tell whether there is a store.
 
     Raises:
+        InvalidInputError: that is a URI.
         StorageError: this user may not look there.
     """
+    check_no_uri(path)
     with translated("look at", path):
         return (path / DESCRIPTOR_NAME).exists()
 
@@ -45,6 +48,7 @@ def check_target(path: Path) -> str:
     Raises:
         InvalidInputError: nothing can be written there, or only something that is not meant.
     """
+    check_no_uri(path)
     kind = format_of(path)
     if kind == "unknown":
         raise InvalidInputError(

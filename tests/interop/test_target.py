@@ -11,7 +11,7 @@ import torch
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError
 from asymcheck.interop.convert import Output, export_checkpoint
-from asymcheck.interop.target import check_target, format_of
+from asymcheck.interop.target import check_target, format_of, is_store
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,16 @@ def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> 
     """A folder of that name is not what is meant."""
     with pytest.raises(InvalidInputError, match=r"a name that ends in \.safetensors, \.pt, \.pth, \.bin, or"):
         check_target(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["file:///mnt/x.pt", "hdfs://namenode:8020/x", "s3://bucket/x.safetensors"])
+def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Not even when there is a folder of the name that pathlib makes of it."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(parents=True)
+    for check in (check_target, is_store):
+        with pytest.raises(InvalidInputError, match="that is a URI"):
+            check(Path(name))
 
 
 def test_a_folder_that_is_there_is_one_with_any_suffix(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def check_no_uri(path: str | os.PathLike[str]) -> None:
     text = os.fspath(path)
     if _URI.match(text):
         raise InvalidInputError(
-            f"{text}: a path on this machine is wanted here, and that is a URI (as a pathlib.Path it has lost a slash); of "
-            "a directory that is really called so, give the whole path"
+            f"{text}: a path on this machine is wanted here, and that is a URI (as a pathlib.Path it has lost a "
+            "slash); of a directory that is really called so, give the whole path"
         )
 
 

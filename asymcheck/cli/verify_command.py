@@ -12,6 +12,8 @@ from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Finding, Severity
 
+_UNFINISHED = "incomplete-checkpoint"
+
 
 @click.command(epilog=exits.HELP, short_help="Check every byte; with --repair, mend what can be mended.")
 @click.argument("store", type=click.Path())
@@ -43,6 +45,9 @@ def verify(
     With --repair, damaged records are written again from their other copy, what is intact in damaged packs is copied
     into new packs, what is lost is fetched from --remote, the catalog is corrected, and files of killed processes are
     removed. Then the store is checked: the status says what is left.
+
+    A checkpoint whose save is unfinished is no damage: it may be under way. Asked for by --step, with no finished one
+    of that step beside it, it has status 1 nevertheless, for nothing can be restored.
     """
     if repair and (run is not None or step is not None):
         raise click.UsageError("--repair works on the whole store: leave out --run and --step")
@@ -63,10 +68,12 @@ def verify(
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
     if as_json:
         found = {"store": store, "checkpoints": len(checkpoints), "deep": is_deep, "lost": sorted(_lost(findings))}
-        output.print_json({**found, "findings": findings, "repaired": repaired})
+        unfinished = sorted(_unfinished(findings))
+        output.print_json({**found, "unfinished": unfinished, "findings": findings, "repaired": repaired})
     else:
         _report(findings, checkpoints, repaired, is_deep=is_deep)
-    ctx.exit(_status(findings))
+    nothing = step is not None and not any(one.complete for one in checkpoints)
+    ctx.exit(exits.DAMAGED if nothing else _status(findings))
 
 
 def _repair(store: str, remote: str | None) -> Repaired:
@@ -80,12 +87,16 @@ def _lost(findings: list[Finding]) -> set[str]:
     return {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
 
 
+def _unfinished(findings: list[Finding]) -> set[str]:
+    return {name for finding in findings if finding.kind == _UNFINISHED for name in finding.checkpoints}
+
+
 def _report(
     findings: list[Finding], checkpoints: list[Checkpoint], repaired: Repaired | None, *, is_deep: bool
 ) -> None:
     if repaired is not None:
         _show_repaired(repaired)
-    _show(findings, checkpoints, len(_lost(findings)))
+    _show(findings, checkpoints)
     if not is_deep:
         click.echo("frames were not read: --deep does")
 
@@ -100,24 +111,30 @@ def _show_repaired(repaired: Repaired) -> None:
         click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 
 
-def _show(findings: list[Finding], checkpoints: list[Checkpoint], lost: int) -> None:
+def _show(findings: list[Finding], checkpoints: list[Checkpoint]) -> None:
     for item in findings:
         output.print_entry(f"{item.severity.value} {item.kind}: {item.where}: {item.message}", _consequences(item))
     if not checkpoints:
         click.echo("no checkpoints to check")
         return
-    verdict = f"{lost} cannot be restored"
-    if not lost:
+    lost, unfinished = _lost(findings), _unfinished(findings)
+    verdict = f"{len(lost)} cannot be restored"
+    if len(unfinished) == len(checkpoints):
+        verdict = "none can be restored"
+    elif not lost:
         # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
         unknown = any(item.severity is Severity.ERROR for item in findings)
-        verdict = "each can be restored, if it is named" if unknown else "every one can be restored"
+        whole = "finished one" if unfinished else "one"
+        verdict = f"each {whole} can be restored, if it is named" if unknown else f"every {whole} can be restored"
         if any(one.store_ranks for one in checkpoints):
             verdict = "what the ranks of this store saved of them is whole"
-    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}")
+    saves = f"; {output.count(len(unfinished), 'save')} unfinished" if unfinished else ""
+    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{saves}")
 
 
 def _consequences(finding: Finding) -> list[str]:
-    lost = [f"lost: {name}" for name in finding.checkpoints]
+    how = "unfinished" if finding.kind == _UNFINISHED else "lost"
+    lost = [f"{how}: {name}" for name in finding.checkpoints]
     return [*lost, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else lost
 
 

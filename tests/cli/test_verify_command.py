@@ -43,13 +43,30 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     assert "damaged-frame" in outcome.out
     assert "3 cannot be restored" in outcome.out
     document = call("verify", store, "--json").json
-    assert set(document) == {"store", "checkpoints", "deep", "lost", "findings", "repaired"}
+    assert set(document) == {"store", "checkpoints", "deep", "lost", "unfinished", "findings", "repaired"}
     assert document["checkpoints"] == 5
     assert len(document["lost"]) == 3  # type: ignore[arg-type]  # JSON
     (finding,) = document["findings"]  # type: ignore[misc]  # JSON
     assert set(finding) == FINDING_KEYS
     assert finding["severity"] == "error"
     assert finding["tensors"] == ["model.weight"]
+
+
+def test_a_save_that_is_unfinished(call: Call, store: Path) -> None:
+    """It is no damage among others, but nobody is told that it can be restored."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"x": 1}, step=40, part=asymcheck.Part(0, 2, "18" + "0" * 30))
+    outcome = call("verify", store)
+    assert outcome.status == 6
+    assert outcome.out.endswith("6 checkpoints checked: every finished one can be restored; 1 save unfinished\n")
+    assert "    unfinished: default step 40 (" in outcome.out
+    assert "lost: " not in outcome.out
+    one = call("verify", store, "--step", 40)
+    assert one.status == 1
+    assert one.out.endswith("1 checkpoint checked: none can be restored; 1 save unfinished\n")
+    document = call("verify", store, "--json").json
+    assert document["lost"] == []
+    assert [name[:15] for name in document["unfinished"]] == ["default step 40"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_damage_that_costs_nothing(call: Call, store: Path) -> None:

@@ -11,17 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from asymcheck.errors import DamagedPartitionError, HeadRecordError, InvalidInputError, MissingPartitionError
-from asymcheck.format.manifest import Extent, Manifest, TensorRow
+from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
+from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.recovery.describe import describe_by
-from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.locate import Needs, Sources
-from asymcheck.recovery.names import in_order, no_match
-from asymcheck.recovery.naming import Named, find_checkpoint
+from asymcheck.recovery.names import as_stored, in_order, no_match
+from asymcheck.recovery.naming import find_checkpoint
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
-from asymcheck.recovery.resolve import needed_by, read_manifests
-from asymcheck.recovery.values import plain_values, shortened
+from asymcheck.recovery.resolve import needed_by
+from asymcheck.recovery.side import Side
+from asymcheck.recovery.values import shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, Digest, Progress
@@ -134,46 +133,8 @@ def compare(
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
         MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
     """
-    sides = [_Side(tier, find_checkpoint(tier, name, run)) for name in (a, b)]
+    sides = [Side(tier, find_checkpoint(tier, name, run)) for name in (a, b)]
     return _Comparison(tier, sides[0], sides[1], tensors).result(norms=norms, progress=progress)
-
-
-class _Side:
-    """One of the two checkpoints."""
-
-    def __init__(self, tier: ReadTier, named: Named) -> None:
-        listing = named.listing
-        self.ref = listing.ref
-        self.manifests: list[Manifest] = read_manifests(tier, listing)
-        try:
-            line = read_line(tier, listing.run)
-        except HeadRecordError:
-            line = Line(0, {})
-        self.checkpoint = describe_by(listing, self.manifests, line)
-        self.other_saves = tuple(other.ref.save_id.hex() for other in named.others)
-        self.partitions: set[Digest] = set()
-        self.inline: set[bytes] = set()
-        self.rows: dict[tuple[int, str], TensorRow] = {}
-        self.values: dict[str, str] = {}
-        for manifest in self.manifests:
-            rank = manifest.header.rank
-            self.partitions.update(manifest.partitions())
-            for row in manifest.rows(range(len(manifest))):
-                if row.inline is not None:
-                    self.inline.add(row.inline)
-                self.rows.update(dict.fromkeys([(rank, name) for name in (row.name, *row.aliases)], row))
-            prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
-            self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
-
-    def has_bytes_of(self, row: TensorRow) -> int:
-        """Return how many bytes of another checkpoint's tensor are here, as partitions or in the manifest, as there."""
-        if row.inline is not None:
-            return len(row.inline) if row.inline in self.inline else 0
-        return sum(extent.length for extent in row.extents if extent.digest in self.partitions)
-
-    def ranked_rows(self) -> list[tuple[int, TensorRow]]:
-        """Return each tensor once, with its rank."""
-        return [(rank, row) for (rank, name), row in self.rows.items() if name == row.name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +192,7 @@ def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]
 
 
 class _Comparison:
-    def __init__(self, tier: ReadTier, a: _Side, b: _Side, pattern: str) -> None:
+    def __init__(self, tier: ReadTier, a: Side, b: Side, pattern: str) -> None:
         self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
         if len(a.manifests) != len(b.manifests):
             ranks = f"{a.ref} was saved by {len(a.manifests)} ranks and {b.ref} by {len(b.manifests)}"
@@ -268,17 +229,16 @@ class _Comparison:
             unchanged_values=unchanged_values,
             bytes_a=a.checkpoint.state_bytes,
             bytes_b=b.checkpoint.state_bytes,
-            shared_bytes=sum(a.has_bytes_of(row) for _, row in b.ranked_rows()),
+            shared_bytes=sum(a.has_bytes_of(row) for *_, row in b.tensors),
         )
 
     def _chosen(self, names: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
+        return any(fnmatch.fnmatchcase(one, self.pattern) for name in names for one in (name, as_stored(name)))
 
     def _one_sided(self) -> None:
         """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
         for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
-            for rank, row in side.ranked_rows():
-                names = (row.name, *row.aliases)
+            for rank, names, row in side.tensors:
                 alone = tuple(name for name in names if (rank, name) not in other.rows)
                 if alone and self._chosen(alone):
                     size = row.nbytes if alone == names else 0

@@ -9,6 +9,7 @@ import numpy as np
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
 from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.recovery.names import told_apart
 
 _METADATA = "_metadata"
 # Python refuses to write integers of more than 4300 digits in decimal.
@@ -72,7 +73,9 @@ def plain_values(manifest: Manifest) -> dict[str, str]:
     """
     header = manifest.header
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
-    return dict(_walk(decode(header.tree, len(manifest), _TextBuilder(), where), ()))
+    taken: dict[str, int] = {}
+    found = _walk(decode(header.tree, len(manifest), _TextBuilder(), where), ())
+    return {told_apart(name, taken): text for name, text in found}
 
 
 def _walk(value: object, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:

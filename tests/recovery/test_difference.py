@@ -63,6 +63,22 @@ def test_every_kind_of_change_is_told(store_path: Path) -> None:
     assert found.shared_bytes == 20_000 + 12 + 24  # also the ones that lie in both manifests
 
 
+def test_what_has_the_same_dotted_name_is_told_apart(store_path: Path) -> None:
+    """Each is compared with its like, tensors and plain values, by any glob that matches the name."""
+    same = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, 1: torch.ones(4), "1": torch.ones(5), "n": {1: 1, "1": 2}}
+    first = {**same, "a.b": torch.full((3,), 2.0), "n": {1: 3, "1": 2}}
+    second = {**same, "a": {"b": torch.full((3,), 2.0)}, "n": {1: 1, "1": 3}}
+    with saved(store_path, same, first, second) as store:
+        assert changes(store.diff(0, 1)) == {"a.b": "value"}
+        assert changes(store.diff(0, 2)) == {"a.b (2)": "value"}
+        assert changes(store.diff(0, 2, tensors="a.b")) == {"a.b (2)": "value"}
+        assert store.diff(0, 1).unchanged_tensors == 3
+        assert [one.name for one in store.diff(0, 1).values] == ["n.1"]
+        assert [one.name for one in store.diff(0, 2).values] == ["n.1 (2)"]
+        assert [(one.name, one.text) for one in store.values(0)[1]] == [("n.1", "1"), ("n.1 (2)", "2")]
+        assert len(store.values(0, "n.1")[1]) == 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "uint8", "complex64"])
 def test_norms_are_those_of_the_whole_tensors(store_path: Path, dtype: str) -> None:
     """Streamed over many partitions and blocks they equal the norms of torch."""

@@ -64,17 +64,21 @@ class Part:
 def pick(shape: object, part: str | None) -> Part:
     """Return the part of a state that lies under the dotted name ``part``; all of it when that is None.
 
-    Of a checkpoint that was converted from a file, the part is by default what that file held.
+    Of a checkpoint that was converted from a file, and of which nothing else was made since, the part is by default
+    what that file held.
 
     Raises:
         InvalidInputError: there is no such part.
     """
     source = shape.get(SOURCE) if isinstance(shape, dict) else None
-    metadata, files = {}, {}
-    if isinstance(source, dict):
-        metadata = {str(key): str(value) for key, value in _mapping(source.get("metadata")).items()}
-        files = {str(name): ref for name, ref in _mapping(source.get("files")).items() if isinstance(ref, RowRef)}
-        part = MODEL if part is None else part
+    is_converted = _is_source(source)
+    if part is None and is_converted and isinstance(shape, dict) and shape.keys() == {MODEL, SOURCE}:
+        part = MODEL
+    metadata: dict[str, str] = {}
+    files: dict[str, RowRef] = {}
+    # They lie beside the model; in a whole state they are tensors and values as all others.
+    if isinstance(source, dict) and is_converted and part is not None and _is_within(part, MODEL):
+        metadata, files = source["metadata"], source["files"]
     found = shape if part is None else _descend(shape, part)
     if found is None:
         tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
@@ -96,8 +100,22 @@ def _tops(shape: object) -> tuple[str, ...]:
     )
 
 
-def _mapping(value: object) -> dict[object, object]:
-    return value if isinstance(value, dict) else {}
+def _is_source(value: object) -> bool:
+    """Tell whether this is what a converted file leaves beside its tensors, and no part of somebody's own state."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"metadata", "files"}
+        and _is_by_name(value["metadata"], str)
+        and _is_by_name(value["files"], RowRef)
+    )
+
+
+def _is_by_name(value: object, kind: type) -> bool:
+    return isinstance(value, dict) and all(type(name) is str and type(one) is kind for name, one in value.items())
+
+
+def _is_within(part: str, whole: str) -> bool:
+    return part == whole or part.startswith(f"{whole}.")
 
 
 def _descend(shape: object, name: str) -> object:

@@ -19,11 +19,12 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import check_entry
 from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
-from asymcheck.tiers.manifests import CheckpointFiles, generations
+from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
 from asymcheck.verify.findings import Finding, Severity
+from asymcheck.verify.lines import check_line
 from asymcheck.verify.wholes import Wholes
 
 _TENSORS_SHOWN = 3
@@ -65,10 +66,14 @@ class _Checker:
         self._descriptor()
         for run in self.tier.manifests.runs():
             if self.run in (None, run):
-                self._heads(run)
+                self.findings += check_line(self.tier, run)
                 self._manifests(run)
         self._packs()
         self._partitions()
+        if self.run is None and self.packs and not self.listed:
+            what = "there is no checkpoint. When all were deleted, gc frees what is left of them; when"
+            message = f"{what} {layout.MANIFESTS}/ is lost, put it back before anything else is done"
+            self._add("no-checkpoint", Severity.HINT, "", layout.PACKS, message)
         if self.step is None:
             self._leftovers()
             self._foreign()
@@ -89,38 +94,6 @@ class _Checker:
                 layout.DESCRIPTOR_NAME,
                 "one of two copies of the store descriptor is damaged",
             )
-
-    def _heads(self, run: str) -> None:
-        """I6 and I9. A head record that the line does not lead through is a loss, but not of the newest checkpoint."""
-        numbers = self.tier.manifests.heads(run)
-        listed = [listing.ref.generation for listing in self.tier.manifests.checkpoints(run)]
-        parents: dict[int, int] = {}
-        problems: dict[int, tuple[str, str]] = {}
-        for generation in generations([*numbers, *listed]):
-            try:
-                found = self.tier.manifests.read_head(run, generation)
-            except UNKNOWING:
-                raise
-            except AsymcheckError as error:
-                problems[generation] = ("damaged-head", str(error))
-                continue
-            if found is None and generation > 1:
-                problems[generation] = ("missing-head", f"generation {generation} has no head record")
-            elif found is not None:
-                head, damaged = found
-                parents[generation] = head.parent.generation if head.parent is not None else 0
-                if damaged:
-                    where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
-                    message = "one of two copies of the head record is damaged"
-                    self._add("damaged-copy", Severity.WARNING, "I9", where, message)
-        line = {max([1, *numbers, *listed])}
-        while parents.get(min(line), 0):
-            line.add(parents[min(line)])
-        if min(line) > 1 and min(line) not in {*parents, *problems}:
-            problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
-        for generation, (kind, message) in problems.items():
-            severity = Severity.ERROR if generation in line else Severity.WARNING
-            self._add(kind, severity, "I6", f"{layout.HEADS}/{run}/{layout.head_name(generation)}", message)
 
     def _checkpoints(self, run: str) -> Iterator[CheckpointFiles]:
         listings = self.tier.manifests.checkpoints(run)

@@ -14,7 +14,7 @@ class Severity(str, enum.Enum):
     WARNING = "warning"
     """Something is damaged, but no checkpoint is lost."""
     HINT = "hint"
-    """Something that collection will clear away."""
+    """Something that collection will clear away, or that only who trains can judge."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,18 @@ def test_a_save_that_is_unfinished(call: Call, store: Path) -> None:
     assert [name[:15] for name in document["unfinished"]] == ["default step 40"]  # type: ignore[attr-defined]  # JSON
 
 
+def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:
+    """Those of a run that is gone are spoken of; whether they were deleted, only who trains knows."""
+    assert "no-checkpoint" not in call("verify", store).out
+    (store / "manifests" / "default").rename(store / "gone")
+    outcome = call("verify", store)
+    assert "no-checkpoint: heads/default: run 'default' was begun, and has no checkpoint" in outcome.out
+    (store / "manifests" / "other").rename(store / "gone-too")
+    outcome = call("verify", store)
+    assert "no-checkpoint: packs: there is no checkpoint. When all were deleted, gc frees" in outcome.out
+    assert outcome.out.endswith("no checkpoints to check\n")
+
+
 def test_damage_that_costs_nothing(call: Call, store: Path) -> None:
     """One of two copies of a record is damaged: status 6, for nothing is lost yet."""
     flip(store / "asymcheck.store", 20)

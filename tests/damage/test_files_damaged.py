@@ -224,7 +224,7 @@ def test_a_head_record_of_another_run_or_generation_is_refused(small: SmallStore
             loads = load_all(small)
             assert isinstance(loads.newest_error, HeadRecordError)
             assert not loads.refused
-            assert [finding.kind for finding in check_findings(small, loads)] == ["damaged-head"]
+            assert [finding.kind for finding in check_findings(small, loads)] == ["damaged-head", "no-checkpoint"]
 
 
 def test_the_descriptor_of_another_store_takes_nothing_away(tmp_path: Path, small: SmallStore) -> None:

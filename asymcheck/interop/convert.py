@@ -143,8 +143,8 @@ class _Meter:
         self.total = 0
 
     def add(self, count: int) -> None:
-        # Not exact when threads meet here; it is for the eye.
-        self._done += count
+        # What comes before the total is known is no tensor. Not exact when threads meet here; it is for the eye.
+        self._done += count if self.total else 0
         if self._progress is not None and self.total:
             self._progress(min(self._done, self.total), self.total)
 
@@ -162,28 +162,32 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
     Raises:
         NotFoundError: there is no such file.
         InvalidInputError: it is of no known format.
-        ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored.
+        ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored; reading a tensor
+            raises it, too, when somebody writes to the file meanwhile.
     """
     kind = _kind_of(path)
     meter = _Meter(progress)
+    files: dict[Path, SourceFile] = {}
     with contextlib.ExitStack() as stack:
 
         def opened(name: Path) -> SourceFile:
-            return stack.enter_context(SourceFile(name, meter.add))
+            if name not in files:
+                files[name] = stack.enter_context(SourceFile(name, meter.add))
+            return files[name]
 
         if kind == "dcp":
             state = read_dcp_folder(path, opened)
         elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened)
         elif kind == "folder":
-            folder = read_folder(path)
+            folder = read_folder(path, lambda name: opened(name).fileno())
             if left_out is not None:
                 left_out += folder.ignored
             small = {name: opened(path / name) for name in folder.others}
-            files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
-            state = _state_of(path, folder.tensors, folder.metadata, files, opened)
+            beside = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
+            state = _state_of(path, folder.tensors, folder.metadata, beside, opened)
         elif kind == "safetensors":
-            header = read_header(path)
+            header = read_header(path, opened(path).fileno())
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
         elif kind == "torch":
             state = read_torch_file(opened(path))
@@ -191,6 +195,8 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
             raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a folder")
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
+        for file in files.values():
+            file.check()
         yield state
 
 

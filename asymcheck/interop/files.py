@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 import stat
@@ -10,7 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError, ReadOnlyStoreError
+from asymcheck.errors import (
+    ForeignFileError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+)
 from asymcheck.format.manifest import TensorRow
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.tiers.files import Files, translated
@@ -21,13 +28,16 @@ _SHOWN = 6
 
 
 class SourceFile:
-    """A file that tensors are read from. Threads share it. Close it, or use it in a ``with`` block."""
+    """A file that tensors are read from, and that must not change meanwhile.
+
+    Threads share it. Close it, or use it in a ``with`` block.
+    """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
         """Open ``path``; ``on_read`` is told how many bytes each read has brought.
 
         Raises:
-            InvalidInputError: there is no such file.
+            NotFoundError: there is no such file.
             ForeignFileError: it is no regular file.
         """
         self.path = path
@@ -37,10 +47,12 @@ class SourceFile:
                 # Without O_NONBLOCK opening a named pipe waits for a writer, perhaps for ever.
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise InvalidInputError(f"{path} does not exist") from error
-        with translated("look at", path):
-            mode = os.fstat(self._descriptor).st_mode
-        if not stat.S_ISREG(mode):
+            raise NotFoundError(f"{path} does not exist") from error
+        status = self._status()
+        self.size = status.st_size
+        """Bytes of the file."""
+        self._changed_ns = status.st_mtime_ns
+        if not stat.S_ISREG(status.st_mode):
             self.close()
             raise ForeignFileError(path, "not a regular file", "give the file itself")
 
@@ -48,19 +60,43 @@ class SourceFile:
         """Fill ``target`` from byte ``start`` of the file on.
 
         Raises:
-            ForeignFileError: the file ends before that.
+            ForeignFileError: the file ends before that, or has changed since it was opened.
         """
         count = _FILES.pread(self._descriptor, target, start, self.path)
+        self.check()
         if count < len(target):
             raise ForeignFileError(self.path, f"it ends before byte {start + len(target)}", "fetch or write it again")
         if self._on_read is not None:
             self._on_read(count)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
+    def check(self) -> None:
+        """See that what was read up to now is all of one state of the file.
+
+        Raises:
+            ForeignFileError: somebody has written to it since it was opened.
+        """
+        status = self._status()
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
+            raise ForeignFileError(self.path, "changed while it was read", "convert it again when nobody writes it")
+
+    def _status(self) -> os.stat_result:
         with translated("look at", self.path):
-            return os.fstat(self._descriptor).st_size
+            return os.fstat(self._descriptor)
+
+    def fileno(self) -> int:
+        """Return the descriptor, by which others can read the same file, whatever has its name now."""
+        return self._descriptor
+
+    def mapped(self, start: int, length: int) -> memoryview:
+        """Return bytes of the file as memory; who has read them calls :meth:`check`.
+
+        Raises:
+            ValueError: the file ends before that.
+        """
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        # Private, for torch takes no memory that cannot be written.
+        whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
+        return memoryview(whole)[start - first :]
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:
         """Return the tensor whose elements lie in row-major order from byte ``start`` on."""

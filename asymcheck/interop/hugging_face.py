@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -69,8 +69,10 @@ class Shard:
     tensors: tuple[NewTensor, ...]
 
 
-def read_folder(folder: Path) -> ModelFolder:
+def read_folder(folder: Path, descriptor_of: Callable[[Path], int] | None = None) -> ModelFolder:
     """Read the headers of a model in the layout of Hugging Face; no tensor data is read.
+
+    ``descriptor_of`` opens the weights for somebody who will read the tensors from the same descriptors.
 
     The weights are those of ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that ends
     in ``.safetensors``. A folder with the first two is refused, unless the index is about that one file: which of
@@ -90,11 +92,11 @@ def read_folder(folder: Path) -> ModelFolder:
     if INDEX_NAME in names:
         weight_map = _weight_map(folder, names)
         shards = sorted(set(weight_map.values()))
-        headers = {shard: _shard_header(folder, shard) for shard in shards}
+        headers = {shard: _shard_header(folder, shard, descriptor_of) for shard in shards}
         _check_agreement(folder, weight_map, headers)
     else:
         single = _single_name(folder, names)
-        headers = {single: _shard_header(folder, single)}
+        headers = {single: _shard_header(folder, single, descriptor_of)}
     others = [name for name in names if name not in headers and _is_small_other(folder, name)]
     ignored = [name for name in names if name not in headers and name not in others and name != INDEX_NAME]
     tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
@@ -238,10 +240,10 @@ def _stays_inside(folder: Path, name: str) -> bool:
     return in_cache or target.is_relative_to(home)
 
 
-def _shard_header(folder: Path, name: str) -> SafetensorsHeader:
+def _shard_header(folder: Path, name: str, descriptor_of: Callable[[Path], int] | None) -> SafetensorsHeader:
     path = _inside(folder, name)
     try:
-        return read_header(path)
+        return read_header(path, None if descriptor_of is None else descriptor_of(path))
     except NotFoundError as error:
         # The folder was found; that it names a file it does not have is its own fault.
         raise ForeignFileError(path, "a file of weights that is missing", _FETCH_AGAIN) from error

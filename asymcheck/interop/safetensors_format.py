@@ -112,8 +112,10 @@ class NewTensor(NamedTuple):
     nbytes: int
 
 
-def read_header(path: Path) -> SafetensorsHeader:
+def read_header(path: Path, descriptor: int | None = None) -> SafetensorsHeader:
     """Read and check the header of a safetensors file; links are followed.
+
+    With a ``descriptor``, it is that of this file, whatever lies at ``path`` by now.
 
     Memory is bounded by the header's real length: at most the file's, at most 100 MB, and at most 48 times that
     while its JSON is parsed.
@@ -123,7 +125,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         NotFoundError: there is no such file.
         StorageError: the operating system refused to read it.
     """
-    text, file_bytes = _read_text(path)
+    text, file_bytes = _read_text(path, descriptor)
     try:
         header = parse_json(text, "the header")
     except StructureError as error:
@@ -140,8 +142,10 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def opened(path: Path, descriptor: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file of another program for reading; give it and its size in bytes.
+
+    With a ``descriptor``, which stays open, it is that file.
 
     Raises:
         ForeignFileError: not a regular file.
@@ -150,7 +154,8 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """
     try:
         # Without O_NONBLOCK opening a named pipe waits for a writer, perhaps for ever.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags) if descriptor is None else os.dup(descriptor), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ForeignFileError(path, "not a regular file", "give the file itself")
@@ -163,9 +168,9 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise StorageError(f"cannot read {path}: {error.strerror}; check its permissions and the device") from error
 
 
-def _read_text(path: Path) -> tuple[bytes, int]:
+def _read_text(path: Path, descriptor: int | None) -> tuple[bytes, int]:
     """The header's text, whose length was checked against the file before it was read, and the file's size."""
-    with opened(path) as (file, file_bytes):
+    with opened(path, descriptor) as (file, file_bytes):
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if file_bytes < _LENGTH_BYTES:
             raise ForeignFileError(path, f"truncated: {file_bytes} bytes are no safetensors file", _FETCH_AGAIN)

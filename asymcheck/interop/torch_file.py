@@ -14,6 +14,7 @@ import mmap
 import pickle
 import re
 import struct
+import threading
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from asymcheck.interop.ranged import RangedFile
 from asymcheck.interop.torch_archive import Record, TorchArchive
 from asymcheck.interop.zip_members import MAGIC, fill_checksums
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
+from asymcheck.partition.leaves import TensorBytes, flat_bytes
 from asymcheck.recovery.assemble import ByteTarget
 from asymcheck.recovery.shape import RowRef, replace_rows
 from asymcheck.recovery.stream import Outline
@@ -163,7 +165,7 @@ def _in_file(
         if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
             known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
         else:
-            known[key] = _mapped(tensor, file.path, start, extent)
+            known[key] = _View(tensor, file, start, extent)
     return known[key]
 
 
@@ -175,11 +177,28 @@ def _extent(tensor: torch.Tensor) -> int:
     return int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def _mapped(tensor: torch.Tensor, path: Path, start: int, extent: int) -> torch.Tensor:
-    """Return a tensor that is no plain byte range of the file: a view of the mapped file."""
-    mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=(extent,))
-    view = torch.from_numpy(mapped).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    return view.conj() if tensor.is_conj() else view
+class _View(TensorBytes):
+    """A tensor that is no plain byte range of the file: a view of the mapped file."""
+
+    def __init__(self, tensor: torch.Tensor, file: SourceFile, start: int, extent: int) -> None:
+        super().__init__(TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
+        mapped = torch.frombuffer(file.mapped(start, extent), dtype=torch.uint8)
+        view = mapped.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        self._view = view.conj() if tensor.is_conj() else view
+        self._file = file
+        self._lock = threading.Lock()
+        self._copy: torch.Tensor | None = None
+        self._left = self.nbytes
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` from a copy in order, which is kept until all of it was read."""
+        with self._lock:
+            copy = flat_bytes(self._view) if self._copy is None else self._copy
+            self._left -= len(target)
+            self._copy = copy if self._left > 0 else None
+            self._left = self._left if self._left > 0 else self.nbytes
+        np.copyto(np.frombuffer(target, dtype=np.uint8), copy[start : start + len(target)].numpy())
+        self._file.check()
 
 
 def _replace(value: object, make: Callable[[torch.Tensor], object]) -> object:

@@ -92,7 +92,8 @@ class Complaints:
         """Warn when there are checkpoints, of which ``what`` becomes; return whether there are."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         if steps:
-            message = f"run {self._run!r} has {len(steps)} checkpoints up to step {max(steps)}: {what}"
+            number = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
+            message = f"run {self._run!r} has {number} up to step {max(steps)}: {what}"
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
 

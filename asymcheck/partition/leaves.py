@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from asymcheck.errors import UnsupportedValueError
 from asymcheck.format.manifest_reader import DIMENSIONS_MAX
@@ -205,13 +206,13 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
         if name is None:
             raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
         shape = tuple(source.shape)
-        if len(shape) > DIMENSIONS_MAX:
-            raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
+        _check_dimensions(shape, path)
         if box is None:
             box = Box.of_whole(shape)
             shape = box.shape
         return Leaf(source, path, name, shape, source.nbytes, group, box)
     if isinstance(source, TensorBytes):
+        _check_dimensions(source.shape, path)
         return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
     if type(source) not in (np.ndarray, np.memmap):
         raise UnsupportedValueError(
@@ -226,7 +227,14 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
 
 
+def _check_dimensions(shape: tuple[int, ...], path: str) -> None:
+    if len(shape) > DIMENSIONS_MAX:
+        raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
+
+
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedValueError(path, "it has no shape yet; call its module once before that is saved")
     if type(tensor) not in PLAIN_TENSORS:
         raise UnsupportedValueError(
             path,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.manifest import TensorRow
@@ -139,6 +140,8 @@ class Filler:
 
     def _take(self, current: _Given, number: int) -> str:
         """Note that a tensor is to be filled; say why not when it cannot be filled where it is."""
+        if isinstance(current, torch.Tensor) and is_lazy(current):
+            return "has no shape yet; give its module, not only its state"
         try:
             shard = _shard(current)
         except UnsupportedValueError as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.errors import InvalidInputError, StorageError
+from asymcheck.errors import InvalidInputError, StateMismatchError, StorageError, UnsupportedValueError
 from tests.store.equality import assert_same, tensor_bytes
 
 
@@ -234,3 +234,22 @@ def test_a_state_on_a_gpu_goes_there_and_back(store: Store) -> None:
     loaded = store.load()
     assert isinstance(loaded, dict)
     assert torch.equal(loaded["x"], into["x"].cpu())
+
+
+def lazy_model() -> torch.nn.Module:
+    """One whose parameters have no shape before it was called."""
+    return torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+
+
+def test_a_lazy_model_that_was_not_called_yet_gets_its_shapes_back(store: Store) -> None:
+    """As from torch's own load_state_dict; without the module nobody could give them."""
+    model, fresh = lazy_model(), lazy_model()
+    model(torch.randn(4, 5))
+    store.save({"model": model}, step=1)
+    store.load(into={"model": fresh})
+    assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert fresh.eval()(torch.ones(2, 5)).shape == (2, 3)
+    with pytest.raises(StateMismatchError, match=r"model\.0\.weight: has no shape yet; give its module"):
+        store.load(tensors="model.0.weight", into={"model": {"0.weight": lazy_model()[0].weight}})
+    with pytest.raises(UnsupportedValueError, match=r"model\.0\.weight: it has no shape yet; call its module"):
+        store.save({"model": lazy_model()}, step=2)

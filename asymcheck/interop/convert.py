@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
-from asymcheck.interop.files import Draft, SourceFile
+from asymcheck.interop.files import Draft, SourceFile, refused
 from asymcheck.interop.hugging_face import other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
 from asymcheck.interop.safetensors_format import FileTensor, read_header
@@ -20,12 +20,14 @@ from asymcheck.interop.safetensors_sink import SafetensorsSink
 from asymcheck.interop.target import check_target, format_of
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
+from asymcheck.partition.state import flatten
 from asymcheck.store import Store
 from asymcheck.tiers.files import translated
 from asymcheck.types import Checkpoint, Progress
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file of a folder, as transformers has it by default."""
+_REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +199,9 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():
             file.check()
+        # Now, and not only when it is saved: who saves it may have to make a store first.
+        with refused(path, str, _REMEDY, UnsupportedValueError):
+            flatten(state)
         yield state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from asymcheck.cli import exits
 from asymcheck.cli.main import commands
 from asymcheck.cli.sizes import parse_size
 from tests.cli.conftest import Outcome
+from tests.interop.files import raw
 
 Call = Callable[..., Outcome]
 
@@ -51,6 +53,40 @@ def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path,
     assert call("convert", source, tmp_path / "store").status == status
     assert call("convert", source, tmp_path / "m.pt").status == status
     assert list(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"a": {1, 2}}, "cannot store state at a: values of type set"),
+        ({"a": {"b": "\ud800"}}, "cannot store state at a.b: a string with lone surrogates"),
+        ({"a": {(1, 2): 3}}, "cannot store state at a: "),
+        (functools.reduce(lambda inner, _: [inner], range(70), 0), "nested deeper than"),
+    ],
+    ids=["set", "surrogate", "key", "depth"],
+)
+def test_what_cannot_be_stored_makes_no_store(call: Call, tmp_path: Path, state: object, problem: str) -> None:
+    """Status 2, with the place in the file, and nothing new in the folder."""
+    torch.save(state, tmp_path / "m.pt")
+    outcome = call("convert", tmp_path / "m.pt", tmp_path / "store")
+    assert outcome.status == exits.USAGE
+    assert outcome.err.startswith(f"asymcheck: {tmp_path / 'm.pt'}: ")
+    assert problem in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_a_tensor_of_too_many_dimensions_makes_no_store(call: Call, tmp_path: Path) -> None:
+    """Of any format: what no manifest can say is known before there is a store."""
+    entry = {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}
+    (tmp_path / "m.safetensors").write_bytes(raw({"a.w": entry}, b"x"))
+    torch.save({"w": torch.empty_strided([1] * 65, [1] * 65)}, tmp_path / "m.pt")
+    before = sorted(tmp_path.iterdir())
+    for name, tensor in (("m.safetensors", "model.a.w"), ("m.pt", "w")):
+        outcome = call("convert", tmp_path / name, tmp_path / "store")
+        assert outcome.status == exits.USAGE
+        place = f"{tmp_path / name}: cannot store state at {tensor}: "
+        assert f"{place}tensors of more than 64 dimensions are not supported" in outcome.err
+        assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("words", [("--step", -3), ("--step", 1 << 70), ("--run", "a/b")])

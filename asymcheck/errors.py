@@ -300,7 +300,7 @@ class UnsupportedFileSystemError(StorageError):
 
 
 class ReadOnlyStoreError(StorageError):
-    """The store was opened read-only, or can only be read."""
+    """The store was opened read-only, or can only be read, or this user may not even read it."""
 
     kind = "read-only"
 
@@ -329,7 +329,7 @@ class GivenUpError(AsymcheckError):
     kind = "given-up"
 
 
-UNKNOWING = (TooManyFilesError, RemoteUnreachableError)
+UNKNOWING = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
 """Errors after which nothing is known of the stored bytes: who takes them for damage would pass over a sound one."""
 
 

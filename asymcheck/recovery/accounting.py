@@ -12,12 +12,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import (
-    AsymcheckError,
-    HeadRecordError,
-    MissingPartitionError,
-    TooManyFilesError,
-)
+from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError, MissingPartitionError
 from asymcheck.format import layout, registry
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
@@ -216,7 +211,7 @@ class _Frames:
             pack = tier.open_pack(pack_id)
         except MissingPartitionError:
             return  # recycled since it was listed
-        except TooManyFilesError:
+        except UNKNOWING:
             raise  # nothing is wrong with the pack
         except AsymcheckError:
             with contextlib.suppress(OSError):  # as above

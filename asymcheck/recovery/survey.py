@@ -7,13 +7,13 @@ import dataclasses
 
 from asymcheck.codecs.chain import BaseReader, base_reader, decode_checked
 from asymcheck.errors import (
+    UNKNOWING,
     AsymcheckError,
     BaseDamagedError,
     DigestMismatchError,
     FormatError,
     MissingPartitionError,
     StorageError,
-    TooManyFilesError,
     UnsupportedFormatError,
 )
 from asymcheck.format.digest import digest as digest_of
@@ -105,9 +105,8 @@ def read_indexes(tier: NvmeTier) -> Survey:
     for pack_id in tier.pack_ids():
         try:
             pack = tier.open_pack(pack_id)
-        except TooManyFilesError:
-            # Nothing is wrong with the pack.
-            raise
+        except UNKNOWING:
+            raise  # nothing is wrong with the pack
         except MissingPartitionError:
             continue
         except AsymcheckError as error:
@@ -122,7 +121,7 @@ def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
     """Read every frame of every pack and compare it with its digest.
 
     Raises:
-        TooManyFilesError: this process may not open a file more.
+        TooManyFilesError, ReadOnlyStoreError: this process may not open a file more, or not this one.
     """
     found = Survey()
     pack_ids = tier.pack_ids()
@@ -133,7 +132,7 @@ def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
     for pack_id in pack_ids:
         try:
             content = examine(tier, pack_id, read_base)
-        except TooManyFilesError:
+        except UNKNOWING:
             raise
         except MissingPartitionError:
             pass  # Collected since it was listed.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck import events
-from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, SkippedCheckpointWarning
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, ReadOnlyStoreError, SkippedCheckpointWarning
 from asymcheck.events import Event
 from asymcheck.store import Store
 from asymcheck.tiers.files import Files
@@ -31,13 +31,13 @@ def path(store_path: Path) -> Path:
     return store_path
 
 
-def _broken(path: Path, bad: Callable[[Path], bool]) -> Store:
+def _broken(path: Path, bad: Callable[[Path], bool], number: int = errno.EIO, operation: str = "pread") -> Store:
     """Open a store some of whose files cannot be read."""
-    refuse = faults.refuse(errno.EIO)
+    refuse = faults.refuse(number)
 
-    def before(operation: str, file: Path) -> None:
-        if operation == "pread" and bad(file):
-            refuse(operation, file)
+    def before(done: str, file: Path) -> None:
+        if done == operation and bad(file):
+            refuse(done, file)
 
     return open_store(path, read_only=True, files=WatchedFiles(before))
 
@@ -93,6 +93,23 @@ def test_a_manifest_cannot_be_read(path: Path) -> None:
         with pytest.warns(SkippedCheckpointWarning, match="Input/output error"):
             assert fingerprint(store.load()) == fingerprint(make_state(0))
         assert any(finding.severity is Severity.ERROR for finding in store.verify())
+
+
+@pytest.mark.parametrize("kind", ["packs", "manifests"])
+def test_who_may_not_read_is_told_so(path: Path, kind: str) -> None:
+    """That is no damage: an older checkpoint in the place of a sound one would be a silent loss of training."""
+    with open_store(path, read_only=True) as store:
+        sound = store.verify()
+        newest = {part.pack for tensor in store.tensors(2)[1] for part in tensor.partitions}
+    files = {file for pack in newest for file in path.glob(f"packs/{pack}.pack")}
+    if kind == "manifests":
+        files = set(path.glob("manifests/default/*-000000000002-*/*.manifest"))
+    with _broken(path, files.__contains__, errno.EACCES, "open_read") as store:
+        for action in (store.load, lambda: store.load(2), store.verify):
+            with pytest.raises(ReadOnlyStoreError, match="Permission denied"):
+                action()
+    with open_store(path) as store:
+        assert store.verify() == sound
 
 
 def _until_enough() -> Iterator[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from asymcheck.errors import (
     ReadOnlyStoreError,
 )
 from asymcheck.format.manifest import TensorRow
+from asymcheck.interop.leftovers import aside, clear, draft_of, remove
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.tiers.files import Files, translated
 
@@ -182,7 +182,8 @@ class Region:
 class Draft:
     """A file or folder that gets its name when it is complete, so that nobody meets a half-written one.
 
-    It grows beside its final place, under a name that ends in ``.partial``.
+    It grows beside its final place, under a name that ends in ``.partial``; what killed processes left of others for
+    the same place is removed.
     """
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
@@ -193,12 +194,13 @@ class Draft:
         """
         self.target = target
         self._overwrite = overwrite
-        self.path = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
+        self.path = draft_of(target)
         self._files: list[TargetFile] = []
         self._bytes = 0
         with translated("look at", target):
             if not target.absolute().parent.is_dir():
                 raise InvalidInputError(f"{target.parent} is not a folder; create it first")
+            clear(target)
             self._check_free()
 
     def _check_free(self) -> None:
@@ -259,9 +261,8 @@ class Draft:
                 _FILES.sync_directory(self.path)
             self._replace()
             _FILES.sync_directory(self.target.absolute().parent)
-        except BaseException:
+        finally:
             self.discard()
-            raise
 
     def _replace(self) -> None:
         with translated("look at", self.target):
@@ -270,29 +271,26 @@ class Draft:
         with translated("rename", self.path):
             if self.target.is_dir() and not self.target.is_symlink():
                 # A folder cannot be replaced in one step: the old one stays until the new one has its name.
-                old = self.path.with_name(f"{self.path.name}.old")
+                old = aside(self.path)
                 self.target.rename(old)
                 try:
                     self.path.rename(self.target)
                 except BaseException:
                     old.rename(self.target)
                     raise
-                shutil.rmtree(old)
+                # From here on it is not given back to who clears up, but removed.
+                old.rename(self.path)
             else:
                 self.path.rename(self.target)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, or what it has taken the place of."""
         for file in self._files:
             file.close()
         self._files.clear()
         # An older checkpoint may be written in place of a damaged one.
         self._bytes = 0
-        with contextlib.suppress(OSError):
-            if self.path.is_dir():
-                shutil.rmtree(self.path)
-            else:
-                self.path.unlink(missing_ok=True)
+        remove(self.path)
 
 
 def _is_model_folder(folder: Path) -> bool:

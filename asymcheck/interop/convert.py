@@ -81,7 +81,9 @@ class Output:
             return TorchSink(draft, lambda shape: pick(shape, part).shape)
         files = () if self.files_from is None else [self.files_from / name for name in other_files(self.files_from)]
         shard_bytes = self.max_shard_bytes if kind == "folder" else None
-        return SafetensorsSink(draft, lambda shape: pick(shape, part), max_shard_bytes=shard_bytes, files=files)
+        return SafetensorsSink(
+            draft, lambda shape: pick(shape, part, tensors_only=True), max_shard_bytes=shard_bytes, files=files
+        )
 
 
 def export_checkpoint(  # noqa: PLR0913 - each says something else of what is read

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
+from typing import Final
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.tree import Key, join_name
@@ -19,6 +20,7 @@ TIED = "asymcheck.tied"
 """Key of a safetensors file's metadata: JSON of further names of tied tensors, with the names they lie under."""
 
 _SHOWN = 8
+_NOTHING: Final = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +63,16 @@ class Part:
         return [join_name(path) for path, leaf in leaves_of(self.shape) if not isinstance(leaf, RowRef)]
 
 
-def pick(shape: object, part: str | None) -> Part:
+def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part:
     """Return the part of a state that lies under the dotted name ``part``; all of it when that is None.
 
     Of a checkpoint that was converted from a file, and of which nothing else was made since, the part is by default
     what that file held.
 
     Raises:
-        InvalidInputError: there is no such part.
+        InvalidInputError: there is no such part; or, of a file of ``tensors_only``, a part was named without any.
     """
+    named = part
     source = shape.get(SOURCE) if isinstance(shape, dict) else None
     is_converted = _is_source(source)
     if part is None and is_converted and isinstance(shape, dict) and shape.keys() == {MODEL, SOURCE}:
@@ -80,9 +83,11 @@ def pick(shape: object, part: str | None) -> Part:
     if isinstance(source, dict) and is_converted and part is not None and _is_within(part, MODEL):
         metadata, files = source["metadata"], source["files"]
     found = shape if part is None else _descend(shape, part)
-    if found is None:
+    if found is _NOTHING:
         tops = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
         raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {', '.join(tops[:_SHOWN]) or 'no parts'}")
+    if tensors_only and named is not None and not any(isinstance(leaf, RowRef) for _, leaf in leaves_of(found)):
+        raise InvalidInputError(f"part {named!r} of the checkpoint has no tensors; a .pt file takes what it has")
     for name in files:
         if PurePosixPath(name).name != name or name == ".." or "\0" in name:
             raise InvalidInputError(f"the checkpoint holds a file with the name {name!r}, which leads out of a folder")
@@ -119,33 +124,36 @@ def _is_within(part: str, whole: str) -> bool:
 
 
 def _descend(shape: object, name: str) -> object:
-    """Return what lies under a dotted name; None when nothing does."""
-    if not isinstance(shape, dict):
-        return None
-    for key, value in shape.items():
+    """Return what lies under a dotted name; ``_NOTHING`` when nothing does."""
+    for key, value in _items(shape):
         own = join_name((key,))
         if own == name:
             return value
         # A key may have dots in it, so every key that fits is tried.
         if name.startswith(f"{own}."):
             found = _descend(value, name[len(own) + 1 :])
-            if found is not None:
+            if found is not _NOTHING:
                 return found
     # The keys of a module's state are dotted names themselves, so a part of it is those that begin alike.
     prefix = f"{name}."
-    return {
-        own[len(prefix) :]: value for key, value in shape.items() if (own := join_name((key,))).startswith(prefix)
-    } or None
+    inside = {
+        own[len(prefix) :]: value for key, value in _items(shape) if (own := join_name((key,))).startswith(prefix)
+    }
+    return inside or _NOTHING
+
+
+def _items(shape: object) -> Iterable[tuple[Key, object]]:
+    """Return what a container has, with keys or indexes; nothing of what is none."""
+    if isinstance(shape, dict):
+        return shape.items()
+    return enumerate(shape) if type(shape) in (list, tuple) else ()  # type: ignore[arg-type]  # the type was just compared
 
 
 def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], object]]:
     """Yield every value that is no container, with its path."""
-    if isinstance(shape, dict):
-        for key, value in shape.items():
+    if isinstance(shape, dict) or type(shape) in (list, tuple):
+        for key, value in _items(shape):
             yield from leaves_of(value, (*path, key))
-    elif type(shape) in (list, tuple):
-        for index, value in enumerate(shape):  # type: ignore[arg-type]  # the type was just compared
-            yield from leaves_of(value, (*path, index))
     else:
         yield path, shape
 

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from asymcheck import Store
+from asymcheck.errors import InvalidInputError
 from asymcheck.interop.convert import Output, export_checkpoint, import_checkpoint
 from tests.store.equality import assert_same
 
@@ -88,3 +89,51 @@ def test_the_files_of_a_converted_model_can_be_named_as_a_part(store: Store, tmp
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert loaded["config.json"].numpy().tobytes() == b"{}"
+
+
+NESTED: Any = {"l": [torch.ones(1), {"q": torch.ones(2)}, (torch.zeros(3), None)], "none": None, "epoch": 3, "e": {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("l.1", NESTED["l"][1]),
+        ("l.1.q", NESTED["l"][1]["q"]),
+        ("l.2.0", NESTED["l"][2][0]),
+        ("l.2.1", None),
+        ("none", None),
+        ("e", {}),
+        ("epoch", 3),
+    ],
+)
+def test_a_part_is_what_lies_there(store: Store, tmp_path: Path, part: str, expected: object) -> None:
+    """Inside of lists and tuples by index, as names of tensors have it; also None."""
+    store.save(NESTED, step=0)
+    export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
+    assert_same(torch.load(tmp_path / "o.pt", weights_only=True), expected)
+
+
+@pytest.mark.parametrize("part", ["l.3", "l.-1", "l.00", "l.q", "l.0.0", "none.x", "epoch.0", "e.x"])
+def test_a_part_that_is_not_there_is_refused(store: Store, tmp_path: Path, part: str) -> None:
+    """With what there is."""
+    store.save(NESTED, step=0)
+    with pytest.raises(InvalidInputError, match=rf"no part '{part}'; it has l, none, epoch, e"):
+        export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
+
+
+@pytest.mark.parametrize("name", ["o.safetensors", "o"])
+@pytest.mark.parametrize("part", ["none", "epoch", "e", "l.2.1"])
+def test_a_part_without_tensors_makes_no_file_of_tensors(store: Store, tmp_path: Path, part: str, name: str) -> None:
+    """It would be empty, and who named the part wants what is in it."""
+    store.save(NESTED, step=0)
+    with pytest.raises(InvalidInputError, match=rf"part '{part}' of the checkpoint has no tensors; a \.pt file takes"):
+        export_checkpoint(store, Output(tmp_path / name), part=part)
+    assert not list(tmp_path.glob("*o*.*"))
+
+
+def test_a_file_without_tensors_comes_back(store: Store, tmp_path: Path) -> None:
+    """As it was, for nobody has named a part."""
+    safetensors.torch.save_file({}, tmp_path / "m.safetensors", {"format": "pt"})
+    import_checkpoint(store, tmp_path / "m.safetensors")
+    export_checkpoint(store, Output(tmp_path / "o.safetensors"))
+    assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()

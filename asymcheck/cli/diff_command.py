@@ -137,7 +137,7 @@ def _show_norms(changes: tuple[TensorChange, ...]) -> None:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     output.print_table(columns, rows)
     for note, names in notes.items():
-        click.echo(f"no norms of {', '.join(names)}: {note}")
+        click.echo(f"no norms of {', '.join(map(output.shown, names))}: {note}")
 
 
 def _show_sums(difference: Difference) -> None:

@@ -26,9 +26,18 @@ from asymcheck.types import Checkpoint, readable_size
 _PIPE_WIDTH = 10_000
 _TABLE_WIDTH = 80
 _MINUTE = 60
+_LINE = "\n  "
 _SAVE_SHOWN = 12
 _NAMES_SHOWN = 3
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def shown(text: str) -> str:
+    """Return a text with escapes for what cannot be printed: names come from files, and a terminal obeys some."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def console() -> Console:
@@ -46,7 +55,7 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]
         is_number = side == "right"
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(shown(cell)) for cell in row))
     page = console()
     # In less, columns are a character wide; so the terminal wraps the lines.
     page.width = max(page.width, _TABLE_WIDTH)
@@ -55,12 +64,13 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]
 
 def print_entry(heading: str, details: Sequence[str]) -> None:
     """Print a heading with indented lines below it, wrapped to the terminal."""
-    click.secho(heading, bold=True)
+    click.secho(shown(heading.replace(_LINE, " ")), bold=True)
     indent = " " * 4
     for line in details:
+        text = shown(line.replace(_LINE, " "))
         click.echo(
             textwrap.fill(
-                line, console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+                text, console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
             )
         )
 
@@ -86,7 +96,9 @@ def _jsonable(value: object) -> object:
 
 def note(text: str) -> None:
     """Say something beside the result, on standard error."""
-    click.echo(f"asymcheck: {text}", err=True)
+    # Lists in messages are indented lines; a line break without that is one in a name.
+    lines = _LINE.join(map(shown, text.split(_LINE)))
+    click.echo(f"asymcheck: {lines}", err=True)
 
 
 def save(save_id: str) -> str:
@@ -131,7 +143,7 @@ def count(number: int, thing: str) -> str:
 
 def few(names: Sequence[str]) -> str:
     """Return the first names of a list that may be long."""
-    return ", ".join(names[:_NAMES_SHOWN]) + (" …" if len(names) > _NAMES_SHOWN else "")
+    return ", ".join(map(shown, names[:_NAMES_SHOWN])) + (" …" if len(names) > _NAMES_SHOWN else "")
 
 
 @contextlib.contextmanager

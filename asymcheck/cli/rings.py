@@ -76,7 +76,7 @@ def _is_damaged(ring: RingFile) -> bool:
 def _show(ring: RingFile) -> None:
     click.echo(f"ring {ring.path}  {output.size(ring.nbytes)}")
     if ring.problem:
-        click.echo(f"    {ring.problem}")
+        click.echo(f"    {output.shown(ring.problem)}")
         return
     state = "alive" if ring.is_alive else "dead"
     made = "" if ring.created_ns is None else f"  made {output.moment(ring.created_ns)} UTC"

@@ -1,0 +1,76 @@
+"""Names come from files of others: what a terminal would obey is shown in escapes, and JSON has them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.cli import exits, output
+from tests.cli.conftest import Outcome
+from tests.interop.files import U8, raw
+
+Call = Callable[..., Outcome]
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\nasymcheck: all is well\r\u202eb\x9bü×"
+SHOWN = r"a\x1b]0;owned\x07\x1b[2J\nasymcheck: all is well\r\u202eb\x9bü×"
+
+
+@pytest.fixture
+def hostile(call: Call, tmp_path: Path) -> Path:
+    """A store of a file that somebody else has written, with a second step in which its tensor is another one."""
+    (tmp_path / "m.safetensors").write_bytes(raw({HOSTILE: U8}, b"x"))
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exits.OK
+    with Store.open(tmp_path / "store") as store:
+        names = {HOSTILE: torch.tensor([9], dtype=torch.float8_e4m3fn), "rest": 1}
+        store.save({"model": names, "l": torch.ones(9), HOSTILE: 3}, step=1, metrics={HOSTILE: 1.0})
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "{}"),
+        ("inspect", "{}", "--step", "0"),
+        ("inspect", "{}", "--values"),
+        ("inspect", "{}", "--step", "1", "--values", "--tensors", "nothing"),
+        ("log", "{}"),
+        ("diff", "{}", "0", "1"),
+        ("restore", "{}", "--to", "{}/../o.safetensors"),
+        ("restore", "{}", "--to", "{}/../o.pt", "--part", "nothing"),
+    ],
+    ids=" ".join,
+)
+def test_no_name_is_obeyed(call: Call, hostile: Path, words: tuple[str, ...]) -> None:
+    """In tables, in lines, and in messages; each name is in one line."""
+    outcome = call(*(word.format(hostile) for word in words))
+    text = outcome.out + outcome.err
+    assert SHOWN in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "\nasymcheck: all is well" not in text
+
+
+def test_what_a_lost_tensor_is_called(call: Call, hostile: Path) -> None:
+    """Also where damage is told."""
+    with Store.open(hostile) as store:
+        store.save({HOSTILE: torch.ones(9000)}, step=2)
+    max((hostile / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns).unlink()
+    for words in (("verify", hostile), ("restore", hostile, "--to", hostile.parent / "o.pt", "--step", 2)):
+        outcome = call(*words)
+        assert "\x1b" not in outcome.out + outcome.err
+        assert r"\x1b]0;owned\x07" in outcome.out + outcome.err
+
+
+def test_json_has_names_as_they_are(call: Call, hostile: Path) -> None:
+    """There nothing obeys them."""
+    tensors = call("inspect", hostile, "--step", 0, "--json").json["tensors"]
+    assert [item["name"] for item in tensors] == [f"model.{HOSTILE}"]  # type: ignore[attr-defined]  # JSON
+
+
+def test_what_can_be_printed_stays_as_it_is() -> None:
+    """Escapes are for the rest."""
+    assert output.shown("ü × − 日本 'a\\b'") == "ü × − 日本 'a\\b'"
+    assert output.shown("\ud800\U000e0001\u00a0") == r"\ud800\U000e0001\xa0"

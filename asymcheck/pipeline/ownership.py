@@ -161,9 +161,14 @@ def _address(source: Source) -> int:
 
 
 def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, and the tensors of its state; thousands, and in each step."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [state for parameter in parameters if (state := optimizer.state.get(parameter)) is not None]
+    """Return the parameters that an optimizer changes, and the tensors of their state; thousands, and in each step.
+
+    Those without a gradient it leaves as they are: who moves them, as an average of others in ``forward``, is not it.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    # A wrapper of another optimizer may have none.
+    known = getattr(optimizer, "state", {})
+    states = [state for parameter in parameters if (state := known.get(parameter)) is not None]
     values = [*parameters, *chain.from_iterable(state.values() for state in states)]
     # Those of other types have no memory of their own that could be compared. Of a DTensor, the optimizer changes the
     # part that is here, and the state has that very memory.

@@ -68,6 +68,8 @@ OWNERS: dict[str, Callable[[Trained], object]] = {
     "state where a buffer is": lambda it: it.move_mean(it.both[3:]),
     "a parameter elsewhere": lambda it: setattr(it.model[0], "data", torch.rand(3)),
     "a parameter that is not there elsewhere": lambda it: setattr(it.hidden, "data", torch.rand(3)),
+    "a parameter that is frozen": lambda it: it.model[1].requires_grad_(False),
+    "a parameter that is frozen no more": lambda it: it.model[1].requires_grad_(True),
     "an array of a parameter": lambda it: it.value.update(rng=it.model[0].detach().numpy()),
 }
 
@@ -124,6 +126,33 @@ def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None
     parts = [TensorShard(weight, (4, 2), (offset, 0)) for offset in (0, 2)]
     leaves = flatten({"parts": parts, "buffer": torch.rand(1)}).leaves
     assert Ownership().deferred_rows(leaves, [optimizer]) == (True, True, False)
+
+
+def test_a_frozen_parameter_is_no_optimizers() -> None:
+    """It leaves that as it is; an average of others that moves in ``forward`` is often among its parameters."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("trained", "average")})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand(2, 2)
+    optimizer.step()
+    ownership, leaves = Ownership(), flatten({"model": model, "optimizer": optimizer}).leaves
+    assert [leaf.name for leaf in leaves][:2] == ["model.trained.weight", "model.average.weight"]
+    found = [ownership.deferred_rows(leaves, [optimizer])]
+    model["average"].requires_grad_(False)
+    found.append(ownership.deferred_rows(leaves, [optimizer]))
+    assert found == [(True, True, True, True), (True, False, True, False)]
+
+
+def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
+    """What it does not show is copied at once."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups = inner.param_groups
+
+    weight = torch.nn.Parameter(torch.rand(2))
+    leaves = flatten({"weight": weight, "buffer": torch.rand(1)}).leaves
+    assert Ownership().deferred_rows(leaves, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
 
 
 def test_an_empty_tensor_is_no_optimizers() -> None:

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -140,6 +140,21 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Not one that was replaced just now, or by others: its number would be free for a file when it is dropped here.
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        raw = io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+
+
+class _Messages(io.FileIO):
+    """Standard error: where it cannot be written, as on a full disk, the status still says what it has to."""
+
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 - bytes of any kind, as the base class has it
+        """Write some of it; where that fails, let it go."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
 
 
 def _leave(status: int) -> None:

@@ -173,12 +173,28 @@ def test_output_that_cannot_be_written_is_said(store: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("log nowhere", exits.NOT_FOUND),
+        ("inspect --nonsense", exits.USAGE),
+        ("inspect {store} --step 20 > /dev/full", exits.STORAGE),
+        ("restore {store} --to {store}.safetensors", exits.OK),
+    ],
+)
+def test_messages_that_cannot_be_written_change_no_status(store: Path, words: str, status: int) -> None:
+    """It would be 1, which says that a checkpoint is lost."""
+    done = _run(f"{sys.executable} -m asymcheck {words.format(store=store)} 2> /dev/full")
+    assert done.returncode == status
+
+
 def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     """Python's own would be 1, which says that a checkpoint is lost."""
     script = "import asymcheck.store as s, asymcheck.cli; s.Store.checkpoints = None; asymcheck.cli.main()"
     done = _run(f"{sys.executable} -c '{script}' inspect {store}")
     assert done.returncode == exits.DEFECT
     assert "Traceback" in done.stderr
+    assert _run(f"{sys.executable} -c '{script}' inspect {store} 2> /dev/full").returncode == exits.DEFECT
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -187,6 +203,13 @@ def test_a_closed_stream_is_no_defect(store: Path, closed: str) -> None:
     command = f"{sys.executable} -m asymcheck"
     assert _run(f"{command} inspect {store} {closed}").returncode == exits.OK
     assert _run(f"{command} delete {store} 10 {closed}").returncode == exits.USAGE
+
+
+def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
+    """Or a file of the store would get it, and with it what is printed."""
+    script = "import asymcheck.cli, atexit, os; atexit.register(lambda: print(os.readlink('/proc/self/fd/2')))"
+    done = _run(f'{sys.executable} -c "{script}; asymcheck.cli.main()" inspect {store} 2>&-')
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (exits.OK, "/dev/null")
 
 
 def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:

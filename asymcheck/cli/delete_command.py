@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 import click
@@ -48,7 +49,7 @@ def delete(
         return
     for item in deleted:
         click.echo(f"deleted {_name(item)}")
-    click.echo(f"'asymcheck gc {store}' frees the bytes that no other checkpoint needs")
+    click.echo(f"asymcheck gc {shlex.quote(store)} frees the bytes that no other checkpoint needs")
 
 
 def _chosen(store: Store, step: int, run: str, generation: int | None) -> list[Checkpoint]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -11,10 +12,11 @@ import click
 
 from asymcheck.cli import exits, output
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import StorageError
+from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.pipeline.collect_rings import CollectedRing
 from asymcheck.store import Store
 from asymcheck.tiers.dram_ring import RingCapture, RingFile
+from asymcheck.tiers.files import translated
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -50,13 +52,21 @@ def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path
 
 
 def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> str:
-    of_run = "" if run in (None, DEFAULT_RUN) else f" --run {run}"
-    folder = "" if str(ring_folder) == CaptureConfig.ring_folder else f" --ring-folder {ring_folder}"
-    return f"asymcheck restore {store} --tier dram{of_run}{folder}"
+    words = ["asymcheck", "restore", str(store), "--tier", "dram"]
+    words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
+    words += [] if str(ring_folder) == CaptureConfig.ring_folder else ["--ring-folder", str(ring_folder)]
+    return shlex.join(words)
 
 
 def show_rings(store: Store, run: str | None, ring_folder: Path, *, as_json: bool) -> int:
-    """Print the rings of a store; return the exit status, which tells whether something left is damaged."""
+    """Print the rings of a store; return the exit status, which tells whether something left is damaged.
+
+    Raises:
+        NotFoundError: there is no such folder; one that is empty may as well be the wrong one.
+    """
+    with translated("look at", ring_folder):
+        if not ring_folder.exists():
+            raise NotFoundError(f"{ring_folder} does not exist; --ring-folder names where the training has its rings")
     rings = store.rings(run, ring_folder=ring_folder)
     is_damaged = any(_is_damaged(ring) for ring in rings)
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shlex
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -227,7 +228,7 @@ class Draft:
             listed = ", ".join(lost[:_SHOWN]) + (" …" if len(lost) > _SHOWN else "")
             raise InvalidInputError(
                 f"{self.target} is not replaced: the new folder would be without its {listed}. Take them along with "
-                f"asymcheck restore --files-from {self.target}, move them away, or give another name"
+                f"asymcheck restore --files-from {shlex.quote(str(self.target))}, move them away, or give another name"
             )
 
     def file(self, name: str = "", size: int = 0) -> TargetFile:

@@ -31,9 +31,17 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
     outcome = call("delete", store, 10, "--yes")
     assert (outcome.status, outcome.err) == (exits.OK, "")
     assert outcome.out.startswith(f"deleted default step 10 (generation 1, save {save_id[:12]}, ")
-    assert outcome.out.endswith(f"'asymcheck gc {store}' frees the bytes that no other checkpoint needs\n")
+    assert outcome.out.endswith(f"\nasymcheck gc {store} frees the bytes that no other checkpoint needs\n")
     assert steps(store) == [20, 30, 25]
     assert call("verify", store).status == exits.OK
+
+
+def test_what_is_to_be_typed_next_is_quoted(call: Call, store: Path) -> None:
+    """A path may have a space in it."""
+    there = store.rename(store.with_name("my store"))
+    assert call("delete", there, 10, "--yes").out.endswith(
+        f"\nasymcheck gc '{there}' frees the bytes that no other checkpoint needs\n"
+    )
 
 
 def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:

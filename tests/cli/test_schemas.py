@@ -20,7 +20,7 @@ Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 
 WORDS: dict[str, list[tuple[str, ...]]] = {
-    "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "dram", "--ring-folder", "{new}")],
+    "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "dram", "--ring-folder", "{here}")],
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
     "convert": [("{new}.pt",)],
@@ -120,7 +120,12 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
             where = f"file://{tmp_path}/remote{next(numbers)}"
             call("push", path, where)
         return [
-            call(name, where, *(word.format(new=tmp_path / f"new{next(numbers)}") for word in words), "--json")
+            call(
+                name,
+                where,
+                *(word.format(new=tmp_path / f"new{next(numbers)}", here=tmp_path) for word in words),
+                "--json",
+            )
             for words in WORDS[name]
         ]
 

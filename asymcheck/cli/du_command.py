@@ -124,7 +124,8 @@ def _problems(accounting: Accounting) -> list[str]:
         found.append(f"{unreadable} cannot be read: gc frees nothing while what they need is unknown")
     missing = sum(item.missing_partitions > 0 for item in accounting.checkpoints)
     if missing:
-        found.append(f"{output.count(missing, 'checkpoint')} refer to partitions that lie in no readable pack")
+        refer = "1 checkpoint refers" if missing == 1 else f"{missing} checkpoints refer"
+        found.append(f"{refer} to partitions that lie in no readable pack")
     if accounting.damaged_packs:
         found.append(f"{output.count(accounting.damaged_packs, 'pack')} with a damaged header or index; gc keeps them")
     return [*found, "run 'asymcheck verify' for all the damage"] if found else []

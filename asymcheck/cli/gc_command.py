@@ -89,6 +89,7 @@ def _sentence(done: Collected, *, dry_run: bool) -> str:
     if dry_run:
         return f"would free {freed}; {output.count(done.kept_packs, 'pack')} needed"
     kept = f", {done.pooled_packs} of them kept to be overwritten" if done.pooled_packs else ""
-    busy = f"; {output.count(done.busy_packs, 'pack')} in use were left" if done.busy_packs else ""
+    left = "1 pack in use was left" if done.busy_packs == 1 else f"{done.busy_packs} packs in use were left"
+    busy = f"; {left}" if done.busy_packs else ""
     swept = f"; {output.count(done.removed_temporaries, 'leftover file')} removed" if done.removed_temporaries else ""
     return f"freed {freed}{kept}; {output.count(done.kept_packs, 'pack')} needed{busy}{swept}"

@@ -44,8 +44,12 @@ def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
     max((store / "packs").iterdir(), key=lambda path: path.stat().st_size).unlink()
     outcome = call("du", store)
     assert outcome.status == 1
-    assert "refer to partitions that lie in no readable pack" in outcome.out
+    assert "\n3 checkpoints refer to partitions that lie in no readable pack\n" in outcome.out
     assert "damaged" in outcome.out
+    with asymcheck.Store.open(store) as opened:
+        for step in (10, 20):
+            opened.delete(step)
+    assert "\n1 checkpoint refers to partitions that lie in no readable pack\n" in call("du", store).out
 
 
 def test_a_damaged_index_costs_none(call: Call, store: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 
 import asymcheck
 from asymcheck.cli import exits
+from asymcheck.cli.gc_command import _sentence
+from asymcheck.pipeline.collect import Collected
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -89,6 +91,12 @@ def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
     assert "(1 pack after a copy of 2.0 MiB that is needed of them)" in outcome.out
     outcome = call("gc", store_path, "--keep-last", 1)
     assert "(1 pack after a copy of 2.0 MiB that was needed of them)" in outcome.out
+
+
+def test_packs_in_use_are_counted() -> None:
+    """One is singular."""
+    words = [_sentence(Collected(busy_packs=count), dry_run=False).partition("needed; ")[2] for count in (0, 1, 2)]
+    assert words == ["", "1 pack in use was left", "2 packs in use were left"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _RING_BYTES_MAX = 1 << 46
 """What a process can map of one file, to which a header is added."""
+_SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # pathlib makes one slash of two: to write to such a name is to write beside where one wanted to.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -74,6 +75,19 @@ def check_step(step: object) -> int:
     if number is None or not 0 <= number <= registry.STEP_MAX:
         raise InvalidInputError(f"step {step!r:.100}: give an integer from 0 to {registry.STEP_MAX}")
     return number
+
+
+def check_which(step: object) -> int | str:
+    """Return what names a checkpoint to read: a step, or ``save:`` and the first digits of a save id.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if not isinstance(step, str):
+        return check_step(step)
+    if not _SAVE_NAME.fullmatch(step):
+        raise InvalidInputError(f"step {step!r:.100}: give a step, or save:DIGITS, the first ones of a save id")
+    return step
 
 
 def check_part(part: object) -> None:

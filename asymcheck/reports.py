@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asymcheck.arguments import check_glob, check_step
+from asymcheck.arguments import check_glob, check_step, check_which
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import layout
@@ -83,21 +83,21 @@ class Reports:
         return self._tier.manifests.runs()
 
     def tensors(
-        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+        self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredTensor]]:
         """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
         self._tier.check_usable()
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         check_glob(pattern)
         ref, tensors = inventory(self._tier, layout.check_run(run), step, pattern)
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), tensors
 
     def values(
-        self, step: int | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+        self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredValue]]:
         """Return a checkpoint, the newest by default, and its plain values that match a glob, as texts."""
         self._tier.check_usable()
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         check_glob(pattern)
         ref, found = values(self._tier, layout.check_run(run), step, pattern)
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run)), found

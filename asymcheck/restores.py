@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asymcheck.arguments import check_device, check_glob, check_rank, check_step
+from asymcheck.arguments import check_device, check_glob, check_rank, check_which
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import (
     UNKNOWING,
@@ -44,7 +44,7 @@ class Restores(Remotes):
 
     def load(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         tensors: str = "*",
         into: object = None,
@@ -61,7 +61,8 @@ class Restores(Remotes):
         of one length by item, parts put together to whole tensors; what differs from rank to rank is rank 0's.
 
         Args:
-            step: which one; None for the newest.
+            step: which one; None for the newest. ``"save:"`` and the first digits of a save id name one of several
+                saves of a step.
             tensors: a glob of dotted names, for instance ``"model.*"``; only what matches is read and returned.
             into: a state whose tensors are filled in place, without a second copy in memory; objects in it get
                 ``load_state_dict``. It may be a part
@@ -85,7 +86,7 @@ class Restores(Remotes):
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         tensors: str = "*",
         into: object = None,
@@ -106,7 +107,7 @@ class Restores(Remotes):
 
         self._tier.check_usable()
         layout.check_run(run)
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         check_glob(tensors)
         wanted = Wanted(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
         if into is not None:
@@ -163,7 +164,7 @@ class Restores(Remotes):
     def read(
         self,
         read: Callable[[ReadTier, Resolved], Finish],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         run: str = DEFAULT_RUN,
     ) -> Restored:
@@ -176,14 +177,14 @@ class Restores(Remotes):
 
         self._tier.check_usable()
         layout.check_run(run)
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         with timed("restore", 0, lambda: {"run": run}), self._source() as source:
             return self._restored(read_first(source, run, step, partial(read, source)), step)
 
     def stream(
         self,
         sink: Sink,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         tensors: str = "*",
         run: str = DEFAULT_RUN,
@@ -202,7 +203,7 @@ class Restores(Remotes):
 
         self._tier.check_usable()
         layout.check_run(run)
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         check_glob(tensors)
         with self._source() as source:
             return self._restored(stream(source, run, step, tensors, sink, progress, rank=check_rank(rank)), step)
@@ -210,7 +211,7 @@ class Restores(Remotes):
     def stream_from_memory(
         self,
         sink: Sink,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         tensors: str = "*",
         run: str = DEFAULT_RUN,
@@ -230,10 +231,10 @@ class Restores(Remotes):
 
         self._tier.check_usable()
         layout.check_run(run)
-        step = None if step is None else check_step(step)
+        step = None if step is None else check_which(step)
         check_glob(tensors)
         loaded = stream_from_rings(self._tier, Path(ring_folder), RingWanted(run, step, tensors), sink, progress)
         return self._restored(loaded, step=loaded.ref.step)
 
-    def _restored(self, loaded: Loaded, step: int | None) -> Restored:
+    def _restored(self, loaded: Loaded, step: int | str | None) -> Restored:
         return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)

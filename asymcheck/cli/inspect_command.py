@@ -9,6 +9,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.cli.places import Places, places_of, places_option
 from asymcheck.cli.rings import note_what_is_only_in_memory, ring_options, show_rings
+from asymcheck.cli.steps import parse_which
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.resolve import check_run_exists
@@ -23,7 +24,13 @@ _METRICS_SHOWN = 3
 @click.command(epilog=exits.HELP, short_help="List checkpoints, or the tensors or values of one.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=None, help="Only this run; for tensors, the run to look into [default: 'default'].")
-@click.option("--step", type=int, default=None, help="List the tensors of this step's checkpoint.")
+@click.option(
+    "--step",
+    metavar="STEP",
+    callback=parse_which,
+    default=None,
+    help="List the tensors of this step's checkpoint; save:DIGITS for one of its saves.",
+)
 @click.option(
     "--tensors", "pattern", default=None, help="List tensors whose name matches this glob, for instance 'model.*'."
 )
@@ -37,7 +44,7 @@ def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: click.Context,
     store: str,
     run: str | None,
-    step: int | None,
+    step: int | str | None,
     pattern: str | None,
     values: bool,  # noqa: FBT001 - click's way
     tier: str,

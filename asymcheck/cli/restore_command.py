@@ -10,6 +10,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.cli.rings import ring_options
 from asymcheck.cli.sizes import parse_size
+from asymcheck.cli.steps import parse_which
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.store import Store
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="*.safetensors, *.pt (.pth, .bin), or a folder: the layout of Hugging Face.",
 )
-@click.option("--step", type=int, default=None, help="Which checkpoint [default: the newest consistent one].")
+@click.option(
+    "--step",
+    metavar="STEP",
+    callback=parse_which,
+    default=None,
+    help="Which checkpoint: a step, or save:DIGITS of one save of it [default: the newest consistent one].",
+)
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoint.")
 @click.option("--part", default=None, help="Only what lies under this key, for instance 'model', by its names there.")
 @click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")
@@ -53,7 +60,7 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: click.Context,
     store: str,
     target: Path,
-    step: int | None,
+    step: int | str | None,
     run: str,
     part: str | None,
     tensors: str,

@@ -90,7 +90,7 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
     store: Store,
     output: Output,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     run: str = DEFAULT_RUN,
     part: str | None = None,
     tensors: str = "*",
@@ -103,7 +103,7 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
     Args:
         store: where it lies.
         output: where it goes.
-        step: which one; the newest consistent one by default.
+        step: which one, a step or ``save:DIGITS``; the newest consistent one by default.
         run: whose checkpoint.
         part: dotted name of a part of the state, for instance ``model``; its name is taken off the tensors' names.
         tensors: a glob of names in the whole state.

@@ -78,7 +78,7 @@ class StoredValue:
     """The rank that saved it."""
 
 
-def values(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:
+def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:
     """Return a checkpoint (the newest by default) and its plain values whose name matches a glob, in their order.
 
     Raises:
@@ -99,7 +99,9 @@ def values(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[Ch
     return listing.ref, chosen
 
 
-def inventory(tier: ReadTier, run: str, step: int | None, pattern: str) -> tuple[CheckpointRef, list[StoredTensor]]:
+def inventory(
+    tier: ReadTier, run: str, step: int | str | None, pattern: str
+) -> tuple[CheckpointRef, list[StoredTensor]]:
     """Return a checkpoint (the newest by default) and its tensors whose name or an alias matches a glob.
 
     Raises:

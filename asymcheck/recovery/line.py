@@ -43,7 +43,7 @@ class Line:
 
 
 _NAME_A_STEP = "name the step to restore (step=…)"
-_NAME_ANOTHER = "it was saved more than once: name another step, or run asymcheck verify --repair --remote LOCATION"
+_NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS, see asymcheck inspect)"
 
 
 def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None) -> Line:

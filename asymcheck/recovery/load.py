@@ -81,7 +81,7 @@ class Wanted:
     """Whether mappings inside of :attr:`into` get back what they lack."""
 
 
-def load(tier: ReadTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
+def load(tier: ReadTier, run: str, step: int | str | None, wanted: Wanted) -> Loaded:
     """Read a checkpoint, every byte verified, into new tensors or existing ones.
 
     Raises:
@@ -93,7 +93,7 @@ def load(tier: ReadTier, run: str, step: int | None, wanted: Wanted) -> Loaded:
     return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
 
-def read_first(tier: ReadTier, run: str, step: int | None, read: Read, *, fall_back: bool = False) -> Loaded:
+def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, fall_back: bool = False) -> Loaded:
     """Read the newest checkpoint that can be read, or that of ``step``.
 
     With ``fall_back``, one whose damage shows when something was overwritten already gives way, too: the next one
@@ -123,7 +123,8 @@ def read_first(tier: ReadTier, run: str, step: int | None, read: Read, *, fall_b
             break
     what = f"no checkpoint of run {run!r} can be restored"
     if step is not None:
-        what = f"step {step} of run {run!r} cannot be restored; other steps may be intact"
+        name = step if isinstance(step, str) else f"step {step}"
+        what = f"{name} of run {run!r} cannot be restored; other steps may be intact"
     message = f"store {tier.root}: {what}; run asymcheck verify {tier.root} for all the damage:"
     raise InconsistentCheckpointError(message, skipped)
 

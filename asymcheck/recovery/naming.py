@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
+from asymcheck.errors import InvalidInputError
 from asymcheck.format import layout
-from asymcheck.recovery.resolve import candidates
+from asymcheck.recovery.resolve import by_save_id, candidates
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 
-_SHOWN = 4
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 _SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
 
@@ -55,7 +54,7 @@ def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> Named:
             f"{str(name)!r} names no checkpoint: give STEP or save:DIGITS (the first hexadecimal digits of a save id), "
             "or RUN@ and one of the two"
         )
-    return _by_save_id(tier, run, digits[1])
+    return Named(by_save_id(tier, run, digits[1]), ())
 
 
 def _by_step(tier: ReadTier, run: str, step: int) -> Named:
@@ -63,16 +62,3 @@ def _by_step(tier: ReadTier, run: str, step: int) -> Named:
     same = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == step]
     others = [listing for listing in reversed(same) if listing.ref != chosen.ref]
     return Named(chosen, tuple(others))
-
-
-def _by_save_id(tier: ReadTier, run: str, digits: str) -> Named:
-    found = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
-    if not found:
-        raise CheckpointNotFoundError(f"store {tier.root} has no checkpoint of run {run!r} whose save id is {digits}…")
-    if len(found) > 1:
-        listed = "".join(f"\n  step {one.ref.step}: save:{one.ref.save_id.hex()}" for one in found[:_SHOWN])
-        more = f"\n  … and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise InvalidInputError(
-            f"save:{digits} could be {len(found)} checkpoints of run {run!r}; give more digits:{listed}{more}"
-        )
-    return Named(found[0], ())

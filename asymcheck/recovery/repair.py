@@ -20,7 +20,7 @@ _AGAIN = "run the repair again when no other process uses it"
 _DELETE = "delete that step, or restore another with step=…"
 _INCOMPLETE = f"nothing, while other ranks may be saving it; else {_DELETE}"
 _HEAL = f"save a state with the same bytes, which writes them again; or {_DELETE}"
-_NAME_STEP = "restore a step by its number (step=…); training goes on from there"
+_NAME_STEP = "restore a step (step=…), or one of several saves of it (save:DIGITS); training goes on from there"
 
 
 def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, made: Rebuilt | None = None) -> Repaired:

@@ -12,6 +12,7 @@ from asymcheck.errors import (
     CheckpointNotFoundError,
     FormatError,
     InconsistentCheckpointError,
+    InvalidInputError,
     LockTimeoutError,
     MissingPartitionError,
     RecoveryError,
@@ -29,6 +30,7 @@ from asymcheck.types import CheckpointRef, PackId
 
 _SHOWN = 3
 _STEPS_SHOWN = 8
+_SAVES_SHOWN = 4
 
 
 @dataclasses.dataclass
@@ -45,16 +47,19 @@ class Resolved:
     """Where its partitions lie; the caller closes it."""
 
 
-def candidates(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFiles]:
+def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[CheckpointFiles]:
     """Return the checkpoints that may be restored, the one to try first in front.
 
     Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
-    first; when it lies on no line, those of the newest generation that has it.
+    first; when it lies on no line, those of the newest generation that has it. Or the one of ``save:DIGITS``.
 
     Raises:
         CheckpointNotFoundError: there is none.
         HeadRecordError: which one is newest cannot be known.
+        InvalidInputError: several checkpoints have these digits.
     """
+    if isinstance(step, str):
+        return [by_save_id(tier, run, step.removeprefix("save:"))]
     listings = tier.manifests.checkpoints(run)
     newest_first = sorted(listings, key=lambda listing: listing.ref, reverse=True)
     if step is None:
@@ -82,6 +87,25 @@ def candidates(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFil
             f"store {tier.root} has {what} of run {run!r}{what_is_there(tier, run, listings)}"
         )
     return found
+
+
+def by_save_id(tier: ReadTier, run: str, digits: str) -> CheckpointFiles:
+    """Return the checkpoint of a run whose save id begins with these hexadecimal digits.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InvalidInputError: there are several.
+    """
+    found = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
+    if not found:
+        raise CheckpointNotFoundError(f"store {tier.root} has no checkpoint of run {run!r} whose save id is {digits}…")
+    if len(found) > 1:
+        listed = "".join(f"\n  step {one.ref.step}: save:{one.ref.save_id.hex()}" for one in found[:_SAVES_SHOWN])
+        more = f"\n  … and {len(found) - _SAVES_SHOWN} more" if len(found) > _SAVES_SHOWN else ""
+        raise InvalidInputError(
+            f"save:{digits} could be {len(found)} checkpoints of run {run!r}; give more digits:{listed}{more}"
+        )
+    return found[0]
 
 
 def what_is_there(tier: ReadTier, run: str, listings: list[CheckpointFiles]) -> str:

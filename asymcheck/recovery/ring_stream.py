@@ -33,10 +33,16 @@ class RingWanted:
 
     run: str
     """The run."""
-    step: int | None
-    """Which step; None for the newest."""
+    step: int | str | None
+    """Which step, or ``save:`` and the first digits of a save id; None for the newest."""
     tensors: str
     """A glob of the dotted names that are wanted."""
+
+    def means(self, ref: CheckpointRef) -> bool:
+        """Tell whether a checkpoint is one that may be read."""
+        if isinstance(self.step, str):
+            return ref.save_id.hex().startswith(self.step.removeprefix("save:"))
+        return self.step in (None, ref.step)
 
 
 class _Found:
@@ -98,7 +104,7 @@ def stream_from_rings(
         found = _Found(tier, folder, wanted.run, stack)
         skipped = [*found.in_use, *found.damaged]
         for ref in sorted(found.captures, reverse=True):
-            if wanted.step not in (None, ref.step):
+            if not wanted.means(ref):
                 continue
             # One rank's may lie in several rings, intact in any of them.
             by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
@@ -122,7 +128,9 @@ def _nothing(
     tier: ReadTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
 ) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
     """Return the error that says why nothing could be read."""
-    what = f"run {wanted.run!r}" if wanted.step is None else f"step {wanted.step} of run {wanted.run!r}"
+    what = f"run {wanted.run!r}"
+    if wanted.step is not None:
+        what = f"{'' if isinstance(wanted.step, str) else 'step '}{wanted.step} of {what}"
     if found.in_use:
         return LockTimeoutError(
             f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "

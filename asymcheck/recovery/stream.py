@@ -49,7 +49,7 @@ class Sink(Protocol):
 def stream(
     tier: ReadTier,
     run: str,
-    step: int | None,
+    step: int | str | None,
     tensors: str,
     sink: Sink,
     progress: Progress | None = None,

@@ -211,3 +211,18 @@ def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch
     rows = [line for line in call("inspect", store).out.splitlines() if line.startswith(" default")]
     assert len(rows) == 4
     assert all(re.search(r" \d{4}-\d\d-\d\d ", row) for row in rows), rows
+
+
+def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
+    """By the digits that are shown where a step was saved twice; for restore, too."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"again": 1}, step=30, generation=2)
+        first, second = [one for one in opened.checkpoints("default") if one.step == 30]
+    assert "2 tensors" in call("inspect", store, "--step", f"save:{first.save_id[:14]}").out
+    assert "0 tensors" in call("inspect", store, "--step", f"save:{second.save_id}").out
+    target = tmp_path / "first.pt"
+    assert call("restore", store, "--step", f"save:{first.save_id}", "--to", target).status == 0
+    assert sorted(torch.load(target, weights_only=True)) == ["lr", "model", "optimizer"]
+    wrong = call("inspect", store, "--step", "save:x")
+    assert wrong.status == 2
+    assert "give a step, or save:DIGITS" in wrong.err

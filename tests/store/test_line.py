@@ -259,9 +259,30 @@ def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Sto
     _save(store, 2)
     (head,) = (store.path / "heads" / "default").iterdir()
     head.unlink()
-    with pytest.raises(HeadRecordError, match=r"of step 2 is meant cannot be known: .* was lost; .*name another step"):
+    with pytest.raises(HeadRecordError, match=r"of step 2 is meant cannot be known: .* was lost; .*name one of the"):
         store.load(2)
     assert _value(store.load(1)) == "1"
+
+
+def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) -> None:
+    """Whatever is known of the line, and for all that reads one checkpoint."""
+    first = _save(store, 1)
+    saves = [_save(store, 2)]
+    store.begin_generation(first)
+    saves.append(_save(store, 2))
+    (head,) = (store.path / "heads" / "default").iterdir()
+    head.unlink()
+    for one in saves:
+        name = f"save:{one.save_id}"
+        assert store.restore(name).checkpoint.save_id == one.save_id
+        assert store.values(name)[0].save_id == store.tensors(name)[0].save_id == one.save_id
+    with pytest.raises(InvalidInputError, match=r"could be 3 checkpoints of run 'default'; give more digits"):
+        store.load(f"save:{first.save_id[:2]}")
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint of run 'default' whose save id is 0"):
+        store.load("save:0")
+    for wrong in ("2", "save:", "save:xyz", f"save:{first.save_id}0"):
+        with pytest.raises(InvalidInputError, match="give a step, or save:DIGITS"):
+            store.load(wrong)
 
 
 def test_the_parent_of_a_checkpoint_is_the_one_before_it_on_the_line(store: Store) -> None:

@@ -1,0 +1,22 @@
+"""Which checkpoint, on the command line."""
+
+from __future__ import annotations
+
+import click
+
+from asymcheck.arguments import check_which
+from asymcheck.errors import InvalidInputError
+
+
+def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
+    """Return the step that an option names, or one save of a step as ``save:DIGITS``.
+
+    Raises:
+        click.BadParameter: it names none.
+    """
+    if text is None:
+        return None
+    try:
+        return check_which(int(text) if text.isascii() and text.isdigit() else text)
+    except InvalidInputError as error:
+        raise click.BadParameter(str(error)) from error

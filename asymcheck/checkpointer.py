@@ -10,7 +10,7 @@ from typing import Literal
 
 from asymcheck.alone import restored, rolled_back
 from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
-from asymcheck.complaints import Complaints
+from asymcheck.complaints import Complaints, close_after
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError
 from asymcheck.last_step import LastStep
@@ -397,4 +397,4 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Finish; when training has failed, do not wait for long for ranks that may have ended."""
         self._ending.is_hurried = error is not None
-        self.close()
+        close_after(error, self.close)

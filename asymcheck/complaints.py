@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
+    AsymcheckError,
     LostCheckpointError,
     LostCheckpointWarning,
     PruneError,
@@ -19,6 +20,20 @@ from asymcheck.errors import (
 from asymcheck.pipeline.adopt import Adopted
 from asymcheck.pipeline.capture import Capture
 from asymcheck.types import Checkpoint
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Call ``close``; warn of its error when another one has ended the training: it is that which a loop must see.
+
+    Raises:
+        AsymcheckError: what went wrong, when there is no other error.
+    """
+    try:
+        close()
+    except AsymcheckError as lost:
+        if error is None:
+            raise
+        warn_user(f"{type(lost).__name__}: {lost}", LostCheckpointWarning)
 
 
 class Complaints:

@@ -179,7 +179,9 @@ def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
     if isinstance(source, np.ndarray):
         contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
-    return as_bytes(source.detach().resolve_conj().resolve_neg().contiguous())
+    plain = source.detach().resolve_conj().resolve_neg()
+    # Of the newest dtypes torch cannot even copy one that is strided.
+    return as_bytes((plain.view(torch.uint8) if plain.itemsize == 1 else plain).contiguous())
 
 
 def _lies_in_order(source: np.ndarray) -> bool:

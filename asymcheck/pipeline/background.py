@@ -202,12 +202,13 @@ class Background:
         return self._timing
 
     def _enter_window(self, number: int) -> None:
-        if self._capturer is not None:
+        # What a forked child runs is not captured, and who held a lock at the fork is not in it.
+        if self._capturer is not None and not self._is_forked():
             with self.held:
                 self._capturer.enter_window(number)
 
     def _enter_timed(self, number: int) -> None:
-        if self._capturer is not None:
+        if self._capturer is not None and not self._is_forked():
             self._capturer.enter_timed(number)
 
     def _started(self, plan: Plan) -> Capturer:

@@ -170,6 +170,25 @@ def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> Non
     assert store.checkpoints() == []
 
 
+def test_what_ended_the_training_is_what_its_loop_sees(store: Store, config: CaptureConfig) -> None:
+    """Who catches an interrupt gets it; what was lost besides is warned of."""
+    model, _, loop = linear_loop()
+
+    def train() -> None:
+        with Checkpointer(store, loop.state, capture=config) as checkpointer:
+            loop.iterate(0)
+            checkpointer.step(0)
+            model.weight.data.add_(1)
+            raise KeyboardInterrupt
+
+    with (
+        pytest.warns(LostCheckpointWarning, match="LostCheckpointError: step 0") as told,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        train()
+    assert told[0].filename == __file__
+
+
 def test_a_change_that_is_taken_back_is_none(store: Store, config: CaptureConfig) -> None:
     """Content is compared, not who touched it: weights exchanged for an evaluation and put back are right."""
     model, _, loop = linear_loop()

@@ -90,6 +90,13 @@ def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:
         assert flat_bytes(negative).numpy().tobytes() == (-numbers[:count].numpy().imag).tobytes()
 
 
+def test_strided_tensors_of_dtypes_that_torch_cannot_copy_have_bytes() -> None:
+    """Two numbers in a byte: torch has a view of them, and no copy."""
+    numbers = torch.arange(200 * 300, dtype=torch.int32).to(torch.uint8).reshape(200, 300)
+    strided = numbers.view(torch.float4_e2m1fn_x2).t()
+    assert flat_bytes(strided).equal(numbers.t().contiguous().flatten())
+
+
 @given(st.sampled_from(sorted(VIEWS)), st.data())
 def test_any_range_of_bytes_can_be_copied(name: str, data: st.DataObject) -> None:
     """Ranges need not begin or end where an element does."""

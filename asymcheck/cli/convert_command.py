@@ -15,6 +15,7 @@ from asymcheck.format.layout import check_run
 from asymcheck.interop.target import format_of, is_store
 from asymcheck.store import Store
 from asymcheck.tiers.files import translated
+from asymcheck.types import Checkpoint
 
 
 @click.command(
@@ -42,8 +43,9 @@ def convert(
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
     also be a folder of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3). Nothing in them is executed. What
-    another program's file held comes back as it was; 'asymcheck restore' has more options for the way out. Bytes that
-    the store has already are not stored again.
+    another program's file held comes back as it was, but that a safetensors file whose metadata names no format gets
+    the format pt, which transformers asks for; 'asymcheck restore' has more options for the way out. Bytes that the
+    store has already are not stored again.
 
     \b
     Examples:
@@ -82,6 +84,7 @@ def convert(
     ):
         there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
         saved = opened.save(state, step=step or 0, run=run)
+        new = _new(opened, saved)
     if there:
         output.note(
             f"{dst} had step {saved.step} of run {run!r} already, and has {len(there) + 1} of it now; this one is "
@@ -95,8 +98,16 @@ def convert(
     if as_json:
         output.print_json(saved)
     else:
-        written = output.size(saved.written_bytes or 0)
-        click.echo(f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, of which {written} were new")
+        click.echo(f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {new}")
+
+
+def _new(store: Store, saved: Checkpoint) -> str:
+    """Say how much was written of a checkpoint; tensors of a few bytes are in every manifest anew."""
+    if not saved.written_bytes and saved.state_bytes:
+        _, tensors = store.tensors(f"save:{saved.save_id}", run=saved.run)
+        if all(tensor.inline for tensor in tensors):
+            return "all of it in the manifest"
+    return f"of which {output.size(saved.written_bytes or 0)} were new"
 
 
 def _check_no_store(dst: Path) -> None:

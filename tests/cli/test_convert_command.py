@@ -34,6 +34,17 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+def test_what_is_in_the_manifest_is_not_called_old(call: Call, tmp_path: Path) -> None:
+    """A first save of a few bytes has written all of them, though into no pack; a second one of more has found them."""
+    safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "small.safetensors")
+    safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(1000)}, tmp_path / "large.safetensors")
+    for name, told in (("small", "20 B, all of it in the manifest"), ("large", "3.9 KiB, of which 3.9 KiB were new")):
+        outcome = call("convert", tmp_path / f"{name}.safetensors", tmp_path / name)
+        assert outcome.out == f"{tmp_path / name}: default step 0, {told}\n"
+    outcome = call("convert", tmp_path / "large.safetensors", tmp_path / "large", "--step", 1)
+    assert outcome.out == f"{tmp_path / 'large'}: default step 1, 3.9 KiB, of which 0 B were new\n"
+
+
 def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
     """With the format that keeps it."""
     with Store.open(tmp_path / "store") as store:

@@ -188,7 +188,7 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
         output.print_json({"checkpoint": checkpoint, "tensors": tensors})
         return status
     listed = _by_tensor(tensors)
-    total = output.size(sum(tensor.nbytes for tensor in tensors))
+    total = output.size(sum(map(_nbytes, listed)))
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
     click.echo(f"{_title(checkpoint)}: {output.count(len(listed), 'tensor')}, {total}{ranks}")
     output.print_table(
@@ -207,7 +207,7 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
                 same[0].dtype,
                 "×".join(map(str, same[0].global_shape)) or "scalar",
                 *([str(len(_different(same)))] if ranks else []),
-                output.size(sum(part.nbytes for part in _different(same))),
+                output.size(_nbytes(same)),
                 same[0].role,
                 *([_places(same)] if where else []),
             ]
@@ -234,6 +234,10 @@ def _by_tensor(tensors: list[StoredTensor]) -> list[list[StoredTensor]]:
 def _different(same: list[StoredTensor]) -> list[StoredTensor]:
     """Return the parts of a tensor, those that several ranks have once."""
     return list({(part.offset, part.shape): part for part in reversed(same)}.values())
+
+
+def _nbytes(same: list[StoredTensor]) -> int:
+    return sum(part.nbytes for part in _different(same))
 
 
 def _places(same: list[StoredTensor]) -> str:

@@ -205,6 +205,19 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]
 
 
+def test_what_several_ranks_have_is_counted_once(call: Call, store_path: Path, tmp_path: Path) -> None:
+    """In the heading as in the rows, and as a restore counts it."""
+    save_id = f"{time.time_ns():032x}"
+    with asymcheck.Store.open(store_path) as opened:
+        for rank in range(2):
+            state = {"model": torch.ones(3000), f"own {rank}": torch.ones(2000)}
+            opened.save(state, step=1, part=asymcheck.Part(rank, 2, save_id))
+    lines = call("inspect", store_path, "--step", 1).out.splitlines()
+    assert lines[0] == "default step 1 generation 1: 3 tensors, 27.3 KiB, 2 ranks"
+    assert [re.findall(r"[\d.]+ KiB", line) for line in lines[4:7]] == [["11.7 KiB"], ["7.8 KiB"], ["7.8 KiB"]]
+    assert ": 3 tensors, 27.3 KiB, from" in call("restore", store_path, "--to", tmp_path / "o.safetensors").out
+
+
 def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It wraps the lines; else a column would be a character wide."""
     monkeypatch.setattr("asymcheck.cli.output.console", lambda: Console(width=40))

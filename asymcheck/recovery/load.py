@@ -321,8 +321,10 @@ def _finish(filler: Filler, assembly: Assembly) -> object:
 
 
 def _overwritten(names: Sequence[str]) -> str:
+    if not names:
+        return "No tensor was overwritten"
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f"{len(names)} tensors were overwritten already: {shown}"
+    return f"{'1 tensor was' if len(names) == 1 else f'{len(names)} tensors were'} overwritten already: {shown}"
 
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:

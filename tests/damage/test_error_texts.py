@@ -17,6 +17,7 @@ from asymcheck.errors import (
     HeadRecordError,
     InconsistentCheckpointError,
     PartialRestoreError,
+    RefusedStateError,
 )
 from asymcheck.recovery import fetch
 from asymcheck.tiers.files import translated
@@ -201,6 +202,32 @@ def test_a_fill_that_fails_half_way_lists_what_is_overwritten_and_what_to_restor
     flip(path, (offset + 200) * 8)
     with small.open() as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
         assert same(store.load(into=target), states[1])
+
+
+class _Refusing:
+    def state_dict(self) -> dict[str, object]:
+        return {"x": 1}
+
+    def load_state_dict(self, _state: dict[str, object]) -> None:
+        raise ValueError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "No tensor was overwritten"),
+        (1, "1 tensor was overwritten already: t0"),
+        (2, "2 tensors were overwritten already: t0, t1"),
+    ],
+)
+def test_what_is_overwritten_is_counted_when_an_object_refuses(tmp_path: Path, count: int, told: str) -> None:
+    """Also one tensor, and none."""
+    state = {f"t{number}": torch.zeros(1000) for number in range(count)}
+    with Store.open(tmp_path / "store") as store:
+        store.save({**state, "object": _Refusing()}, step=1)
+        with pytest.raises(RefusedStateError) as caught:
+            store.load(into={**state, "object": _Refusing()})
+    assert str(caught.value).endswith(f". {told}")
 
 
 @pytest.mark.parametrize("kind", UNKNOWING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
@@ -26,6 +26,8 @@ _SHARED_ENTRIES = 16
 _SHARED_KEY = 200
 """Longer mappings and keys are few, and would fill the memory with what is not the same."""
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+"""What is stored as a mapping. A Counter, as schedulers of learning rates have them, is a plain one there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +85,8 @@ Called = dict[int, tuple[Stateful, object]]
 def flatten(state: object) -> FlatState:
     """Take a nested state apart without copying a tensor; see :class:`asymcheck.partition.flattener.Flattener`, too.
 
-    Containers are dict, OrderedDict, list and tuple; keys are str and int; leaves are tensors, numpy arrays and
-    scalars, and plain values. Objects
+    Containers are dict, OrderedDict, Counter, list and tuple; keys are str and int; leaves are tensors, numpy arrays
+    and scalars, and plain values. Objects
     with ``state_dict`` and ``load_state_dict`` are replaced by what ``state_dict()`` returns.
 
     Raises:
@@ -127,7 +129,7 @@ class Walker:
         # What there is most of comes first, and types are compared: isinstance() takes longer, above all to say no.
         if kind in PLAIN_TENSORS:
             return self._tensor(value, name or "", value)  # type: ignore[arg-type]  # the type was just compared
-        if kind is dict or kind is OrderedDict:
+        if kind in _MAPPINGS:
             return self._mapping(value, name, depth)  # type: ignore[arg-type]  # as above
         if kind is list or kind is tuple:
             items = [self.node(item, below(name, str(i)), depth + 1) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # as above
@@ -156,7 +158,7 @@ class Walker:
             # Nearly all are, and what has no other letters is valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
             pairs.append((node, self.node(item, below(name, part), depth + 1)))
-        if type(value) is dict:
+        if type(value) is not OrderedDict:
             return _mapping_node("d", pairs)
         # Module.state_dict() hangs the versions of its modules on the mapping; load_state_dict() looks for them there.
         metadata = getattr(value, "_metadata", None)

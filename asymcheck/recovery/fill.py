@@ -17,7 +17,7 @@ from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import identity_key, make_leaf
 from asymcheck.partition.shards import TensorShard, is_dtensor, like, shard_of
 from asymcheck.recovery.assemble import Assembly, Demand
-from asymcheck.recovery.objects import misfits, parameters_of, state_for
+from asymcheck.recovery.objects import misfits, parameters_of, state_for, with_counters
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.shape import RowRef, merge, rows_in, select_each, with_tensors
 from asymcheck.types import Stateful
@@ -175,7 +175,7 @@ class Filler:
             )
             return lambda _assembly: current
         state = current.state_dict()
-        shape = state_for(current, mappings, state)
+        shape = with_counters(state_for(current, mappings, state), state)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]

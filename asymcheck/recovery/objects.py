@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -79,6 +82,23 @@ def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mappi
     if not isinstance(merged, dict):
         return first
     return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
+
+
+def with_counters(stored: dict[Key, object], current: object) -> dict[Key, Any]:
+    """Return what is stored with a Counter wherever ``current`` has one: it is stored as a plain mapping."""
+    given = current if isinstance(current, dict) else {}
+    items: dict[Key, Any] = {key: _with_counters(value, given.get(key)) for key, value in stored.items()}
+    return Counter(items) if type(current) is Counter else like_mapping(stored, items)
+
+
+def _with_counters(stored: object, current: object) -> object:
+    if isinstance(stored, dict):
+        return with_counters(stored, current)
+    if type(stored) in (list, tuple):
+        given: Sequence[object] = current if isinstance(current, (list, tuple)) else ()
+        pairs = itertools.zip_longest(stored, given[: len(stored)])  # type: ignore[arg-type, call-overload]  # the type was just compared
+        return type(stored)(_with_counters(*pair) for pair in pairs)  # type: ignore[call-arg]  # as above
+    return stored
 
 
 def parameters_of(optimizer: object, stored: Mapping[Key, object]) -> Iterator[tuple[RowRef, torch.Tensor]]:

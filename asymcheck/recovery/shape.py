@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -126,7 +126,8 @@ def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
             _set_metadata(ordered, replace_rows(_metadata(shape), make))
         return ordered
     if isinstance(shape, dict):
-        return {key: replace_rows(value, make) for key, value in shape.items()}
+        items = {key: replace_rows(value, make) for key, value in shape.items()}
+        return Counter(items) if type(shape) is Counter else items
     if type(shape) in (list, tuple):
         return type(shape)(replace_rows(value, make) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
     return shape

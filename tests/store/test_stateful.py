@@ -1,6 +1,6 @@
 """Objects with a state of their own: modules, optimizers, schedulers, scalers and generators."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +52,7 @@ if hasattr(torch.optim, "Muon"):
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 5, 7]),
     "ConstantLR": lr_scheduler.ConstantLR,
     "LinearLR": lr_scheduler.LinearLR,
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
@@ -62,6 +63,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.StepLR(o, 2)], milestones=[2]
+    ),
+    "SequentialLR of milestones": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.MultiStepLR(o, [1, 4])], milestones=[2]
     ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
@@ -174,6 +178,29 @@ def test_a_plateau_scheduler_goes_on_where_it_was(store: Store) -> None:
     store.load(into=second)
     assert second["scheduler"].state_dict() == first["scheduler"].state_dict()
     assert second["optimizer"].state_dict()["param_groups"] == first["optimizer"].state_dict()["param_groups"]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+def test_a_counter_is_one_again_where_it_is_looked_for(store: Store) -> None:
+    """It is stored as a plain mapping. A schedule of milestones asks its Counter for the elements, in a list too."""
+
+    def schedule(milestones: list[int]) -> tuple[LrScheduler, LrScheduler]:
+        optimizer = torch.optim.SGD(_model().parameters(), lr=1.0)
+        inner = lr_scheduler.MultiStepLR(optimizer, milestones)
+        return inner, lr_scheduler.SequentialLR(optimizer, [inner, lr_scheduler.StepLR(optimizer, 3)], [100])
+
+    _, saved = schedule([2, 5, 5])
+    inner, other = schedule([3])
+    seen = Counter("abca")
+    store.save({"schedule": saved, "seen": seen}, step=1)
+    loaded: Any = store.load()
+    assert_same(loaded["schedule"]["_schedulers"][0]["milestones"], {2: 1, 5: 2})
+    into = {"schedule": other, "seen": Counter("cba")}
+    store.load(into=into)
+    assert_same(into["seen"], Counter({"c": 1, "b": 1, "a": 2}))
+    inner.optimizer.step()
+    inner.step(5)
+    assert inner.get_last_lr() == [pytest.approx(0.1**3)]
 
 
 def test_a_scaler_of_mixed_precision_comes_back(store: Store) -> None:

@@ -13,6 +13,8 @@ _POLL_OF_EACH_S = 50e-6
 """… and more for each that looks at the same time: all of them ask one server."""
 ENDING_S = 10.0
 """How long is waited in a process that is to end; likewise less for a rank that was missing the last time."""
+_LATE_SHARE = 0.1
+"""What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
 _SHOWN = 8
 
 
@@ -20,12 +22,15 @@ class Clock:
     """Waits for something by looking at it, ever less often, up to a limit; so do ``lookers`` at the same time."""
 
     def __init__(
-        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], share_of_patience: float = 1.0
+        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], is_gone: Callable[[], bool] | None = None
     ) -> None:
-        """Begin to wait; ``is_ending``: this process is to end. The share of patience is that of both limits."""
+        """Begin to wait; ``is_ending``: this process is to end.
+
+        With ``is_gone`` a small part of both limits is waited, and all of them if it says then that nobody is gone.
+        """
         self._began = time.monotonic()
-        self._timeout_s, self._ending_s = timeout_s * share_of_patience, ENDING_S * share_of_patience
-        self._is_ending = is_ending
+        self._timeout_s = timeout_s
+        self._is_ending, self._is_gone = is_ending, is_gone
         self._ending_since: float | None = None
         self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
 
@@ -48,8 +53,13 @@ class Clock:
         now = time.monotonic()
         if self._ending_since is None and self._is_ending():
             self._ending_since = now
-        return now - self._began > self._timeout_s or (
-            self._ending_since is not None and now - self._ending_since > self._ending_s
+        if self._is_gone is not None and self._is_past(now, _LATE_SHARE) and not self._is_gone():
+            self._is_gone = None
+        return self._is_past(now, 1.0 if self._is_gone is None else _LATE_SHARE)
+
+    def _is_past(self, now: float, share: float) -> bool:
+        return now - self._began > self._timeout_s * share or (
+            self._ending_since is not None and now - self._ending_since > ENDING_S * share
         )
 
 

@@ -16,14 +16,13 @@ from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format.spans import ranks_in
+from asymcheck.ranks.absent import Absent
 from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
 from asymcheck.ranks.homes import NO_HOME, Home
 from asymcheck.ranks.keys import Keys, in_parts
 from asymcheck.ranks.meeting import Met, meet
 from asymcheck.ranks.ranks import Ranks
 
-_LATE_SHARE = 0.1
-"""What part of the time a rank is waited for that was missing the last time: it may be dead, and saves queue up."""
 _SHOWN = 8
 _SAID, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
@@ -45,7 +44,7 @@ class Session:
         # Of rank 0, too: the round to which all report in what it has told them last, if to any.
         self._awaited: Round | None = None
         self._lock = threading.Lock()
-        self._was_missing = threading.Event()
+        self._absent = Absent()
         self._number = 0
         # Of the others: to which part of what rank 0 does this one has to report, and whether it may have missed some.
         self._first: int | None = None
@@ -81,7 +80,7 @@ class Session:
     def for_thread(self) -> Session:
         """Return this session for another thread, which then waits without holding this one up."""
         other = Session(self._ranks, self._ranks.connect(), self._name, self._met, self._posted)
-        other._lock, other._was_missing = self._lock, self._was_missing
+        other._lock, other._absent = self._lock, self._absent
         other.is_ending = self.is_ending
         return other
 
@@ -193,9 +192,10 @@ class Session:
         key = self._key(at)
         clock = self._clock(self.world_size, timeout_s)
         if not clock.wait(lambda: self._keys.has([key])):
-            self._was_missing.set()
+            # Rank 0 says late what it has to say, and removes it when this one has reported to something later.
+            self._absent.note({0: key})
             raise missing_error([0], what, clock.waited_s)
-        self._was_missing.clear()
+        self._absent.clear()
         (said,) = self._keys.get([key])
         tag, value = said[:1], said[1:]
         if tag == _FAILED:
@@ -269,12 +269,12 @@ class Session:
             if not clock.wait(partial(self._keys.has, some)):
                 missing = [rank for rank, key in enumerate(keys, 1) if not self._keys.has([key])]
                 if missing:
-                    self._was_missing.set()
+                    self._absent.note({rank: self._report_key(at, rank) for rank in missing})
                     said = {"ranks": missing, "waited_s": clock.waited_s}
                     self._post(self._key(at), _MISSING + json.dumps(said).encode(), at)
                     raise missing_error(missing, what, clock.waited_s)
             found += self._keys.get(some)
-        self._was_missing.clear()
+        self._absent.clear()
         failures = [f"rank {rank}: {one[1:].decode()}" for rank, one in enumerate(found) if one[:1] == _FAILED]
         if failures:
             message = "; ".join(failures[:_SHOWN])
@@ -295,7 +295,8 @@ class Session:
         self._keys.drop(keys)
 
     def _clock(self, lookers: int, timeout_s: float) -> Clock:
-        return Clock(timeout_s, lookers, self.is_ending, _LATE_SHARE if self._was_missing.is_set() else 1.0)
+        is_gone = partial(self._absent.is_any_still, self._keys) if self._absent.is_any() else None
+        return Clock(timeout_s, lookers, self.is_ending, is_gone)
 
     # ------------------------------------------------------------------------------------------------------- keys
 

@@ -28,6 +28,7 @@ from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.pipeline.encoder import Encoder
+from asymcheck.pipeline.interrupts import INTERRUPTS
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.ownership import Fences, Ownership, distributed, find
 from asymcheck.pipeline.request import SaveRequest
@@ -128,6 +129,9 @@ class Background:
             AsymcheckError: it could not be copied; nothing is left of it.
         """
         began = time.perf_counter()
+        if self._capturer is not None:
+            # An interrupt that ends the waiting here leaves no number that other ranks wait for.
+            self._capturer.fence()
         if self._joint is None:
             capture, capturer = self._prepared(state, request, generation, 0)
         else:
@@ -140,11 +144,12 @@ class Background:
         capture.began_s = began
         if self._ring is not None and capture.transfers.lanes:
             self._ring.pin(capture.transfers.lanes[0].link)
-        capturer.begin(capture)
-        # Not before: of one that was not begun, nobody hears that it is durable or lost.
-        self.statistics.captures += 1
-        self.statistics.captured_bytes += capture.state_bytes
-        self._captures.append(capture)
+        with INTERRUPTS:
+            capturer.begin(capture)
+            # Not before: of one that was not begun, nobody hears that it is durable or lost.
+            self.statistics.captures += 1
+            self.statistics.captured_bytes += capture.state_bytes
+            self._captures.append(capture)
         timing = self._timed(state)
         timing.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)
         self._unfenced = capture

@@ -22,11 +22,13 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.partition.leaves import copy_partition
 from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.interrupts import INTERRUPTS
 from asymcheck.pipeline.proof import Proof
 from asymcheck.pipeline.unchanged import Unchanged
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 
 _ROOM_POLL_S = 0.05
+_FENCE_POLL_S = 0.1
 _DEVICE_POLL_S = 0.002
 """How often a device is asked whether a copy is done: rarely enough to take nothing from the training's thread."""
 
@@ -129,7 +131,7 @@ class Capturer:
     def enter_window(self, number: int) -> None:
         """Say that a window of the plan begins: what it and those before it release is copied from now on."""
         if self._unreleased:
-            with self._changed:
+            with INTERRUPTS, self._changed:
                 # Where a CUDA graph is recorded, no window begins: that would become a part of it.
                 if self._open is not None and not self._open.transfers.is_recorded and self._release(number):
                     # The window begins for the device when it gets here, which may be later.
@@ -159,7 +161,7 @@ class Capturer:
         """
         capture, is_training = self._open, self._training == threading.get_ident()
         if capture is not None:
-            with timed("fence", 0, capture.named):
+            with INTERRUPTS, timed("fence", 0, capture.named):
                 self._wait_until_copied(capture)
             if is_training:
                 # Not on another thread: meanwhile the next capture may have been begun.
@@ -172,9 +174,11 @@ class Capturer:
                 self._stage_late(capture)
             self._release(None)
         while not capture.copied.is_set():
+            # Of what is queued nothing is lost: it is copied by the other thread, or waited for again.
+            INTERRUPTS.come()
             with self._changed:
                 if not self._to_copy:
-                    self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set())
+                    self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set(), _FENCE_POLL_S)
                     continue
                 task = self._to_copy.popleft()
             self._copy_released(*task)
@@ -293,6 +297,7 @@ class Capturer:
 
     def _take_when_free(self, capture: Capture, length: int) -> RingSlot:
         while True:
+            INTERRUPTS.come()
             if capture.error is not None:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
@@ -373,7 +378,7 @@ class Capturer:
 
     def settle(self) -> None:
         """Release everything, so that what was begun is completed without another window or fence."""
-        with self._changed:
+        with INTERRUPTS, self._changed:
             self._release(None)
 
     def close(self) -> None:

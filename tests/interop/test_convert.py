@@ -260,9 +260,9 @@ def test_a_pipe_is_refused(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_value_that_cannot_be_stored_is_named(store: Store, tmp_path: Path) -> None:
-    """As at a save: torch allows counters in its files, the store does not."""
-    torch.save({"a": {"deep": torch.Size([1, 2]), "bad": collections.Counter("x")}}, tmp_path / "a.pt")
-    with pytest.raises(ForeignFileError, match=r"a\.pt: .* at a\.bad: .*Counter"):
+    """As at a save: torch allows any keys in its files, the store does not."""
+    torch.save({"a": {"deep": torch.Size([1, 2]), "bad": {(1, 2): 3}}}, tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match=r"a\.pt: .* at a\.bad: mapping key"):
         import_checkpoint(store, tmp_path / "a.pt")
 
 

@@ -103,10 +103,10 @@ def _report(
 
 def _show_repaired(repaired: Repaired) -> None:
     for done in repaired.done:
-        click.echo(f"found: {done.where}: {done.found}")
-        click.echo(f"done:  {done.where}: {done.done}")
+        click.echo(output.shown(f"found: {done.where}: {done.found}"))
+        click.echo(output.shown(f"done:  {done.where}: {done.done}"))
     for left in repaired.left:
-        click.echo(f"left:  {left.where}: {left.message}: {left.remedy}")
+        click.echo(output.shown(f"left:  {left.where}: {left.message}: {left.remedy}"))
     if not repaired.done:
         click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 

@@ -7,6 +7,8 @@ the module through a function of its own, after which an in-place operation on t
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -84,8 +86,10 @@ class _Hooks:
     def __init__(self, mark: Mark | None) -> None:
         self.mark = mark
 
-    def __reduce__(self) -> tuple[type[_Hooks], tuple[None]]:
-        return _Hooks, (None,)
+    def __reduce__(self) -> tuple[type[types.SimpleNamespace], tuple[()], dict[str, object]]:
+        # Who loads a model that was pickled whole need not have this package: this one takes anything and does nothing.
+        nothing = contextlib.nullcontext().__exit__
+        return types.SimpleNamespace, (), {"mark": None, "enter": nothing, "leave": nothing}
 
     def enter(self, _block: nn.Module, _args: object) -> None:
         # The compiler takes the first for a constant and leaves the hook out; a call of mark would break its graph.

@@ -275,9 +275,8 @@ def what_is_missing(listing: CheckpointFiles) -> str:
     if not listing.world_size:
         return "its manifests disagree on the world size"
     missing = listing.missing_ranks
-    what = (
-        f"manifests of ranks {', '.join(map(str, missing[:8]))} are missing"
-        if missing
-        else "one rank has two manifests"
-    )
+    what = "one rank has two manifests"
+    if missing:
+        who = ", ".join(map(str, missing[:8]))
+        what = f"manifests of ranks {who} are missing" if len(missing) > 1 else f"the manifest of rank {who} is missing"
     return f"{what} (world size {listing.world_size})"

@@ -308,9 +308,9 @@ def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path
         (folder,) = (store.path / "manifests" / "default").glob(f"*-{newest.save_id}")
         next(folder.glob("00001-of-00002-*")).unlink()
         for rank in (None, 0, 1):
-            with pytest.warns(SkippedCheckpointWarning, match="manifests of ranks 1 are missing"):
+            with pytest.warns(SkippedCheckpointWarning, match="the manifest of rank 1 is missing"):
                 assert store.load(rank=rank)["step"] == 1  # type: ignore[index]  # a mapping, as saved
-        with pytest.raises(InconsistentCheckpointError, match="manifests of ranks 1 are missing"):
+        with pytest.raises(InconsistentCheckpointError, match="the manifest of rank 1 is missing"):
             store.load(2, rank=0)
 
 

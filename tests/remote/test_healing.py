@@ -248,7 +248,7 @@ def test_a_manifest_of_one_rank_is_brought_back(store: Path, folder: str) -> Non
         (left,) = opened.repair().left
         assert (left.kind, left.message) == (
             "incomplete-checkpoint",
-            "manifests of ranks 1 are missing (world size 2)",
+            "the manifest of rank 1 is missing (world size 2)",
         )
     with Store.open(store, config=CONFIG, remote=folder) as opened:
         assert opened.repair().left == ()

@@ -20,6 +20,7 @@ from asymcheck.recovery.assemble import Assembly, Demand
 from asymcheck.recovery.objects import misfits, parameters_of, state_for, with_counters
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.shape import RowRef, merge, rows_in, select_each, with_tensors
+from asymcheck.recovery.stages import Stages
 from asymcheck.types import Stateful
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Filler:
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
+        self._stages = Stages(parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
         empty = isinstance(state, (Mapping, list, tuple)) and not state and any(map(rows_in, stored))
@@ -65,6 +67,7 @@ class Filler:
             raise InvalidInputError(f"into={state!r:.100}: give a state whose tensors are to be filled")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
         self._finish = self._match(state, stored, ())
+        self._problems += self._stages.problems()
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
@@ -179,6 +182,10 @@ class Filler:
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
+        if isinstance(current, torch.nn.Module):
+            self._stages.add_module(name, current, state, mappings)
+        elif isinstance(current, torch.optim.Optimizer):
+            self._stages.add_optimizer(name, current, shape)
         tensors: _Tensors = {}
         self._match_loosely(state, shape, tensors)
         self._match_parameters(current, shape, tensors)

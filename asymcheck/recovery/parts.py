@@ -87,6 +87,10 @@ class Parts:
             self._rows[position] = manifest.rows(range(len(manifest)))
         return self._rows[position][number - self._firsts[position]]
 
+    def rank_of(self, number: int) -> int:
+        """Return the rank in whose manifest a tensor is numbered."""
+        return self._manifests[self._position(number)].header.rank
+
     def whole(self, number: int) -> Box:
         """Return all of a tensor."""
         return Box.of_whole(self.row(number).global_shape)

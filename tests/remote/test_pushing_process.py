@@ -296,8 +296,10 @@ def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, wor
             os.kill(worker, signal.SIGKILL)
         ending = os.pidfd_open(pid)
         trainer.kill()
+    poll = select.poll()
+    poll.register(ending, select.POLLIN)
     try:
-        assert select.select([ending], [], [], 30.0)[0] == [ending]
+        assert poll.poll(30_000)
     finally:
         os.close(ending)
         with contextlib.suppress(ProcessLookupError):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from asymcheck.arguments import check_which
 from asymcheck.errors import InvalidInputError
+
+_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
 def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
@@ -17,6 +21,6 @@ def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     if text is None:
         return None
     try:
-        return check_which(int(text) if text.isascii() and text.isdigit() else text)
+        return check_which(int(text) if _STEP.fullmatch(text) else text)
     except InvalidInputError as error:
         raise click.BadParameter(str(error)) from error

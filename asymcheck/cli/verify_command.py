@@ -12,7 +12,7 @@ from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint
 from asymcheck.verify import Finding, Severity
 
-_UNFINISHED = "incomplete-checkpoint"
+_INCOMPLETE = "incomplete-checkpoint"
 
 
 @click.command(epilog=exits.HELP, short_help="Check every byte; with --repair, mend what can be mended.")
@@ -46,8 +46,8 @@ def verify(
     into new packs, what is lost is fetched from --remote, the catalog is corrected, and files of killed processes are
     removed. Then the store is checked: the status says what is left.
 
-    A checkpoint whose save is unfinished is no damage: it may be under way. Asked for by --step, with no finished one
-    of that step beside it, it has status 1 nevertheless, for nothing can be restored.
+    An incomplete checkpoint is no damage: its save may be under way. Asked for by --step, with no complete one of that
+    step beside it, it has status 1 nevertheless, for nothing can be restored.
     """
     if repair and (run is not None or step is not None):
         raise click.UsageError("--repair works on the whole store: leave out --run and --step")
@@ -68,8 +68,8 @@ def verify(
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
     if as_json:
         found = {"store": store, "checkpoints": len(checkpoints), "deep": is_deep, "lost": sorted(_lost(findings))}
-        unfinished = sorted(_unfinished(findings))
-        output.print_json({**found, "unfinished": unfinished, "findings": findings, "repaired": repaired})
+        incomplete = sorted(_incomplete(findings))
+        output.print_json({**found, "incomplete": incomplete, "findings": findings, "repaired": repaired})
     else:
         _report(findings, checkpoints, repaired, is_deep=is_deep)
     nothing = step is not None and not any(one.complete for one in checkpoints)
@@ -87,8 +87,8 @@ def _lost(findings: list[Finding]) -> set[str]:
     return {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
 
 
-def _unfinished(findings: list[Finding]) -> set[str]:
-    return {name for finding in findings if finding.kind == _UNFINISHED for name in finding.checkpoints}
+def _incomplete(findings: list[Finding]) -> set[str]:
+    return {name for finding in findings if finding.kind == _INCOMPLETE for name in finding.checkpoints}
 
 
 def _report(
@@ -117,23 +117,23 @@ def _show(findings: list[Finding], checkpoints: list[Checkpoint]) -> None:
     if not checkpoints:
         click.echo("no checkpoints to check")
         return
-    lost, unfinished = _lost(findings), _unfinished(findings)
+    lost, incomplete = _lost(findings), _incomplete(findings)
     verdict = f"{len(lost)} cannot be restored"
-    if len(unfinished) == len(checkpoints):
+    if len(incomplete) == len(checkpoints):
         verdict = "none can be restored"
     elif not lost:
         # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
         unknown = any(item.severity is Severity.ERROR for item in findings)
-        whole = "finished one" if unfinished else "one"
+        whole = "complete one" if incomplete else "one"
         verdict = f"each {whole} can be restored, if it is named" if unknown else f"every {whole} can be restored"
         if any(one.store_ranks for one in checkpoints):
             verdict = "what the ranks of this store saved of them is whole"
-    saves = f"; {output.count(len(unfinished), 'save')} unfinished" if unfinished else ""
-    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{saves}")
+    rest = f"; {len(incomplete)} incomplete" if incomplete else ""
+    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{rest}")
 
 
 def _consequences(finding: Finding) -> list[str]:
-    how = "unfinished" if finding.kind == _UNFINISHED else "lost"
+    how = "incomplete" if finding.kind == _INCOMPLETE else "lost"
     lost = [f"{how}: {name}" for name in finding.checkpoints]
     return [*lost, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else lost
 

@@ -57,8 +57,10 @@ class _Interrupts:
             return
         self._depth -= 1
         if not self._depth:
-            self._give_back()
-            self._call()
+            try:
+                self._give_back()
+            finally:
+                self._call()
 
     def come(self) -> None:
         """Let come now what has come meanwhile: where whoever waits may stop waiting."""

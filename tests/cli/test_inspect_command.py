@@ -239,3 +239,11 @@ def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
     wrong = call("inspect", store, "--step", "save:x")
     assert wrong.status == 2
     assert "give a step, or save:DIGITS" in wrong.err
+
+
+@pytest.mark.parametrize("step", ["9" * 5000, "-1", "1.0", ""])
+def test_what_names_no_checkpoint(call: Call, store: Path, step: str) -> None:
+    """It is the command line that is wrong, whatever Python thinks of such a number."""
+    outcome = call("inspect", store, "--step", step)
+    assert outcome.status == 2
+    assert "give a step, or save:DIGITS" in outcome.err

@@ -43,7 +43,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     assert "damaged-frame" in outcome.out
     assert "3 cannot be restored" in outcome.out
     document = call("verify", store, "--json").json
-    assert set(document) == {"store", "checkpoints", "deep", "lost", "unfinished", "findings", "repaired"}
+    assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired"}
     assert document["checkpoints"] == 5
     assert len(document["lost"]) == 3  # type: ignore[arg-type]  # JSON
     (finding,) = document["findings"]  # type: ignore[misc]  # JSON
@@ -52,21 +52,21 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     assert finding["tensors"] == ["model.weight"]
 
 
-def test_a_save_that_is_unfinished(call: Call, store: Path) -> None:
+def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
     """It is no damage among others, but nobody is told that it can be restored."""
     with asymcheck.Store.open(store) as opened:
         opened.save({"x": 1}, step=40, part=asymcheck.Part(0, 2, "18" + "0" * 30))
     outcome = call("verify", store)
     assert outcome.status == 6
-    assert outcome.out.endswith("6 checkpoints checked: every finished one can be restored; 1 save unfinished\n")
-    assert "    unfinished: default step 40 (" in outcome.out
+    assert outcome.out.endswith("6 checkpoints checked: every complete one can be restored; 1 incomplete\n")
+    assert "    incomplete: default step 40 (" in outcome.out
     assert "lost: " not in outcome.out
     one = call("verify", store, "--step", 40)
     assert one.status == 1
-    assert one.out.endswith("1 checkpoint checked: none can be restored; 1 save unfinished\n")
+    assert one.out.endswith("1 checkpoint checked: none can be restored; 1 incomplete\n")
     document = call("verify", store, "--json").json
     assert document["lost"] == []
-    assert [name[:15] for name in document["unfinished"]] == ["default step 40"]  # type: ignore[attr-defined]  # JSON
+    assert [name[:15] for name in document["incomplete"]] == ["default step 40"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:

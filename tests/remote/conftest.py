@@ -12,7 +12,8 @@ from typing import Literal, cast
 import pytest
 import torch
 
-from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck.migration.pushing_process import PushingProcess
 from tools.local_hdfs import LocalHdfs
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
@@ -69,6 +70,13 @@ def check_location(location: str, *steps: int) -> None:
         for step in steps:
             check_state(there.load(step), step)
         assert [one for one in there.verify() if one.checkpoints] == []
+
+
+def by_process(store: Store, location: str, **rules: object) -> PushingProcess:
+    """Push as :meth:`Store.pushing` does."""
+    pushing = store.pushing(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
+    assert isinstance(pushing, PushingProcess)
+    return pushing
 
 
 def announce(pack: Path) -> None:

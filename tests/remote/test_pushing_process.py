@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ from asymcheck.migration.failures import Hopeless
 from asymcheck.migration.messages import News
 from asymcheck.migration.pushing_process import PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
-from tests.remote.conftest import CONFIG, check_location, lose_packs, save_steps, state_of
+from tests.remote.conftest import CONFIG, by_process, check_location, lose_packs, state_of
 from tests.zygote import REPOSITORY, wait_until
 
 TRAINER = """
@@ -49,13 +49,6 @@ if not holding:
 print(pushing._process.pid, holding, flush=True)
 time.sleep(600)
 """
-
-
-def by_process(store: Store, location: str, **rules: object) -> PushingProcess:
-    """Push as :meth:`Store.pushing` does."""
-    pushing = store.pushing(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
-    assert isinstance(pushing, PushingProcess)
-    return pushing
 
 
 def process_of(pushing: PushingProcess) -> int:
@@ -320,74 +313,6 @@ def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> 
         newest.write_bytes(whole)
         pushing.wait()
         assert pushing.statistics().problem == ""
-    check_location(folder, 1, 2)
-
-
-def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process says why, and is begun again until it can."""
-    monkeypatch.setattr(module, "RETRY_S", 0.05)
-    aside = store.with_name("aside")
-    with Store.open(store, config=CONFIG) as opened, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnreachableRemoteWarning)
-        store.rename(aside)
-        with by_process(opened, folder) as pushing:
-            wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
-            assert pushing.statistics().problem.startswith("StoreNotFoundError: ")
-            aside.rename(store)
-            wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
-    check_location(folder, 1, 2)
-
-
-def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training goes on, and it is tried again."""
-    whole: Callable[..., object] = subprocess.Popen
-    left = [2]
-
-    def begin(*words: object, **more: object) -> object:
-        if left[0]:
-            left[0] -= 1
-            raise OSError("Cannot allocate memory")
-        return whole(*words, **more)
-
-    monkeypatch.setattr(module, "RETRY_S", 0.05)
-    monkeypatch.setattr(subprocess, "Popen", begin)
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
-        with pytest.raises(GivenUpError, match=r"no process could be begun .*: Cannot allocate memory"):
-            pushing.wait()
-        wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
-        assert pushing.statistics().failures == 2
-    check_location(folder, 1, 2)
-
-
-def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python is part of another program, nobody knows how to begin one."""
-    monkeypatch.setattr(sys, "executable", "")
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(Push(folder)) as pushing:
-        assert isinstance(pushing, PushingThread)
-    check_location(folder, 1, 2)
-
-
-def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it goes elsewhere before the process has begun."""
-    monkeypatch.chdir(tmp_path)
-    save_steps(Path("relative"), 1)
-    with Store.open("relative", config=CONFIG) as opened, by_process(opened, folder) as pushing:
-        pushing.wait()
-    check_location(folder, 1)
-
-
-def test_it_imports_what_the_training_does(
-    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not what lies in the directory that it is in; and what is no text in the path is passed over."""
-    monkeypatch.syspath_prepend(str(REPOSITORY))
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "signal.py").write_text("raise SystemExit(3)")
-    (tmp_path / "asymcheck").mkdir()
-    (tmp_path / "asymcheck/__init__.py").touch()
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
-        pushing.wait()
     check_location(folder, 1, 2)
 
 

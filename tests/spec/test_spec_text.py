@@ -375,8 +375,7 @@ def test_each_invariant_is_checked_and_tested(number: str) -> None:
     cited = re.compile(rf"\b{number}\b")
     modules = (REPOSITORY / "asymcheck" / "verify").glob("*.py")
     assert any(cited.search(module.read_text("utf-8")) for module in modules)
-    here = Path(__file__)
-    tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != here]
+    tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
     assert [path.name for path in tests if cited.search(path.read_text("utf-8"))]
 
 

@@ -133,36 +133,6 @@ def test_a_name_that_no_catalog_can_have_is_refused_at_once(tmp_path: Path, name
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("location", "reason"),
-    [
-        ("gopher://host/x", "no file system is known for gopher://"),
-        ("hdfs:///x", "name the NameNode"),
-        ("hdfs://host", "below the root"),
-        ("file://host/x", "three slashes"),
-        ("file:///x?dfs.replication=2", "no option"),
-        ("file:///x/../y", "below the root"),
-    ],
-)
-def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> None:
-    """And none is taken for a relative path."""
-    with pytest.raises(InvalidInputError, match=reason):
-        Store.open(location)
-
-
-@pytest.mark.parametrize("location", ["hdfs://namenode:8020/x", "file:///x", "s3://bucket/x", "no-such-scheme://x"])
-def test_a_uri_that_was_made_a_path_makes_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str
-) -> None:
-    """As a path it loses a slash, and what is saved there would lie in a directory called ``hdfs:``."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match="that is a URI"):
-        Store.open(Path(location))
-    assert list(tmp_path.iterdir()) == []
-    Store.open(tmp_path / "hdfs:" / "x").close()
-    assert (tmp_path / "hdfs:" / "x" / "asymcheck.store").exists()
-
-
 def test_reading_needs_an_existing_store(store_path: Path) -> None:
     """Nothing is created by looking."""
     with pytest.raises(StoreNotFoundError, match="does not exist"):

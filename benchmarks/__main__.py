@@ -20,6 +20,7 @@ from benchmarks.report import UnreadableReportError, print_environment, print_re
 WORKLOADS = (
     "durable",
     "restore",
+    "small",
     "catalog",
     "memory",
     "stall",

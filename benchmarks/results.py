@@ -19,7 +19,7 @@ from benchmarks.schemes import SCHEMES
 
 TARGET = Path(__file__).parents[1] / "docs" / "results"
 WORKLOADS = (
-    *("models", "goodput", "durable", "restore", "stall", "batch", "codec", "bytes", "catalog", "memory"),
+    *("models", "goodput", "durable", "restore", "small", "stall", "batch", "codec", "bytes", "catalog", "memory"),
     *("ranks", "reshard", "dedupe", "hdfs"),
 )
 OURS = "asymcheck +S+O"
@@ -51,6 +51,7 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "durable_new/best_peer": ("≥", 1),
     },
     "restore": {"restore/limit": ("≥", 0.85), "restore/best_peer": ("≥", 1), "restore_fresh/best_peer": ("≥", 1)},
+    "small": {"durable/torch_save": ("≤", 1.2), "recovery/torch_load": ("≤", 2)},
     "stall": {
         "stall_p95/best_peer": ("≤", 0.1),
         "slowdown_every_10": ("≤", 1.02),

@@ -32,6 +32,7 @@ from benchmarks import (
     reshard,
     resident,
     restore,
+    small,
     stall,
     states,
     synthetic,
@@ -67,6 +68,7 @@ def _goodput(folder: Path) -> Report:
 RUNS: dict[str, Callable[[Path], Report]] = {
     "durable": lambda folder: durable.run(folder, quick=True, state=states.small()),
     "restore": lambda folder: restore.run(folder, quick=True, state=states.small()),
+    "small": lambda folder: small.run(folder, quick=True, width=16),
     "catalog": lambda folder: catalog.run(folder, quick=True, shape=synthetic.Shape(2000, 20)),
     "memory": lambda folder: memory.run(folder, quick=True, state=states.small()),
     "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, (stall.Plan(1, 3),))),

@@ -110,11 +110,11 @@ class LoggedJournal(Journal):
 
 @contextlib.contextmanager
 def recorded_catalog(log: list[Entry]) -> Iterator[None]:
-    """Log the catalog's file as it is after every transaction: LMDB has its own I/O, and syncs each."""
-    write, begin = Catalog.write, Catalog._open
+    """Log the catalog's file as it is after every transaction, and when it is synced: LMDB has its own I/O."""
+    write, begin, close = Catalog.write, Catalog._open, Catalog.close
 
-    def keep(self: Catalog) -> None:
-        log.append(("catalog", (self.path / "data.mdb").read_bytes()))
+    def keep(self: Catalog, *, synced: bool = False) -> None:
+        log.append(("catalog", (self.path / "data.mdb").read_bytes(), synced))
 
     @contextlib.contextmanager
     def recording_write(self: Catalog) -> Iterator[Any]:
@@ -126,11 +126,17 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
         begin(self, store_id, populate)
         keep(self)
 
-    Catalog.write, Catalog._open = recording_write, recording_open  # type: ignore[method-assign, assignment]  # taken back below
+    def recording_close(self: Catalog) -> None:
+        # LMDB syncs before the mark is removed.
+        keep(self, synced=True)
+        close(self)
+
+    changed = recording_write, recording_open, recording_close
+    Catalog.write, Catalog._open, Catalog.close = changed  # type: ignore[method-assign, assignment]  # taken back below
     try:
         yield
     finally:
-        Catalog.write, Catalog._open = write, begin  # type: ignore[method-assign]  # as above
+        Catalog.write, Catalog._open, Catalog.close = write, begin, close  # type: ignore[method-assign]  # as above
 
 
 @dataclasses.dataclass(eq=False)
@@ -292,7 +298,8 @@ LOSSES: dict[str, Callable[[random.Random], tuple[Callable[[], bool], Callable[[
 }
 """What is lost of all that was not synced; each answers: has a change of names reached the disk, has a block?"""
 
-CATALOGS = ("as it was", "one transaction older", "missing")
+CATALOGS = ("as it was", "one transaction older", "torn", "missing")
+"""What is left of the catalog: transactions are not synced, so any of its blocks may be those of an earlier one."""
 
 
 def after_power_loss(
@@ -302,11 +309,26 @@ def after_power_loss(
     disk = Disk(base, log, whole_renames=whole_renames)
     disk.lose_power(*LOSSES[loss](random.Random(seed)))
     disk.write_to(target)
-    states = [arguments[0] for kind, *arguments in log if kind == "catalog"]
-    chosen = {"as it was": states[-1:], "one transaction older": states[-2:-1], "missing": []}[catalog]
+    left = _left_of_catalog([tuple(arguments) for kind, *arguments in log if kind == "catalog"], catalog, seed)
     for descriptor in (entry[2] for entry in log if entry[0] == "link" and entry[2].name == layout.DESCRIPTOR_NAME):
         store = target / descriptor.parent.relative_to(base)
-        if chosen and (store / layout.DESCRIPTOR_NAME).exists():
-            (store / layout.CATALOG).mkdir()
-            (store / layout.CATALOG / "data.mdb").write_bytes(chosen[0])
+        if left is not None and (store / layout.CATALOG).exists():
+            (store / layout.CATALOG / "data.mdb").write_bytes(left)
     return promises([arguments[0] for kind, *arguments in log if kind == "note"])
+
+
+def _left_of_catalog(states: list[tuple[bytes, bool]], choice: str, seed: int) -> bytes | None:
+    """Return what a power loss leaves of ``data.mdb`` after these states, oldest first; None for no such file."""
+    if not states or choice == "missing":
+        return None
+    newest, synced = states[-1]
+    if synced or choice == "as it was" or len(states) == 1:
+        return newest
+    if choice == "one transaction older":
+        return states[-2][0]
+    dice = random.Random(seed)
+    blocks = []
+    for start in range(0, len(newest), BLOCK):
+        older = [state[start : start + BLOCK] for state, _ in states[-4:]]
+        blocks.append(dice.choice([block for block in older if block] or [newest[start : start + BLOCK]]))
+    return b"".join(blocks)

@@ -96,11 +96,11 @@ def test_power_loss_anywhere(
     tmp_path: Path,
     reboot: Callable[[], None],
 ) -> None:
-    """After operations of the script, with the catalog as it was, older or missing in turn."""
+    """After operations of the script, with the catalog as it was, older, torn or missing in turn."""
     base, log = recording
     reboot()
     for number, end in enumerate(visited(cuts(log))):
-        catalog = CATALOGS[number % 3]
+        catalog = CATALOGS[number % len(CATALOGS)]
         try:
             lose_and_check(base, log[:end], tmp_path / "left", loss=loss, catalog=catalog, seed=end)
         except Exception as error:
@@ -129,6 +129,18 @@ def test_power_loss_anywhere_in_every_way(
                 lose_and_check(base, log[:end], tmp_path / "left", **choices)
             except Exception as error:
                 raise AssertionError(f"cut at {end} after {log[end - 1][:3]}, {choices}: {error}") from error
+
+
+def test_a_mark_is_durable_before_the_first_transaction(recording: tuple[Path, list[Entry]]) -> None:
+    """Transactions are not synced: the mark that a power loss leaves tells that the catalog cannot be trusted."""
+    _, log = recording
+    kinds = [entry[0] for entry in log]
+    made = next(number for number, entry in enumerate(log) if entry[0] == "create" and entry[1].parent.name == "open")
+    synced = [entry[1].name for entry in log[made : kinds.index("catalog")] if entry[0] == "sync_directory"]
+    assert synced[:3] == ["open", "catalog", "store"]
+    removed = next(number for number, entry in enumerate(log) if entry == ("unlink", log[made][1]))
+    newest = max(number for number, kind in enumerate(kinds[:removed]) if kind == "catalog")
+    assert log[newest][2], "the mark was removed before the catalog was synced"
 
 
 class _Forgetful(RecordingFiles):

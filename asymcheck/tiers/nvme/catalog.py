@@ -4,6 +4,9 @@ LMDB maps its file without checksums, so damage can read back as other values or
 has a checksum; reads for a restore do not come here at all; after an unclean end the file is not trusted but rebuilt
 from the packs, or, beside other processes that use it, walked in a child process first; and what goes wrong in use is
 noted for the next start, which sets the file aside and rebuilds it.
+
+Transactions are not synced: they survive the death of the process, not a power loss. A power loss leaves the marks of
+its processes, which are durable before their first transaction, and the next start rebuilds the catalog.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from asymcheck.events import emit
 from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
 from asymcheck.tiers import owners
-from asymcheck.tiers.files import DESCRIPTORS, reserve, unlock, wait_lock
+from asymcheck.tiers.files import DESCRIPTORS, Files, reserve, unlock, wait_lock
 from asymcheck.tiers.nvme.catalog_walk import is_intact
 from asymcheck.tiers.nvme.marks import Marks
 from asymcheck.types import Digest, Location, Owner, PackId
@@ -157,7 +160,7 @@ class Catalog:
     """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
 
     def __init__(
-        self, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+        self, files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
     ) -> None:
         """Open the environment in ``path``; ``populate`` fills it from the packs when it is new.
 
@@ -167,7 +170,7 @@ class Catalog:
         self._config = config
         self._thread_lock = threading.Lock()
         self._owner = owners.this_process()
-        self._marks = Marks(path / "open")
+        self._marks = Marks(files, path / "open")
         self._lock_descriptor = DESCRIPTORS.add(
             os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         )
@@ -201,6 +204,7 @@ class Catalog:
                 map_size=self._config.catalog_map_bytes,
                 max_readers=self._config.catalog_readers,
                 max_dbs=len(_DATABASES) + 3,
+                sync=False,
             )
             stack.callback(self._env.close)
             self._db: dict[str, Any] = {name: self._env.open_db(name.encode()) for name in _DATABASES}
@@ -263,7 +267,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
-        """Begin a write transaction that is durable when the block ends, and void when it raises.
+        """Begin a write transaction that outlives this process when the block ends, and is void when it raises.
 
         Raises:
             LockTimeoutError: another process holds the writer lock; the message names it.
@@ -330,10 +334,21 @@ class Catalog:
         return owners.describe(Owner(int(text), 0, "", ""))
 
     def close(self) -> None:
-        """Close the environment and take back the mark that this process uses it."""
-        self._env.close()
-        self._marks.take_back()
-        DESCRIPTORS.close(self._lock_descriptor)
+        """Make the catalog durable, close it, and remove the mark that this process uses it.
+
+        Raises:
+            CatalogError: the device refused; the next start rebuilds the catalog.
+        """
+        try:
+            with self._lmdb_errors():
+                self._env.sync(True)
+        except CatalogError:
+            self._note_damage()
+            raise
+        finally:
+            self._env.close()
+            self._marks.take_back()
+            DESCRIPTORS.close(self._lock_descriptor)
 
 
 _open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}
@@ -341,7 +356,7 @@ _open_lock = threading.Lock()
 
 
 def open_catalog(
-    path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+    files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
 ) -> Catalog:
     """Return this process's catalog for ``path``, opening it if it is not open yet.
 
@@ -359,7 +374,7 @@ def open_catalog(
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:
-            catalog = Catalog(path, store_id, config, populate, anew=anew)
+            catalog = Catalog(files, path, store_id, config, populate, anew=anew)
         _open_catalogs[key] = (catalog, users + 1)
         return catalog
 

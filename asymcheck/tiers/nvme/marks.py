@@ -1,7 +1,8 @@
 """Marks: a file for each process that has a catalog open, locked for as long as it lives (SPEC.md §7.5).
 
 A process that was killed leaves its mark, and the lock on it is gone: so it is found to be dead also from another PID
-namespace, as when a container is started again on the same node.
+namespace, as when a container is started again on the same node. A mark is durable before the first transaction of its
+process, because transactions are not: after a power loss the mark tells that the catalog cannot be trusted.
 """
 
 from __future__ import annotations
@@ -9,39 +10,49 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asymcheck.errors import LockTimeoutError
+from asymcheck.errors import LockTimeoutError, StorageError
 from asymcheck.tiers import owners
-from asymcheck.tiers.files import DESCRIPTORS, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, Files, try_lock
 from asymcheck.types import Owner
 
 
 class Marks:
     """The folder ``open`` of a catalog."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make it, if it is not there."""
+    def __init__(self, files: Files, folder: Path) -> None:
+        """Create the folder if it is missing; its parent is the catalog's folder."""
+        self._files = files
         self._folder = folder
         self._own: tuple[Path, int] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder.parent)
+        files.make_directory(folder)
 
     def put(self) -> None:
-        """Mark that this process uses the catalog; with the catalog's lock held, as others look with it held.
+        """Mark durably that this process uses the catalog. The caller holds the catalog's lock, as readers of marks do.
 
         Raises:
             LockTimeoutError: this process has one there already, by another path to it.
         """
         path = self._path(owners.this_process())
-        descriptor = DESCRIPTORS.add(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        try:
+            descriptor = DESCRIPTORS.add(self._files.open_new(path))
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            descriptor = DESCRIPTORS.add(self._files.open_existing(path))
         if not try_lock(descriptor, exclusive=True):
             DESCRIPTORS.close(descriptor)
             raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
         self._own = path, descriptor
+        # Every directory entry that leads to the mark, also those that a process created which was killed then.
+        for folder in (self._folder, self._folder.parent, self._folder.parent.parent):
+            self._files.sync_directory(folder)
 
     def take_back(self) -> None:
         """Unmark."""
         if self._own is not None:
             path, descriptor = self._own
-            path.unlink(missing_ok=True)
+            self._files.unlink(path)
             DESCRIPTORS.close(descriptor)
             self._own = None
 

@@ -182,7 +182,12 @@ class NvmeTier:
             if self._catalog is None:
                 with translated("open catalog of store", self.root):
                     self._catalog = open_catalog(
-                        self.root / layout.CATALOG, self.descriptor.store_id, self.config, populate, anew=anew
+                        self.files,
+                        self.root / layout.CATALOG,
+                        self.descriptor.store_id,
+                        self.config,
+                        populate,
+                        anew=anew,
                     )
             return self._catalog
 

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import LockTimeoutError
+from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme.marks import Marks
 
 
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
     """LMDB must not be opened twice in a process, as by two paths to one directory."""
-    first, second = Marks(tmp_path), Marks(tmp_path)
+    folder = tmp_path / "open"
+    first, second = Marks(Files(), folder), Marks(Files(), folder)
     first.put()
     with pytest.raises(LockTimeoutError, match="has the store open by another path"):
         second.put()
     first.take_back()
     second.put()
     second.take_back()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []

@@ -187,8 +187,10 @@ class Catalog:
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
         except BaseException:
-            self._marks.take_back()
-            DESCRIPTORS.close(self._lock_descriptor)
+            try:
+                self._marks.take_back()
+            finally:
+                DESCRIPTORS.close(self._lock_descriptor)
             raise
 
     @property
@@ -347,8 +349,10 @@ class Catalog:
             raise
         finally:
             self._env.close()
-            self._marks.take_back()
-            DESCRIPTORS.close(self._lock_descriptor)
+            try:
+                self._marks.take_back()
+            finally:
+                DESCRIPTORS.close(self._lock_descriptor)
 
 
 _open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}

@@ -49,12 +49,14 @@ class Marks:
             self._files.sync_directory(folder)
 
     def take_back(self) -> None:
-        """Unmark."""
+        """Unmark. A mark that cannot be removed is left without its lock, as that of a process that was killed."""
         if self._own is not None:
             path, descriptor = self._own
-            self._files.unlink(path)
-            DESCRIPTORS.close(descriptor)
             self._own = None
+            try:
+                self._files.unlink(path)
+            finally:
+                DESCRIPTORS.close(descriptor)
 
     def of_others(self) -> tuple[list[Path], dict[Path, Owner]]:
         """Return the marks of the dead, and those of living processes, but not this one's."""

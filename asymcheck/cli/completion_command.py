@@ -21,7 +21,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     bash: eval "$(asymcheck completion bash)"                        in ~/.bashrc
     zsh:  eval "$(asymcheck completion zsh)"                         in ~/.zshrc
     fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
-    """  # noqa: D301 - click wants the character
+    """
     root = ctx.find_root().command
     kind = get_completion_class(shell)
     if kind is None:

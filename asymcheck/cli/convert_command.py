@@ -8,6 +8,7 @@ import click
 
 from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.cli.restore_command import report
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, NotFoundError
@@ -27,7 +28,7 @@ from asymcheck.types import Checkpoint
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save to or to read.")
 @click.option("--part", default=None, help="Of a store, only what lies under this key, as 'asymcheck restore' has it.")
 @click.option("--overwrite", is_flag=True, help="Replace DST when it is a file or a model folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
 def convert(
     ctx: click.Context,
@@ -36,8 +37,8 @@ def convert(
     step: int | None,
     run: str,
     part: str | None,
-    overwrite: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
@@ -53,7 +54,7 @@ def convert(
       asymcheck convert tuned.pt store --step 1
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
-    """  # noqa: D301 - click wants the character
+    """
     from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
 
     if step is not None:

@@ -8,6 +8,7 @@ import sys
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
 from asymcheck.recovery.resolve import alternatives
@@ -21,16 +22,10 @@ from asymcheck.types import Checkpoint
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints.")
 @click.option("--generation", type=int, default=None, help="Only the one of this generation [default: of all].")
 @click.option("--yes", is_flag=True, help="Do not ask; must be given where there is nobody to ask.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
 def delete(
-    ctx: click.Context,
-    store: str,
-    step: int,
-    run: str,
-    generation: int | None,
-    yes: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
+    ctx: click.Context, store: str, step: int, run: str, generation: int | None, yes: bool, as_json: bool
 ) -> None:
     """Delete the checkpoints of STEP from STORE, for good, after asking.
 

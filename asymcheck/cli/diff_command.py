@@ -7,8 +7,10 @@ from collections import Counter
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.difference import Difference, TensorChange
+from asymcheck.recovery.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -22,8 +24,8 @@ _SAVES_SHOWN = 3
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run of A and B, where they do not name one.")
 @click.option("--tensors", "pattern", default="*", help="Only what has a name that matches this glob, as 'model.*'.")
 @click.option("--norms/--no-norms", default=True, help="Read what changed and say by how much [default: yes].")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_json: bool) -> None:  # noqa: FBT001 - click's way
+@json_option
+def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_json: bool) -> None:
     """Show what changed from checkpoint A to checkpoint B of STORE.
 
     \b
@@ -39,7 +41,7 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
     With --no-norms nothing is read but manifests; then a tensor that shares its partitions with others may be
     'undecided'.
     The status is 0 whether they differ or not.
-    """  # noqa: D301 - click wants the character
+    """
     with Store.open(store, read_only=True) as opened, output.progress("diff") as progress:
         difference = opened.diff(a, b, run=run, tensors=pattern, norms=norms, progress=progress)
     if as_json:
@@ -54,8 +56,7 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
         _show_norms(difference.tensors)
     if difference.values:
         output.print_table(
-            [("value", "left"), ("in A", "left"), ("in B", "left")],
-            [[change.name, change.a or "(none)", change.b or "(none)"] for change in difference.values],
+            [{"value": one.name, "in A": one.a or "(none)", "in B": one.b or "(none)"} for one in difference.values]
         )
 
 
@@ -76,29 +77,19 @@ def _is_shared(changes: tuple[TensorChange, ...]) -> bool:
 
 def _show_tensors(changes: tuple[TensorChange, ...]) -> None:
     is_shared = _is_shared(changes)
-    output.print_table(
-        [
-            *([("rank", "right")] if is_shared else []),
-            ("tensor", "left"),
-            ("change", "left"),
-            ("dtype", "left"),
-            ("shape", "left"),
-            ("bytes", "right"),
-            ("shared", "right"),
-        ],
-        [
-            [
-                *([str(change.rank)] if is_shared else []),
-                " = ".join((change.name, *change.aliases)),
-                change.change,
-                _from_to(change.dtype_a, change.dtype_b),
-                _from_to(_shape(change.shape_a), _shape(change.shape_b)),
-                output.size(change.bytes_a if change.change == "removed" else change.bytes_b),
-                output.size(change.shared_bytes),
-            ]
-            for change in changes
-        ],
-    )
+    rows = [
+        {
+            "rank": change.rank if is_shared else None,
+            "tensor": " = ".join((change.name, *change.aliases)),
+            "change": change.change,
+            "dtype": _from_to(change.dtype_a, change.dtype_b),
+            "shape": _from_to(_shape(change.shape_a), _shape(change.shape_b)),
+            "bytes": output.size(change.bytes_a if change.change == "removed" else change.bytes_b),
+            "shared": output.size(change.shared_bytes),
+        }
+        for change in changes
+    ]
+    output.print_table(rows, numbers=("rank", "bytes", "shared"))
 
 
 def _from_to(a: str | None, b: str | None) -> str:
@@ -114,30 +105,36 @@ def _show_norms(changes: tuple[TensorChange, ...]) -> None:
     if not compared:
         return
     is_shared = _is_shared(changes)
+    has_odd = any(norms.nonfinite_a or norms.nonfinite_b for _, norms in compared)
+    rows = [
+        {
+            "rank": change.rank if is_shared else None,
+            "tensor": change.name,
+            "|A|": _number(norms.l2_a),
+            "|B−A|": _number(norms.l2_difference),
+            "relative": _number(norms.relative),
+            "largest": _number(norms.largest),
+            "differ": norms.differing,
+            "not finite": _nonfinite(norms) if has_odd else None,
+        }
+        for change, norms in compared
+    ]
+    output.print_table(rows, numbers={*rows[0]} - {"tensor"})
     notes: dict[str, list[str]] = {}
-    rows = []
     for change, norms in compared:
-        numbers = [norms.l2_a, norms.l2_difference, norms.relative, norms.largest]
-        shown = ["–" if number is None else f"{number:.4g}" for number in numbers]
-        odd = f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
-        rows.append([*([str(change.rank)] if is_shared else []), change.name, *shown, str(norms.differing), odd])
         if norms.note:
             of_rank = f" of rank {change.rank}" if is_shared else ""
             notes.setdefault(norms.note, []).append(f"{change.name}{of_rank}")
-    columns = [
-        *([("rank", "right")] if is_shared else []),
-        ("tensor", "left"),
-        ("|A|", "right"),
-        ("|B−A|", "right"),
-        ("relative", "right"),
-        ("largest", "right"),
-    ]
-    columns += [("differ", "right"), ("not finite", "right")]
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    output.print_table(columns, rows)
     for note, names in notes.items():
         click.echo(f"no norms of {', '.join(map(output.shown, names))}: {note}")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _nonfinite(norms: TensorNorms) -> str:
+    return f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
 
 
 def _show_sums(difference: Difference) -> None:

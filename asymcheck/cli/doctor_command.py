@@ -7,9 +7,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.rings import ring_folder_option
-from asymcheck.cli.sizes import parse_size
-from asymcheck.cli.spans import parse_span
+from asymcheck.cli.options import json_option, parse_size, parse_span, ring_folder_option
 from asymcheck.config import StoreConfig
 from asymcheck.measure.drive import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Situation, advise
@@ -30,15 +28,8 @@ _DIGITS_S = 0.1
     "--state-size", callback=parse_size, help="Bytes of one checkpoint, as 1.5GB [default: those of the newest]."
 )
 @ring_folder_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-def doctor(
-    store: str,
-    quick: bool,  # noqa: FBT001 - click's way
-    mtbf: float,
-    state_size: int | None,
-    ring_folder: Path,
-    as_json: bool,  # noqa: FBT001 - click's way
-) -> None:
+@json_option
+def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_folder: Path, as_json: bool) -> None:
     """Measure what STORE's drive, the memory and the codecs do here, and say what to configure.
 
     It writes into a file inside the store and removes it; how much, it says first. When it is killed, 'asymcheck gc'
@@ -92,32 +83,23 @@ def _show_facts(facts: Facts) -> None:
     ]
     if facts.device_copy_bytes_per_s is not None:
         rows.insert(1, (f"copy from {facts.device}", _rate(facts.device_copy_bytes_per_s)))
-    output.print_table([("measured", "left"), ("", "right")], rows)
+    output.print_table([{"measured": what, "": measured} for what, measured in rows], numbers=[""])
 
 
 def _show_codecs(facts: Facts) -> None:
     click.echo(f"codecs on {facts.sample}, one thread")
-    output.print_table(
-        [
-            ("role", "left"),
-            ("dtype", "left"),
-            ("codec", "left"),
-            ("ratio", "right"),
-            ("encode", "right"),
-            ("decode", "right"),
-        ],
-        [
-            [
-                one.role,
-                one.dtype,
-                one.codec,
-                f"{one.ratio:.3f}",
-                _rate(one.encode_bytes_per_s),
-                _rate(one.decode_bytes_per_s),
-            ]
-            for one in facts.codecs
-        ],
-    )
+    rows = [
+        {
+            "role": one.role,
+            "dtype": one.dtype,
+            "codec": one.codec,
+            "ratio": f"{one.ratio:.3f}",
+            "encode": _rate(one.encode_bytes_per_s),
+            "decode": _rate(one.decode_bytes_per_s),
+        }
+        for one in facts.codecs
+    ]
+    output.print_table(rows, numbers=("ratio", "encode", "decode"))
 
 
 def _show_advice(advice: Advice) -> None:

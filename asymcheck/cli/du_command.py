@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.recovery.accounting import Accounting, CheckpointBytes
 from asymcheck.store import Store
 
@@ -12,9 +13,9 @@ from asymcheck.store import Store
 @click.command(epilog=exits.HELP, short_help="Say what takes the room, by checkpoint and by role.")
 @click.argument("store", type=click.Path())
 @click.option("--run", default=None, help="List the checkpoints of this run only; the totals are of the whole store.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@json_option
 @click.pass_context
-def du(ctx: click.Context, store: str, run: str | None, as_json: bool) -> None:  # noqa: FBT001 - click's way
+def du(ctx: click.Context, store: str, run: str | None, as_json: bool) -> None:
     """Show what takes the room in STORE: by checkpoint, by role and in all.
 
     \b
@@ -27,7 +28,7 @@ def du(ctx: click.Context, store: str, run: str | None, as_json: bool) -> None: 
     written looks like garbage.
     Reads manifests and the indexes of packs only. The status is 1 when a manifest cannot be read or a partition is
     missing, and 6 when only packs are damaged: then the figures are what could be counted.
-    """  # noqa: D301 - click wants the character
+    """
     with Store.open(store, read_only=True) as opened:
         accounting = opened.accounting(run)
     if as_json:
@@ -50,44 +51,33 @@ def _show(accounting: Accounting) -> None:
     else:
         click.echo("no checkpoints yet")
     if accounting.roles:
-        output.print_table(
-            [("role", "left"), ("state", "right"), ("stored", "right")],
-            [[role.role, output.size(role.state_bytes), output.size(role.stored_bytes)] for role in accounting.roles],
-        )
-    output.print_table([("in all", "left"), ("bytes", "right"), ("", "left")], _totals(accounting))
+        roles = [
+            {"role": role.role, "state": output.size(role.state_bytes), "stored": output.size(role.stored_bytes)}
+            for role in accounting.roles
+        ]
+        output.print_table(roles, numbers=("state", "stored"))
+    output.print_table(_totals(accounting), numbers=["bytes"])
     for problem in _problems(accounting):
         click.echo(problem)
 
 
 def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
     is_repeated = output.has_repeated_steps(items)
-    output.print_table(
-        [
-            ("run", "left"),
-            ("step", "right"),
-            ("gen", "right"),
-            *([("save", "left")] if is_repeated else []),
-            ("state", "right"),
-            ("stored", "right"),
-            ("own", "right"),
-            ("shared", "right"),
-            ("is", "left"),
-        ],
-        [
-            [
-                item.run,
-                str(item.step),
-                str(item.generation),
-                *([output.save(item.save_id)] if is_repeated else []),
-                output.size(item.state_bytes),
-                output.size(item.stored_bytes),
-                output.size(item.own_bytes),
-                output.size(item.shared_bytes),
-                _standing(item),
-            ]
-            for item in items
-        ],
-    )
+    rows = [
+        {
+            "run": item.run,
+            "step": item.step,
+            "gen": item.generation,
+            "save": output.save(item.save_id) if is_repeated else None,
+            "state": output.size(item.state_bytes),
+            "stored": output.size(item.stored_bytes),
+            "own": output.size(item.own_bytes),
+            "shared": output.size(item.shared_bytes),
+            "is": _standing(item),
+        }
+        for item in items
+    ]
+    output.print_table(rows, numbers=("step", "gen", "state", "stored", "own", "shared"))
 
 
 def _standing(item: CheckpointBytes) -> str:
@@ -96,7 +86,7 @@ def _standing(item: CheckpointBytes) -> str:
     return "" if item.on_line else "abandoned"
 
 
-def _totals(accounting: Accounting) -> list[list[str]]:
+def _totals(accounting: Accounting) -> list[dict[str, str]]:
     rows: list[tuple[str, int, str]] = [
         ("packs", accounting.pack_bytes, output.count(accounting.packs, "pack")),
         ("  live", accounting.live_bytes, "frames that a checkpoint needs"),
@@ -114,7 +104,11 @@ def _totals(accounting: Accounting) -> list[list[str]]:
         ("catalog", accounting.catalog_bytes, ""),
     ]
     optional = ("  unreadable", "unfinished")
-    return [[name, output.size(size), what] for name, size, what in rows if size or name not in optional]
+    return [
+        {"in all": name, "bytes": output.size(size), "": what}
+        for name, size, what in rows
+        if size or name not in optional
+    ]
 
 
 def _problems(accounting: Accounting) -> list[str]:

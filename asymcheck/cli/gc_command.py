@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.keep_options import keep_options
-from asymcheck.cli.rings import collected_ring, ring_folder_option
+from asymcheck.cli.options import json_option, keep_options, ring_folder_option
+from asymcheck.cli.rings import collected_ring
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.pipeline.collect import Collected
 from asymcheck.policies.retention import Retention, Verdict
@@ -23,17 +23,17 @@ from asymcheck.tiers.remote import is_uri
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints the --keep rules are about.")
 @click.option("--discard-rings", is_flag=True, help="Also remove rings with captures that are not durable.")
 @ring_folder_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
 def gc(
     ctx: click.Context,
     store: str,
-    dry_run: bool,  # noqa: FBT001 - click's way
+    dry_run: bool,
     retention: Retention | None,
     run: str,
-    discard_rings: bool,  # noqa: FBT001 - click's way
+    discard_rings: bool,
     ring_folder: Path,
-    as_json: bool,  # noqa: FBT001 - click's way
+    as_json: bool,
 ) -> None:
     """Free the packs of STORE that no checkpoint needs, and remove what killed processes left behind.
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.places import Places, places_of, places_option
-from asymcheck.cli.rings import note_what_is_only_in_memory, ring_options, show_rings
-from asymcheck.cli.steps import parse_which
+from asymcheck.cli.options import json_option, parse_which, places_option, ring_options
+from asymcheck.cli.places import Places, places_of
+from asymcheck.cli.rings import note_what_is_only_in_memory, show_rings
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.resolve import check_run_exists
@@ -38,20 +38,20 @@ _METRICS_SHOWN = 3
 @ring_options
 @places_option
 @click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@json_option
 @click.pass_context
-def inspect(  # noqa: PLR0913, PLR0917 - one parameter an option
+def inspect(
     ctx: click.Context,
     store: str,
     run: str | None,
     step: int | str | None,
     pattern: str | None,
-    values: bool,  # noqa: FBT001 - click's way
+    values: bool,
     tier: str,
     ring_folder: Path,
     remote: str | None,
-    where: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
+    where: bool,
+    as_json: bool,
 ) -> None:
     """Show the checkpoints of STORE, or the tensors of one of them.
 
@@ -108,35 +108,22 @@ def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, a
         return status
     newest, is_repeated = _newest(checkpoints), output.has_repeated_steps(checkpoints)
     is_shared = any(item.world_size > 1 for item in checkpoints)
-    output.print_table(
-        [
-            ("run", "left"),
-            ("step", "right"),
-            ("generation", "right"),
-            *([("save", "left")] if is_repeated else []),
-            ("saved (UTC)", "left"),
-            *([("ranks", "right")] if is_shared else []),
-            ("state", "right"),
-            ("is", "left"),
-            *([("lies", "left")] if places is not None else []),
-            ("metrics", "left"),
-        ],
-        [
-            [
-                item.run,
-                str(item.step),
-                str(item.generation),
-                *([output.save(item.save_id)] if is_repeated else []),
-                output.moment(item.created_ns),
-                *([item.ranks] if is_shared else []),
-                output.size(item.state_bytes),
-                _standing(item, newest),
-                *([places.of(item)] if places is not None else []),
-                _metrics(item),
-            ]
-            for item in checkpoints
-        ],
-    )
+    rows = [
+        {
+            "run": item.run,
+            "step": item.step,
+            "generation": item.generation,
+            "save": output.save(item.save_id) if is_repeated else None,
+            "saved (UTC)": output.moment(item.created_ns),
+            "ranks": item.ranks if is_shared else None,
+            "state": output.size(item.state_bytes),
+            "is": _standing(item, newest),
+            "lies": None if places is None else places.of(item),
+            "metrics": _metrics(item),
+        }
+        for item in checkpoints
+    ]
+    output.print_table(rows, numbers=("step", "generation", "ranks", "state"))
     if status:
         click.echo("something is damaged or unfinished: 'asymcheck verify' says what")
     return status
@@ -170,10 +157,10 @@ def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: 
     is_shared = checkpoint.world_size > 1
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if is_shared else ""
     click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{ranks}")
-    output.print_table(
-        [*([("rank", "right")] if is_shared else []), ("value", "left"), ("is", "left")],
-        [[*([str(one.rank)] if is_shared else []), one.name, shortened(one.text) or ""] for one in values],
-    )
+    rows = [
+        {"rank": one.rank if is_shared else None, "value": one.name, "is": shortened(one.text) or ""} for one in values
+    ]
+    output.print_table(rows, numbers=["rank"])
 
 
 def _title(checkpoint: Checkpoint) -> str:
@@ -191,29 +178,19 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
     total = output.size(sum(map(_nbytes, listed)))
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
     click.echo(f"{_title(checkpoint)}: {output.count(len(listed), 'tensor')}, {total}{ranks}")
-    output.print_table(
-        [
-            ("tensor", "left"),
-            ("dtype", "left"),
-            ("shape", "left"),
-            *([("parts", "right")] if ranks else []),
-            ("bytes", "right"),
-            ("role", "left"),
-            *([("lies in", "left")] if where else []),
-        ],
-        [
-            [
-                " = ".join((same[0].name, *same[0].aliases)),
-                same[0].dtype,
-                "×".join(map(str, same[0].global_shape)) or "scalar",
-                *([str(len(_different(same)))] if ranks else []),
-                output.size(_nbytes(same)),
-                same[0].role,
-                *([_places(same)] if where else []),
-            ]
-            for same in listed
-        ],
-    )
+    rows = [
+        {
+            "tensor": " = ".join((same[0].name, *same[0].aliases)),
+            "dtype": same[0].dtype,
+            "shape": "×".join(map(str, same[0].global_shape)) or "scalar",
+            "parts": len(_different(same)) if ranks else None,
+            "bytes": output.size(_nbytes(same)),
+            "role": same[0].role,
+            "lies in": ", ".join(dict.fromkeys(map(_place, same))) if where else None,
+        }
+        for same in listed
+    ]
+    output.print_table(rows, numbers=("parts", "bytes"))
     _show_encodings(tensors)
     if missing:
         click.echo(f"MISSING: {output.count(missing, 'partition')} of them in no readable pack; see asymcheck verify")
@@ -240,10 +217,6 @@ def _nbytes(same: list[StoredTensor]) -> int:
     return sum(part.nbytes for part in _different(same))
 
 
-def _places(same: list[StoredTensor]) -> str:
-    return ", ".join(dict.fromkeys(map(_place, same)))
-
-
 def _show_encodings(tensors: list[StoredTensor]) -> None:
     """Say by role and codec how much was stored, and why so, if any codec but identity was used."""
     seen: dict[tuple[str, str], dict[str, StoredPartition]] = {}
@@ -258,11 +231,18 @@ def _show_encodings(tensors: list[StoredTensor]) -> None:
     for (role, codec), found in seen.items():
         plain = sum(one.partition_length for one in found.values())
         stored = sum(one.stored_length or 0 for one in found.values())
-        ratio = f"{plain / stored:,.2f}" if stored else ""
-        numbers = [str(len(found)), output.size(plain), output.size(stored), ratio]
-        rows.append([role, codec, *numbers, reasons.get((role, codec), "")])
-    columns = ["role", "stored as", "partitions", "bytes", "stored", "ratio", "why"]
-    output.print_table([(name, "right" if name in columns[2:6] else "left") for name in columns], rows)
+        rows.append(
+            {
+                "role": role,
+                "stored as": codec,
+                "partitions": len(found),
+                "bytes": output.size(plain),
+                "stored": output.size(stored),
+                "ratio": f"{plain / stored:,.2f}" if stored else "",
+                "why": reasons.get((role, codec), ""),
+            }
+        )
+    output.print_table(rows, numbers=("partitions", "bytes", "stored", "ratio"))
 
 
 def _place(tensor: StoredTensor) -> str:
@@ -281,15 +261,10 @@ def _place(tensor: StoredTensor) -> str:
 
 def _frames(frames: list[int]) -> str:
     """Return frame numbers as ranges, for instance ``1-3, 7``."""
-    ordered = sorted(frames)
-    starts = [
-        number
-        for number, before in zip(ordered, [None, *ordered], strict=False)
-        if before is None or number != before + 1
-    ]
-    ends = [
-        number
-        for number, after in zip(ordered, [*ordered[1:], None], strict=True)
-        if after is None or after != number + 1
-    ]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))
+    runs: list[list[int]] = []
+    for number in sorted(frames):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.places import Places, places_of, places_option
+from asymcheck.cli.options import json_option, places_option
+from asymcheck.cli.places import Places, places_of
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.history import History, HistoryEntry, Opening
 from asymcheck.store import Store
@@ -20,16 +21,9 @@ _METRICS_SHOWN = 8
     "--all", "everything", is_flag=True, help="Also what is abandoned, incomplete or damaged, marked as such."
 )
 @places_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
-def log(
-    ctx: click.Context,
-    store: str,
-    run: str,
-    everything: bool,  # noqa: FBT001 - click's way
-    remote: str | None,
-    as_json: bool,  # noqa: FBT001 - click's way
-) -> None:
+def log(ctx: click.Context, store: str, run: str, everything: bool, remote: str | None, as_json: bool) -> None:
     """Show the checkpoints of a run of STORE along its line of training, newest first.
 
     A line of dashes shows where training went on from an earlier checkpoint.

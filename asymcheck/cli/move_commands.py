@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.config import StoreConfig
 from asymcheck.errors import InvalidInputError, SkippedCheckpointWarning
 from asymcheck.format import layout
@@ -23,7 +24,7 @@ from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 
 def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text."),
+        json_option,
         click.option("--all", "everything", is_flag=True, help="All complete checkpoints on the line of training."),
         click.option("--run", default=None, help="Whose [default: 'default'; with --all: all]."),
         click.option("--step", type=int, default=None, help="Which checkpoint [default: the newest consistent one]."),
@@ -36,14 +37,7 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("store", type=click.Path())
 @click.argument("location")
 @_selection
-def push(
-    store: str,
-    location: str,
-    step: int | None,
-    run: str | None,
-    everything: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
-) -> None:
+def push(store: str, location: str, step: int | None, run: str | None, everything: bool, as_json: bool) -> None:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
     LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow knows. What
@@ -53,7 +47,7 @@ def push(
     Examples:
       asymcheck push checkpoints hdfs://namenode:8020/runs/gpt2
       asymcheck push checkpoints 'hdfs://namenode:8020/runs/gpt2?dfs.replication=2' --all
-    """  # noqa: D301 - click wants the character
+    """
     _check_one(step, everything=everything)
     with Store.open(store, read_only=True) as opened, output.progress("push") as progress:
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
@@ -64,14 +58,7 @@ def push(
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
 @_selection
-def pull(
-    location: str,
-    store: Path,
-    step: int | None,
-    run: str | None,
-    everything: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
-) -> None:
+def pull(location: str, store: Path, step: int | None, run: str | None, everything: bool, as_json: bool) -> None:
     """Copy checkpoints from LOCATION into STORE, every byte verified; STORE is made when there is none.
 
     'asymcheck restore LOCATION --to FILE' and Store.open(LOCATION) read a checkpoint without that.
@@ -80,7 +67,7 @@ def pull(
     Examples:
       asymcheck pull hdfs://namenode:8020/runs/gpt2 checkpoints
       asymcheck pull file:///mnt/shared/gpt2 checkpoints --step 900
-    """  # noqa: D301 - click wants the character
+    """
     _check_one(step, everything=everything)
     if not is_uri(location):
         raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")

@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -47,15 +47,19 @@ def console() -> Console:
     )
 
 
-def print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under headings; each column is a heading and ``left`` or ``right``."""
+def print_table(rows: Sequence[Mapping[str, object]], *, numbers: Collection[str] = ()) -> None:
+    """Print rows, each a mapping of headings to cells; a column that is None in every row is left out.
+
+    The columns with the headings ``numbers`` are aligned on the right, and never wrapped.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
-    for heading, side in columns:
+    headings = [heading for heading in rows[0] if any(row[heading] is not None for row in rows)] if rows else []
+    for heading in headings:
         # Folded, not cut: names of tensors differ at their ends.
-        is_number = side == "right"
+        is_number = heading in numbers
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
+        table.add_row(*(Text(shown(str(row[heading]))) for heading in headings))
     page = console()
     # In less, columns are a character wide; so the terminal wraps the lines.
     page.width = max(page.width, _TABLE_WIDTH)

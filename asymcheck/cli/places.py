@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
-
-import click
 
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
-
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def places_option(command: _F) -> _F:
-    """Add ``--remote`` to a command that lists checkpoints."""
-    return click.option("--remote", default=None, help="Also say which checkpoints lie in this location.")(command)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.recovery.rebuild import Rebuilt
 from asymcheck.store import Store
 
 
 @click.command(epilog=exits.HELP, short_help="Make the catalog again from packs and manifests.")
 @click.argument("store", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
-def rebuild(ctx: click.Context, store: str, as_json: bool) -> None:  # noqa: FBT001 - click's way
+def rebuild(ctx: click.Context, store: str, as_json: bool) -> None:
     """Make the catalog of STORE again from its packs and manifests alone, which are the truth.
 
     Nothing else is changed, and no frame is read. Safe beside processes that use the store. The status is 6 when a

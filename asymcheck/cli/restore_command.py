@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.rings import ring_options
-from asymcheck.cli.sizes import parse_size
-from asymcheck.cli.steps import parse_which
+from asymcheck.cli.options import json_option, parse_size, parse_which, ring_options
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.store import Store
 
@@ -54,9 +52,9 @@ if TYPE_CHECKING:
 @ring_options
 @click.option("--remote", default=None, help="Read from this location what is missing or damaged in STORE.")
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+@json_option
 @click.pass_context
-def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
+def restore(
     ctx: click.Context,
     store: str,
     target: Path,
@@ -70,8 +68,8 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
     tier: str,
     ring_folder: Path,
     remote: str | None,
-    overwrite: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Write a checkpoint of STORE to a file or folder, every byte verified.
 
@@ -92,7 +90,7 @@ def restore(  # noqa: PLR0913, PLR0917 - one parameter an option
       asymcheck restore checkpoints --step 900 --to step-900.pt
       asymcheck restore checkpoints --tier dram --to last.pt
       asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
-    """  # noqa: D301 - click wants the character
+    """
     from asymcheck.interop.convert import SHARD_BYTES, Output, export_checkpoint
 
     if rank is not None and tier == "dram":

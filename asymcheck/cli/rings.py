@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -17,28 +15,6 @@ from asymcheck.pipeline.collect_rings import CollectedRing
 from asymcheck.store import Store
 from asymcheck.tiers.dram_ring import RingCapture, RingFile
 from asymcheck.tiers.files import translated
-
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def ring_folder_option(command: _F) -> _F:
-    """Add ``--ring-folder`` to a command."""
-    return click.option(
-        "--ring-folder",
-        type=click.Path(path_type=Path),
-        default=CaptureConfig.ring_folder,
-        show_default=True,
-        help="Where rings lie: the ring_folder of the training's CaptureConfig.",
-    )(command)
-
-
-def ring_options(command: _F) -> _F:
-    """Add ``--tier`` and ``--ring-folder`` to a command."""
-    choice = click.Choice(["nvme", "dram"])
-    what = "nvme: what is durable; dram: what lies in memory, in rings."
-    return click.option("--tier", type=choice, default="nvme", show_default=True, help=what)(
-        ring_folder_option(command)
-    )
 
 
 def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path) -> None:
@@ -94,27 +70,18 @@ def _show(ring: RingFile) -> None:
     if not ring.captures:
         click.echo("    nothing is complete in it")
         return
-    output.print_table(
-        [
-            ("step", "right"),
-            ("generation", "right"),
-            ("save", "left"),
-            ("state", "right"),
-            ("is", "left"),
-            ("", "left"),
-        ],
-        [
-            [
-                "?" if capture.step is None else str(capture.step),
-                "?" if capture.generation is None else str(capture.generation),
-                output.save(capture.save_id),
-                output.size(capture.state_bytes),
-                "durable" if capture.is_durable else "in memory only",
-                _soundness(capture),
-            ]
-            for capture in ring.captures
-        ],
-    )
+    rows = [
+        {
+            "step": "?" if capture.step is None else capture.step,
+            "generation": "?" if capture.generation is None else capture.generation,
+            "save": output.save(capture.save_id),
+            "state": output.size(capture.state_bytes),
+            "is": "durable" if capture.is_durable else "in memory only",
+            "": _soundness(capture),
+        }
+        for capture in ring.captures
+    ]
+    output.print_table(rows, numbers=("step", "generation", "state"))
 
 
 def _soundness(capture: RingCapture) -> str:

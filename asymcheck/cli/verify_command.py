@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import json_option
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.repaired import Repaired
 from asymcheck.store import Store
@@ -24,17 +25,17 @@ _INCOMPLETE = "incomplete-checkpoint"
 @click.option("--repair", is_flag=True, help="Repair the whole store first; no checkpoint is deleted.")
 @click.option("--remote", default=None, help="With --repair: fetch what is lost from this location.")
 @click.option("--deep", is_flag=True, help="Read every byte of a remote location, too; of a local store always.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+@json_option
 @click.pass_context
 def verify(
     ctx: click.Context,
     store: str,
     run: str | None,
     step: int | None,
-    repair: bool,  # noqa: FBT001 - click's way
+    repair: bool,
     remote: str | None,
-    deep: bool,  # noqa: FBT001 - click's way
-    as_json: bool,  # noqa: FBT001 - click's way
+    deep: bool,
+    as_json: bool,
 ) -> None:
     """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
 

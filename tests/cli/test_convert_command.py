@@ -14,7 +14,7 @@ import torch
 from asymcheck import Store
 from asymcheck.cli import exits
 from asymcheck.cli.main import commands
-from asymcheck.cli.sizes import parse_size
+from asymcheck.cli.options import parse_size
 from tests.cli.conftest import Outcome
 from tests.interop.files import raw
 

@@ -1,0 +1,154 @@
+"""Options that commands share, and what the values of options mean: steps, sizes, spans of time, rules of retention."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from asymcheck.arguments import check_which
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import InvalidInputError
+from asymcheck.policies.retention import Best, Retention
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([KMGT]?B|[KMGT]iB|)\Z", re.ASCII)
+_POWERS = "KMGT"
+_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(s|min|h|d|)\Z", re.ASCII)
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86_400}
+_AGE = re.compile(r"([0-9]{1,6})(min|[shdw])\Z", re.ASCII)
+_UNITS = {"s": "seconds", "min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?\Z", re.ASCII)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+places_option = click.option("--remote", default=None, help="Also say which checkpoints lie in this location.")
+
+
+def ring_folder_option(command: _F) -> _F:
+    """Add ``--ring-folder`` to a command."""
+    return click.option(
+        "--ring-folder",
+        type=click.Path(path_type=Path),
+        default=CaptureConfig.ring_folder,
+        show_default=True,
+        help="Where rings lie: the ring_folder of the training's CaptureConfig.",
+    )(command)
+
+
+def ring_options(command: _F) -> _F:
+    """Add ``--tier`` and ``--ring-folder`` to a command."""
+    choice = click.Choice(["nvme", "dram"])
+    what = "nvme: what is durable; dram: what lies in memory, in rings."
+    return click.option("--tier", type=choice, default="nvme", show_default=True, help=what)(
+        ring_folder_option(command)
+    )
+
+
+def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
+    """Return the step that an option names, or one save of a step as ``save:DIGITS``.
+
+    Raises:
+        click.BadParameter: it names none.
+    """
+    if text is None:
+        return None
+    try:
+        return check_which(int(text) if _STEP.fullmatch(text) else text)
+    except InvalidInputError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes that an option names as ``200000``, ``200KB`` (thousands) or ``200KiB`` (1024 each).
+
+    Raises:
+        click.BadParameter: it names none.
+    """
+    if text is None:
+        return None
+    found = _SIZE.match(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no size; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    whole, fraction, unit = found.groups()
+    factor: int = (1024 if "i" in unit else 1000) ** (_POWERS.find(unit[:1]) + 1 if unit else 0)
+    # In integers: a float would be bytes off.
+    count: int = int(whole) * factor + int(fraction or 0) * factor // 10 ** len(fraction or "")
+    if count < 1:
+        raise click.BadParameter(f"{text!r} is less than one byte")
+    return count
+
+
+def parse_span(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
+    """Return the seconds that an option names as ``90``, ``90s``, ``30min``, ``3.5h`` or ``2d``.
+
+    Raises:
+        click.BadParameter: it names none.
+    """
+    found = _SPAN.match(text)
+    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
+    if seconds <= 0:
+        raise click.BadParameter(f"{text!r} is no span of time; give seconds, or a number with s, min, h or d")
+    return seconds
+
+
+def keep_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of retention to a command, which gets what they say as ``retention``: None without a rule.
+
+    Raises:
+        click.UsageError: abandoned checkpoints are to go, but nothing says what stays.
+    """
+
+    @functools.wraps(command)
+    def with_retention(
+        *,
+        keep_last: int | None,
+        keep_every: int | None,
+        keep_best: Best | None,
+        keep_for: timedelta | None,
+        drop_abandoned: bool,
+        **others: object,
+    ) -> None:
+        retention = None
+        if (keep_last, keep_every, keep_best, keep_for) != (None,) * 4:
+            retention = Retention(keep_last, keep_every, keep_best, keep_for, keep_abandoned=not drop_abandoned)
+        elif drop_abandoned:
+            raise click.UsageError("--drop-abandoned goes with a rule that says what stays, such as --keep-last")
+        command(retention=retention, **others)
+
+    for option in reversed(_OPTIONS):
+        with_retention = option(with_retention)
+    return with_retention
+
+
+def _best(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Best | None:
+    if text is None:
+        return None
+    found = _BEST.match(text)
+    if found is None or int(found[2]) < 1:
+        raise click.BadParameter(f"{text!r}: give a metric and how many, such as loss:3, or accuracy:1:max")
+    return found[1], int(found[2]), "max" if found[3] == "max" else "min"
+
+
+def _age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> timedelta | None:
+    if text is None:
+        return None
+    found = _AGE.match(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no span of time; give a number with s, min, h, d or w, such as 7d")
+    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+
+
+_OPTIONS = (
+    click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest so many checkpoints of a run."),
+    click.option("--keep-every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this."),
+    click.option("--keep-best", metavar="METRIC:N[:max]", callback=_best, help="Keep the N with the least METRIC."),
+    click.option("--keep-for", metavar="SPAN", callback=_age, help="Keep those saved within, for instance, 7d."),
+    click.option("--drop-abandoned", is_flag=True, help="Keep what is not on the line by --keep-for only."),
+)

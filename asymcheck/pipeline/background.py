@@ -170,6 +170,7 @@ class Background:
         # The compiler of a compiled optimizer step must not look into the fence: it would compile the copies, too.
         fences = self._fences or Fences(torch.compiler.disable(self.fence))
         self._fences = fences
+        fences.come_first()
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns

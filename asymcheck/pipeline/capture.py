@@ -98,8 +98,8 @@ class Capture:
         """Its copies from devices."""
         self.asides = Asides(self.transfers, leaves)
         """What is read in small parts."""
-        self.witnesses = Witnesses(self.names, self.partitions)
-        """What some bytes of partitions have to be."""
+        self.witnesses = Witnesses(self.names, self.partitions, leaves)
+        """What deferred tensors have to be."""
 
     @property
     def partitions(self) -> Sequence[Partition]:

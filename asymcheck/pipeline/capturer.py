@@ -11,7 +11,6 @@ What lies on a device is copied by the device, in the same order (see :mod:`asym
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.partition.leaves import copy_partition
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.interrupts import INTERRUPTS
-from asymcheck.pipeline.proof import Proof
+from asymcheck.pipeline.proof import Proof, Prover
 from asymcheck.pipeline.unchanged import Unchanged
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 
@@ -55,14 +54,12 @@ class Capturer:
         """
         self._ring = ring
         self._stored, self._finished, self._make_room = stored, finished, make_room
-        self._proof = proof
+        self._prover = Prover(proof)
         self._unchanged = Unchanged(ring)
         self._changed = threading.Condition()
         self._unreleased: deque[tuple[Capture, int]] = deque()
         self._to_copy: deque[tuple[Capture, int]] = deque()
         self._to_complete: deque[tuple[Capture, int | None]] = deque()
-        # Not the module's own generator, whose state belongs to the training.
-        self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._open: Capture | None = None
         self._training = threading.get_ident()
         self._settling = threading.Lock()
@@ -163,6 +160,9 @@ class Capturer:
         if capture is not None:
             with INTERRUPTS, timed("fence", 0, capture.named):
                 self._wait_until_copied(capture)
+                # What a device copies by itself is in order only with what it was asked to do before.
+                is_late = lambda number: capture.digests[number] is None and capture.transfers.is_on_device(number)  # noqa: E731 - short
+                capture.witnesses.fence(is_late)
             if is_training:
                 # Not on another thread: meanwhile the next capture may have been begun.
                 self._open = None
@@ -231,6 +231,7 @@ class Capturer:
             self._settle_aside(capture)
             capture.transfers.drop()
             capture.asides.drop()
+            capture.error = capture.error or capture.witnesses.error(capture.request.step)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             capture.error = capture.error or error
         self._finished(capture)
@@ -276,6 +277,7 @@ class Capturer:
         payload = self._payload(capture, number)
         with timed("copy", len(payload), lambda: capture.named_partition(number)):
             capture.transfers.copy(number, payload)
+            capture.witnesses.look(number)
         with self._changed:
             capture.uncopied -= not was_staged
 
@@ -329,6 +331,8 @@ class Capturer:
         try:
             # Also of one that was given up: until then, a device may write to its place in the ring.
             capture.transfers.wait(number)
+            if capture.transfers.is_on_device(number):
+                capture.witnesses.look(number)
             if capture.error is None:
                 self._complete(capture, number)
         except BaseException as error:  # noqa: BLE001 - as above
@@ -349,7 +353,7 @@ class Capturer:
         payload = self._ring.payload(slot)
         if number in capture.witnesses:
             with timed("proof", slot.length, lambda: capture.named_partition(number)):
-                capture.witnesses.check(number, payload, capture.request.step)
+                capture.witnesses.check(number, payload)
         with timed("digest", slot.length, lambda: capture.named_partition(number)):
             name = digest(payload)
             self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
@@ -367,13 +371,9 @@ class Capturer:
 
     def _set_aside(self, capture: Capture, deferred: Sequence[int]) -> None:
         """Read, or have gathered, what stays in the manifest and what the proof compares."""
-        leaves, asides = capture.state.leaves, capture.asides
+        asides = capture.asides
         asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
-        if self._proof == "full":
-            capture.transfers.catch_up(deferred)
-            capture.witnesses.take_all(leaves, deferred)
-        elif self._proof == "sampled":
-            capture.witnesses.take_samples(asides, deferred, self._chance)
+        self._prover.begin(capture.witnesses, deferred, capture.transfers, asides)
         asides.gather()
 
     def settle(self) -> None:

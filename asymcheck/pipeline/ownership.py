@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import bisect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import eq
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
 from asymcheck.partition.distributed import Distributed
@@ -183,6 +184,14 @@ class Fences:
         self._before_step = before_step
         self._inside_backward: set[int] = set()
         self._handle = register_optimizer_step_pre_hook(self._hook)
+        self.come_first()
+
+    def come_first(self) -> None:
+        """Be called before the hooks of others, which may change what is not copied yet."""
+        # An OrderedDict, whatever torch declares: the handle removes the hook from that very one.
+        hooks = cast("OrderedDict[int, object]", _global_optimizer_pre_hooks)
+        if self._handle.id in hooks and next(iter(hooks)) != self._handle.id:
+            hooks.move_to_end(self._handle.id, last=False)
 
     def _hook(self, optimizer: Optimizer, _arguments: object, _options: object) -> None:
         # No public function says whether backward is running on this thread.

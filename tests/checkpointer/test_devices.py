@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import increment_version
 
 import asymcheck
 from asymcheck.config import MIB, CaptureConfig
@@ -34,18 +35,20 @@ class Queued(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # closures are not used
         """Queue the update."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        moments = [self.state[parameter]["moment"] for parameter in parameters]
 
         def update() -> None:
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.add_(1)
-                        self.state[parameter]["moment"].mul_(1.5)
+            # The device does not count versions: the program does, as soon as it has queued the update.
+            for parameter, moment in zip(parameters, moments, strict=True):
+                parameter.data.add_(1)
+                moment.data.mul_(1.5)
 
         self._device.run(update)
+        increment_version([*parameters, *moments])
         for entry in self.state.values():
             if self._device.link_of(entry["count"]):
-                self._device.run(functools.partial(entry["count"].add_, 1))
+                self._device.run(functools.partial(entry["count"].data.add_, 1))
             else:
                 entry["count"].add_(1)
 

@@ -8,15 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from asymcheck.alone import restored, rolled_back
 from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
-from asymcheck.complaints import Complaints, close_after
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError
-from asymcheck.last_step import LastStep
 from asymcheck.migration.beside import begun
 from asymcheck.migration.statistics import PushStatistics
-from asymcheck.outcomes import Outcomes
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.ending import Ending
@@ -27,8 +23,9 @@ from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.pruning import Upkeep
 from asymcheck.ranks.ranks import RanksGiven, find_ranks
+from asymcheck.save_reporting import Complaints, LastStep, Outcomes, close_after
 from asymcheck.store import Store
-from asymcheck.together import Returned, Together, saved
+from asymcheck.together import Returned, Together, restored_alone, rolled_back_alone, saved
 from asymcheck.types import Checkpoint
 
 OnError = Literal["raise", "warn"]
@@ -97,7 +94,7 @@ class Checkpointer:
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
-        pruner = None if keep is None else partial(store.pruner, run, check_retention(keep))
+        pruner = None if keep is None else partial(store.training.pruner, run, check_retention(keep))
         self._complaints = Complaints(run, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
@@ -135,17 +132,17 @@ class Checkpointer:
         with contextlib.ExitStack() as held:
             if self._together is not None:
                 held.enter_context(self._ending)
-                self._store.settle()
+                self._store.training.settle()
                 returned = self._together.restore(step, self._state, partial(self._adopt, held), self._report)
                 if self._together.session().is_first_here:
                     self._beside.start()
                 return self._went_back(returned)
             with self._ending:
                 self._outcomes.wait(self._background)
-            self._store.settle()
+            self._store.training.settle()
             self._adopt(held)
             tell = self._complaints.tell_of_skipped
-            checkpoint = self._went_back(restored(self._store, self._run, step, self._state, tell))
+            checkpoint = self._went_back(restored_alone(self._store, self._run, step, self._state, tell))
         # What was lost before is told when the state is back: a loop may well go back because of that.
         self._report()
         return checkpoint
@@ -154,7 +151,7 @@ class Checkpointer:
         """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
         if self._upkeep is not None:
             held.enter_context(self._upkeep.still())
-        adopting = self._store.adopting(self._config.ring_folder, run=self._run)
+        adopting = self._store.training.adopting(self._config.ring_folder, run=self._run)
         self._complaints.tell_of_adopted(held.enter_context(adopting))
 
     def _went_back(self, returned: Returned | None) -> Checkpoint | None:
@@ -169,7 +166,7 @@ class Checkpointer:
 
     def _tell_of_none(self) -> None:
         if (self._together is None or self._together.is_first) and not self._warn_of_abandoned(_NONE_RESTORED):
-            self._store.warn_of_empty_remote()
+            self._store.training.warn_of_empty_remote()
 
     def rollback(self) -> Checkpoint:
         """Bring the state back from the newest checkpoint on the line that is complete in memory.
@@ -183,11 +180,11 @@ class Checkpointer:
         """
         with self._ending:
             if self._together is not None:
-                self._store.settle()
+                self._store.training.settle()
                 returned = self._together.rollback(self._background, self._state, self._report)
             else:
                 self._outcomes.wait(self._background)
-                returned = rolled_back(self._store, self._run, self._background, self._state)
+                returned = rolled_back_alone(self._store, self._run, self._background, self._state)
             self._went_back(returned)
             # As restore() does.
             self._report()
@@ -234,7 +231,7 @@ class Checkpointer:
             if self._background is None:
                 self._background = self._started()
             part = None if self._together is None else self._together.part()
-            request = self._store.request(self._run, step, metrics, part, self._pacer.facts(self.statistics()))
+            request = self._store.training.request(self._run, step, metrics, part, self._pacer.facts(self.statistics()))
         except BaseException as error:
             if self._together is not None:
                 self._together.give_up(error)
@@ -255,7 +252,7 @@ class Checkpointer:
         ):
             # At once: nothing is abandoned, and what is in memory can be resumed only on a line that is there.
             self._opened()
-        background = self._store.background(self._run, self._config, self._opened, session)
+        background = self._store.training.background(self._run, self._config, self._opened, session)
         background.statistics = self._statistics
         background.held = self._ending
         if session is None or session.is_first_here:

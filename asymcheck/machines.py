@@ -56,7 +56,7 @@ def align(session: Session, store: Store, run: str) -> None:
     mine = [head_to_json(head) for head in heads]
     decide = partial(_merged, session.groups)
     for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
-        store.take_head(head_from_json(said, _WHERE))
+        store.training.take_head(head_from_json(said, _WHERE))
 
 
 def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
@@ -65,8 +65,8 @@ def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
     if session.is_first:
         # Where all machines are new, the location behind them has what they had.
         with contextlib.suppress(RemoteUnreachableError):
-            return store.heads(run, behind=True)
-    return store.heads(run)
+            return store.training.heads(run, behind=True)
+    return store.training.heads(run)
 
 
 def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
@@ -117,7 +117,7 @@ class Proposals:
 
     def _mine(self, prepare: Callable[[], object]) -> list[object]:
         prepare()
-        found = self._store.restorable_parts(self._run, self._step, ranks_in(self._session.groups[0]))
+        found = self._store.training.restorable_parts(self._run, self._step, ranks_in(self._session.groups[0]))
         return [[named(ref), is_readable] for ref, is_readable in found.items()]
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
@@ -158,9 +158,9 @@ class Proposals:
 
 def opened(store: Store, run: str, generation: int) -> Mapping[str, object]:
     """Return the head record of a generation that this store has begun, as other stores hear it."""
-    return next(head_to_json(head) for head in store.heads(run) if head.generation == generation)
+    return next(head_to_json(head) for head in store.training.heads(run) if head.generation == generation)
 
 
 def open_too(store: Store, said: Mapping[str, object]) -> None:
     """Begin a generation in this store as another one has."""
-    store.take_head(head_from_json(said, _WHERE))
+    store.training.take_head(head_from_json(said, _WHERE))

@@ -1,56 +1,94 @@
 """The store: what users open, save to and load from.
 
-It wires the ways down and up to a tier and holds no engine of its own.
+It checks what callers pass and wires the ways down and up to a tier; it holds no engine of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from asymcheck.arguments import check_kinds, check_location, check_step
-from asymcheck.captures import warn_of_order
+from asymcheck.arguments import (
+    check_device,
+    check_glob,
+    check_kinds,
+    check_location,
+    check_rank,
+    check_step,
+    check_which,
+)
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, RemoteUnreachableError
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+    StepOrderWarning,
+    warn_user,
+)
 from asymcheck.events import timed
 from asymcheck.format import layout
-from asymcheck.format.record import HeadRecord
+from asymcheck.measure import NOISE, measure, noise_samples
+from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.migration.heal import can_be_healed, heal
+from asymcheck.migration.messages import Order
+from asymcheck.migration.pull import pull
+from asymcheck.migration.push import push
+from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.migration.pushing_thread import PushingThread
+from asymcheck.migration.selection import selected
+from asymcheck.migration.tally import Moved
+from asymcheck.opened_store import OpenedStore
+from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
 from asymcheck.pipeline.commit import remove
 from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.policies.facts import Facts
+from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruned
-from asymcheck.recovery.describe import describe, is_on_line, known_line
-from asymcheck.recovery.line import begin_generation, intact_heads
+from asymcheck.recovery.accounting import Accounting, account
+from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
+from asymcheck.recovery.difference import Difference, compare
+from asymcheck.recovery.history import History, read_history
+from asymcheck.recovery.inventory import StoredTensor, StoredValue, inventory, values
+from asymcheck.recovery.line import begin_generation
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
-from asymcheck.recovery.resolve import check_run_exists, what_is_there
-from asymcheck.restores import Restores
+from asymcheck.recovery.repair import repair
+from asymcheck.recovery.repaired import Repaired
+from asymcheck.recovery.resolve import Resolved, candidates, check_run_exists, what_is_there
+from asymcheck.recovery.rings import newer_than_stored, survey_rings
+from asymcheck.recovery.sample import sample
+from asymcheck.tiers.dram_ring import RingCapture, RingFile
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
-from asymcheck.tiers.spanning import Far
-from asymcheck.types import Checkpoint, Part
+from asymcheck.tiers.remote import RemoteLocation, RemoteTier, is_uri, parse_location
+from asymcheck.training_services import TrainingServices
+from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
+from asymcheck.verify import Finding, verify
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    import torch
+
+    from asymcheck.recovery.load import Finish, Loaded
+    from asymcheck.recovery.stream import Sink
+
+_SAMPLE_BYTES = 8 << 20
+_QUICK_SAMPLE_BYTES = 1 << 20
 
 
-class Store(Restores):
+class Store:
     """A checkpoint store in a directory on a local drive.
 
     Open it with :meth:`open`; threads may share it, forked children may not.
     """
-
-    def __init__(self, tier: ReadTier) -> None:
-        """Wrap an opened tier; use :meth:`open`."""
-        super().__init__(tier)
-        # Of these runs the location behind this store was asked.
-        self._has_taken_heads: set[str] = set()
 
     @classmethod
     def open(
@@ -83,15 +121,40 @@ class Store(Restores):
                 )
             return cls(RemoteTier(parse_location(location), config))
         behind = None if remote is None else parse_location(remote)
-        store = cls(NvmeTier(check_location(location), config, read_only=read_only))
-        if behind is not None:
-            store._stand_behind(behind)
-        return store
+        return cls(NvmeTier(check_location(location), config, read_only=read_only), behind)
+
+    def __init__(self, tier: ReadTier, behind: RemoteLocation | None = None) -> None:
+        """Wrap an opened tier; use :meth:`open`."""
+        if not isinstance(tier, (NvmeTier, RemoteTier)):
+            raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
+        self._tier: ReadTier = tier
+        self._opened = OpenedStore(tier, behind)
+        self.training = TrainingServices(self._opened)
+        """What :class:`asymcheck.Checkpointer` needs beside the methods of this class."""
 
     def __repr__(self) -> str:
         """Name the directory and how it was opened."""
         mode = "" if isinstance(self._tier, NvmeTier) and not self._tier.read_only else ", read-only"
         return f"<asymcheck.Store {self.location!r}{mode}>"
+
+    @property
+    def location(self) -> str:
+        """Where the store lies: a path, or a URI."""
+        return str(self._tier.root)
+
+    @property
+    def path(self) -> Path:
+        """The store's directory.
+
+        Raises:
+            InvalidInputError: it lies in a remote location, see :attr:`location`.
+        """
+        return self._opened.nvme.root
+
+    @property
+    def store_id(self) -> str:
+        """The store's id: 32 hexadecimal digits, the same wherever it is opened."""
+        return self._tier.descriptor.store_id.hex()
 
     def save(
         self,
@@ -124,12 +187,12 @@ class Store(Restores):
         from asymcheck.partition.state import flatten
         from asymcheck.pipeline.save import save
 
-        tier = self._writable()
-        request = self.request(run, step, metrics, part)
+        tier = self._opened.writable()
+        request = self.training.request(run, step, metrics, part)
         flat = flatten(state)
         placing = self._placing(request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
-            done = save(tier, self._catalog(), self._encoder, flat, request, placing)
+            done = save(tier, self._opened.catalog(), self._opened.encoder, flat, request, placing)
         return Checkpoint(
             run=run,
             step=done.ref.step,
@@ -148,12 +211,173 @@ class Store(Restores):
         run, step = request.run, request.step
         before = request.save_id if request.world_size > 1 else None
         if callable(generation):
-            return lambda: self._place(run, generation(), before)
+            return lambda: self.training.place(run, generation(), before)
         # At once: what is wrong with it is an error before anything is written.
-        place = self._place(run, generation, before)
+        place = self.training.place(run, generation, before)
         if place.parent is not None and place.parent.generation == place.generation and place.parent.step > step:
-            warn_of_order(run, place.parent.step, step)
+            warn_user(
+                f"run {run!r} already has step {place.parent.step}, so step {step} will not be its newest checkpoint; "
+                "to train on from an earlier step, restore it with a Checkpointer first",
+                StepOrderWarning,
+            )
         return lambda: place
+
+    def load(
+        self,
+        step: int | str | None = None,
+        *,
+        tensors: str = "*",
+        into: object = None,
+        device: str | torch.device | None = None,
+        run: str = DEFAULT_RUN,
+        rank: int | None = None,
+    ) -> object:
+        """Return a stored state, every byte verified: that of ``step``, or the newest consistent one on the line.
+
+        A checkpoint that several ranks saved can be read by any number of them. Every tensor of ``into`` gets its bytes
+        from whatever parts were saved, so that a ``DTensor`` may lie on another mesh, with other placements; what is
+        not cut (plain values, states of random number generators) is that of ``rank``, taken modulo the number of
+        ranks that saved. Without ``into`` and ``rank`` the states of all ranks are merged: mappings by key, sequences
+        of one length by item, parts put together to whole tensors; what differs from rank to rank is rank 0's.
+
+        Args:
+            step: which one; None for the newest. ``"save:"`` and the first digits of a save id name one of several
+                saves of a step.
+            tensors: a glob of dotted names, for instance ``"model.*"``; only what matches is read and returned.
+            into: a state whose tensors are filled in place, without a second copy in memory; objects in it get
+                ``load_state_dict``. It may be a part
+                of what is stored, for instance ``{"model": model}``.
+            device: where new tensors are made; CPU by default.
+            run: whose checkpoint.
+            rank: which rank of the present job reads; 0 by default with ``into``. Without it: return what this rank
+                saved, its parts of whole tensors as :class:`asymcheck.TensorShard`.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
+            HeadRecordError
+
+        Warns:
+            SkippedCheckpointWarning: a newer checkpoint was passed over.
+        """
+        restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank)
+        for reason in restored.skipped:
+            warn_user(f"run {run!r}: passed over {reason}", SkippedCheckpointWarning)
+        return restored.state
+
+    def restore(
+        self,
+        step: int | str | None = None,
+        *,
+        tensors: str = "*",
+        into: object = None,
+        device: str | torch.device | None = None,
+        run: str = DEFAULT_RUN,
+        rank: int | None = None,
+        fall_back: bool = False,
+        grows: bool = False,
+    ) -> Restored:
+        """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over.
+
+        An ``into`` that ``grows`` gets back what the mappings inside it lack: what a training has put there meanwhile.
+
+        With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
+        to the next older one, which overwrites it again; without, that is a PartialRestoreError.
+        """
+        from asymcheck.recovery.load import Wanted, load
+
+        step = self._checked(run, step, tensors)
+        wanted = Wanted(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
+        if into is not None:
+            self.training.fence()
+        with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
+            return self._restored(load(source, run, step, wanted), step)
+
+    def read(
+        self,
+        read: Callable[[ReadTier, Resolved], Finish],
+        step: int | str | None = None,
+        *,
+        run: str = DEFAULT_RUN,
+    ) -> Restored:
+        """Have ``read`` make what it likes of a consistent checkpoint, for interfaces that this class does not have.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
+        """
+        from asymcheck.recovery.load import read_first
+
+        step = self._checked(run, step)
+        with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
+            return self._restored(read_first(source, run, step, partial(read, source)), step)
+
+    def stream(
+        self,
+        sink: Sink,
+        step: int | str | None = None,
+        *,
+        tensors: str = "*",
+        run: str = DEFAULT_RUN,
+        rank: int | None = None,
+        progress: Progress | None = None,
+    ) -> Restored:
+        """Hand a checkpoint to ``sink`` as it is read, every byte verified, in bounded memory however large it is.
+
+        Of several ranks that is what they have together, with whole tensors, or what ``rank`` saved. The state of the
+        result is what ``sink.finish()`` returned.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
+        """
+        from asymcheck.recovery.stream import stream
+
+        step = self._checked(run, step, tensors)
+        with self._opened.source() as source:
+            return self._restored(stream(source, run, step, tensors, sink, progress, rank=check_rank(rank)), step)
+
+    def stream_from_memory(
+        self,
+        sink: Sink,
+        step: int | str | None = None,
+        *,
+        tensors: str = "*",
+        run: str = DEFAULT_RUN,
+        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        progress: Progress | None = None,
+    ) -> Restored:
+        """Do as :meth:`stream` does with what killed processes left complete in memory, durable or not.
+
+        Only the rings in ``ring_folder`` are read, and they are left as they are. A damaged capture gives way to an
+        older one, unless a step was named.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, of what lies in memory.
+            LockTimeoutError: the ring is in use, and to read it would race with its process.
+        """
+        from asymcheck.recovery.ring_stream import RingWanted, stream_from_rings
+
+        step = self._checked(run, step, tensors)
+        loaded = stream_from_rings(self._tier, Path(ring_folder), RingWanted(run, step, tensors), sink, progress)
+        return self._restored(loaded, step=loaded.ref.step)
+
+    def _restored(self, loaded: Loaded, step: int | str | None) -> Restored:
+        return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
+
+    def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
+        """Say, durably, that training goes on from ``parent`` (None: from nothing).
+
+        Returns the number of the new generation.
+
+        What was saved after ``parent`` stays, but is no longer on the line of training.
+
+        Raises:
+            InvalidInputError: ``parent`` is no checkpoint.
+        """
+        tier = self._opened.writable()
+        layout.check_run(run)
+        if parent is not None and not isinstance(parent, Checkpoint):
+            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
+        self.training.take_heads_behind(run, is_new=parent is None)
+        return begin_generation(tier, run, None if parent is None else parent.ref)
 
     def delete(self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None) -> list[Checkpoint]:
         """Delete the checkpoints of a step, of one generation or of all, durably; return them.
@@ -163,7 +387,7 @@ class Store(Restores):
         Raises:
             CheckpointNotFoundError: there is none.
         """
-        tier = self._tier if isinstance(self._tier, RemoteTier) else self._writable()
+        tier = self._tier if isinstance(self._tier, RemoteTier) else self._opened.writable()
         tier.check_usable()
         step = check_step(step)
         listings = [
@@ -177,7 +401,7 @@ class Store(Restores):
             )
         line = known_line(self._tier, run)
         described = [describe(self._tier, listing, line) for listing in listings]
-        catalog = self._catalog() if isinstance(tier, NvmeTier) else None
+        catalog = self._opened.catalog() if isinstance(tier, NvmeTier) else None
         for listing in listings:
             if catalog is not None and isinstance(tier, NvmeTier):
                 remove(tier, catalog, listing)
@@ -195,9 +419,9 @@ class Store(Restores):
             CheckpointNotFoundError: the store has no such run.
             InconsistentCheckpointError: a manifest is damaged, so that nothing could be freed; what goes was deleted.
         """
-        self._writable()
+        self._opened.writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
-        pruner = self.pruner(run, retention)
+        pruner = self.training.pruner(run, retention)
         pruner.held = partial(self._may_be_lacking, run)
         return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
 
@@ -205,6 +429,17 @@ class Store(Restores):
         """Return the newest two where machines have a store each: the others may not have theirs of the newest yet."""
         newest = [one for one in self.checkpoints(run) if one.complete and one.on_line][-2:]
         return {one.save_id: "other machines may lack a newer one" for one in newest if one.store_ranks}
+
+    def gc(self, *, dry_run: bool = False) -> Collected:
+        """Free the packs that no checkpoint needs, for new checkpoints to overwrite.
+
+        Safe beside saves and loads of other processes. In a remote location such packs, and what interrupted uploads
+        have left, are removed when they are older than ``RemoteConfig.grace_s``.
+        """
+        self._tier.check_usable()
+        if isinstance(self._tier, RemoteTier):
+            return collect_remote(self._tier, dry_run=dry_run)
+        return collect(self._opened.writable(), self._opened.catalog(), dry_run=dry_run)
 
     def collect_rings(
         self,
@@ -222,7 +457,7 @@ class Store(Restores):
         Raises:
             StorageError: a ring could not be removed.
         """
-        return collect_rings(self._writable(), Path(ring_folder), discard=discard, dry_run=dry_run)
+        return collect_rings(self._opened.writable(), Path(ring_folder), discard=discard, dry_run=dry_run)
 
     def rebuild(self) -> Rebuilt:
         """Make the catalog again from packs and manifests alone; pins of living processes are kept.
@@ -233,80 +468,304 @@ class Store(Restores):
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
             CatalogError: it is damaged and in use by other processes; the message names them.
         """
-        return self._with_catalog(lambda catalog, made: made or reconcile(self._nvme, catalog), anew=True)
+        return self._opened.with_catalog(lambda catalog, made: made or reconcile(self._opened.nvme, catalog), anew=True)
 
-    def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
-        """Say, durably, that training goes on from ``parent`` (None: from nothing).
+    def repair(self, progress: Progress | None = None) -> Repaired:
+        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
 
-        Returns the number of the new generation.
-
-        What was saved after ``parent`` stays, but is no longer on the line of training.
+        What is lost here is fetched from the location that was given as ``remote`` to :meth:`open`, if any; what cannot
+        be had there stops nothing else. Safe beside saves, loads and collections of other processes. What it cannot
+        repair it names, with what can be done about it.
+        A second repair in a row does nothing.
 
         Raises:
-            InvalidInputError: ``parent`` is no checkpoint.
+            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
+            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
+            RemoteUnreachableError: something is lost here, and the remote location does not answer.
         """
-        tier = self._writable()
+        first = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
+        there = self._opened.far.tier() if self._opened.far is not None and can_be_healed(first.left) else None
+        if there is None:
+            return first
+        healed = heal(there, self._opened.writable(), self._opened.catalog(), first.left, progress)
+        copied, nbytes = first.copied_partitions, first.copied_bytes
+        if not healed.done:
+            return Repaired(first.done, healed.told(first.left), copied, nbytes)
+        # What is damaged here and was brought is of no use any more.
+        second = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
+        return Repaired((*first.done, *healed.done, *second.done), healed.told(second.left), copied, nbytes)
+
+    def push(
+        self,
+        location: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        everything: bool = False,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Copy a checkpoint to a remote location: what survives the loss of this machine.
+
+        Partitions that are there already are not sent again, and a push that was interrupted goes on where it was.
+        Other processes may save here, and push there, at the same time.
+
+        Args:
+            location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; made when
+                nothing is there.
+            step: which checkpoint; None for the newest consistent one.
+            run: whose; ``"default"`` by default.
+            everything: all complete checkpoints on the line, of ``run`` or of all runs; then no ``step`` is given.
+            progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
+
+        Raises:
+            CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
+            FormatError: it cannot be copied.
+            RemoteUnreachableError: the location did not answer in time; nothing is known of what lies there.
+            StorageError: the location refused. What was committed there stays.
+            InvalidInputError: there is another training of that run name, or no client for the location.
+        """
+        self._tier.check_usable()
+        step = _selected_step(step, everything=everything)
+        listings = selected(self._tier, _known_run(run), step, everything=everything)
+        there = RemoteTier(parse_location(location), self._tier.config, create=True)
+        with contextlib.closing(there), timed("push", 0, lambda: {"location": str(there.location)}):
+            return push(self._tier, there, listings, progress)
+
+    def pull(
+        self,
+        location: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        everything: bool = False,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Copy a checkpoint from a remote location into this store, every byte verified; see :meth:`push`.
+
+        With ``everything``, one that cannot be copied stops no other; at the end the error names all of them.
+
+        Raises:
+            StoreNotFoundError: nothing was pushed to ``location``.
+            CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
+            FormatError, RemoteUnreachableError, StorageError, InvalidInputError: as for :meth:`push`.
+        """
+        tier = self._opened.writable()
+        step = _selected_step(step, everything=everything)
+        there = RemoteTier(parse_location(location), tier.config)
+        with contextlib.closing(there), timed("pull", 0, lambda: {"location": str(there.location)}):
+            listings = selected(there, _known_run(run), step, everything=everything)
+            return pull(there, tier, self._opened.catalog(), listings, progress)
+
+    def pushing(
+        self,
+        location: str | os.PathLike[str] | Push,
+        *,
+        run: str = DEFAULT_RUN,
+        every: int | None = None,
+        poll_s: float = 0.5,
+        prunes: bool = True,
+    ) -> Pushing:
+        """Push checkpoints beside a training, as they become durable; use the result in a ``with`` block around it.
+
+        Those of ``run`` whose step is a multiple of ``every``, by default all, or that a :class:`Push` chooses, also
+        those that are in the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics`
+        says how many are still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you. Of
+        several stores that push one run to one location, only one ``prunes`` it: removes there what ``Push.keep`` does
+        not keep.
+
+        Raises:
+            InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. Nobody is asked there.
+        """
+        self._tier.check_usable()
         layout.check_run(run)
-        if parent is not None and not isinstance(parent, Checkpoint):
-            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
-        # Once is enough: what comes there while this store is open is of other trainings, and a rollback must not wait.
-        if self._far is not None and run not in self._has_taken_heads:
-            with contextlib.suppress(RemoteUnreachableError):
-                # Who begins from nothing where checkpoints are is of another training, and takes nothing from that.
-                if parent is not None or not self._far.ask(lambda there: there.manifests.refs(run)):
-                    self._take_heads_behind(run)
-                    self._has_taken_heads.add(run)
-        return begin_generation(tier, run, None if parent is None else parent.ref)
+        if not isinstance(location, Push):
+            location = Push(os.fspath(location), every=1 if every is None else every, close_s=None)
+        elif every is not None:
+            raise InvalidInputError(
+                f"every={every!r:.100} beside a Push: give Push(…, every=…), which says what is chosen"
+            )
+        if not check_seconds("poll_s", poll_s):
+            raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
+        where = parse_location(location.location)
+        config = self._tier.config
+        # A frozen program has no interpreter: what it calls so is itself.
+        if location.own_process and sys.executable and not getattr(sys, "frozen", False):
+            here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
+            return PushingProcess(self._tier, Order(here, config, location, run, poll_s, prunes))
+        return PushingThread(
+            self._tier, partial(RemoteTier, where, config, create=True), run, location, poll_s, prunes=prunes
+        )
 
-    def _take_heads_behind(self, run: str) -> None:
-        """Have the head records that the location behind this store has.
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        self._tier.check_usable()
+        return self._tier.manifests.runs()
 
-        Their numbers are taken, and the line may lead through generations that only it knows.
+    def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
+        """Return the checkpoints of a run, or of all runs, oldest first, by their names.
+
+        Tensor bytes are not checked, :meth:`verify` does that.
         """
-        for head in self.heads(run, behind=True):
-            self.take_head(head)
+        self._tier.check_usable()
+        found = []
+        for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
+            line = known_line(self._tier, name)
+            found += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
+        return found
 
-    def heads(self, run: str, *, behind: bool = False) -> list[HeadRecord]:
-        """Return the head records of a run, oldest first; one that is damaged is not among them.
+    def tensors(
+        self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+    ) -> tuple[Checkpoint, list[StoredTensor]]:
+        """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
+        ref, tensors = inventory(self._tier, run, self._checked(run, step, pattern), pattern)
+        return self._described(run, ref), tensors
 
-        With those ``behind`` this store, in the location that was given as ``remote``, if that is of the same training.
+    def values(
+        self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
+    ) -> tuple[Checkpoint, list[StoredValue]]:
+        """Return a checkpoint, the newest by default, and its plain values that match a glob, as texts."""
+        ref, found = values(self._tier, run, self._checked(run, step, pattern), pattern)
+        return self._described(run, ref), found
+
+    def _checked(self, run: str, step: int | str | None, pattern: str = "*") -> int | str | None:
+        """Check what names a checkpoint and tensors of it; return the step as an int."""
+        self._tier.check_usable()
+        layout.check_run(run)
+        check_glob(pattern)
+        return None if step is None else check_which(step)
+
+    def _described(self, run: str, ref: CheckpointRef) -> Checkpoint:
+        return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run))
+
+    def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
+        """Return the checkpoints along the line of training, newest first, and where training went back.
+
+        With ``everything`` also those that are abandoned, incomplete or damaged. Reads no tensor bytes.
 
         Raises:
-            RemoteUnreachableError: nobody knows what that has.
+            CheckpointNotFoundError: the store has other runs, but not this one.
+            HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
         """
-        own = intact_heads(self._tier, run, self._tier.manifests.heads(layout.check_run(run)))
-        if behind and self._far is not None:
-            own += self._heads_behind(self._far, run, {head.generation: head for head in own})
-        return sorted(own, key=lambda head: head.generation)
+        self._tier.check_usable()
+        return read_history(self._tier, layout.check_run(run), everything=everything)
 
-    def _heads_behind(self, far: Far, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
-        """Return those head records that only the location has."""
+    def diff(
+        self,
+        a: int | str,
+        b: int | str,
+        *,
+        run: str = DEFAULT_RUN,
+        tensors: str = "*",
+        norms: bool = True,
+        progress: Progress | None = None,
+    ) -> Difference:
+        """Return what changed between two checkpoints, every byte that was read verified.
 
-        def ask(there: RemoteTier) -> list[HeadRecord]:
-            numbers = there.manifests.heads(run)
-            newest_common = [number for number in numbers if number in own][-1:]
-            return intact_heads(there, run, [*newest_common, *(number for number in numbers if number not in own)])
-
-        found = far.ask(ask)
-        pairs = [(head, own[head.generation]) for head in found if head.generation in own]
-        if not all(one.is_same(other) for one, other in pairs):
-            return []
-        return [head for head in found if head.generation not in own]
-
-    def take_head(self, head: HeadRecord) -> None:
-        """Begin a generation as the store of another machine of the same job has.
+        Args:
+            a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
+            b: likewise.
+            run: whose checkpoints, where the names do not say.
+            tensors: a glob of the dotted names to compare.
+            norms: whether to read what changed and say by how much; without, only manifests are read.
+            progress: called with bytes compared so far and in all.
 
         Raises:
-            HeadRecordError: it is another one here.
+            InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
+            DamagedPartitionError, FormatError, HeadRecordError
         """
-        self._writable().manifests.take_head(head)
+        self._tier.check_usable()
+        return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
+
+    def accounting(self, run: str | None = None) -> Accounting:
+        """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
+
+        Reads manifests and the indexes of packs only.
+
+        Raises:
+            CheckpointNotFoundError: the store has other runs, but not this one.
+        """
+        self._tier.check_usable()
+        return account(self._opened.nvme, _known_run(run))
+
+    def rings(
+        self,
+        run: str | None = None,
+        *,
+        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        check: bool = True,
+    ) -> list[RingFile]:
+        """Return the rings of this store in memory, of living processes and of killed ones, with what lies in them.
+
+        With ``check`` every frame of what killed processes left is read and verified. Nothing is changed.
+        """
+        self._tier.check_usable()
+        return survey_rings(self._tier, Path(ring_folder), _known_run(run), check=check)
+
+    def only_in_memory(
+        self, run: str | None = None, *, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder
+    ) -> list[RingCapture]:
+        """Return, of each run, the newest capture that killed processes left complete in memory.
+
+        Only of runs in which it is newer than every checkpoint of the store. Its frames are not checked.
+        """
+        return newer_than_stored(self._tier, self.rings(run, ring_folder=ring_folder, check=False))
+
+    def usage(self) -> Usage:
+        """Return the bytes that the store takes on disk."""
+        self._tier.check_usable()
+        return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
+
+    def verify(
+        self,
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        progress: Progress | None = None,
+        deep: bool = True,
+    ) -> list[Finding]:
+        """Read and check every byte of the store, or what one step needs.
+
+        Without ``deep`` no frame is read: manifests, records, and header, index and length of each pack are checked,
+        and that every partition lies in one. Damage inside of frames is not seen then.
+
+        Returns what is wrong; nothing when all is well.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step or run.
+        """
+        self._tier.check_usable()
+        if step is not None:
+            step = check_step(step)
+            run = run or DEFAULT_RUN
+            candidates(self._tier, run, step)
+        elif run is not None:
+            check_run_exists(self.location, layout.check_run(run), self.runs())
+        return verify(self._tier, run, step, progress, deep=deep)
+
+    def measure(self, *, quick: bool = False, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder) -> Facts:
+        """Measure memory, codecs and the drive, in some ten seconds; with ``quick`` less well, in about one.
+
+        Codecs are measured on tensors of the newest checkpoint. It writes some hundred MB into a file inside the store
+        and removes it; what a kill leaves of it, :meth:`gc` removes. Checkpoints are left as they are.
+
+        Raises:
+            OutOfSpaceError: there is too little room to measure in.
+            ReadOnlyStoreError, StorageError: the store cannot be written.
+        """
+        tier = self._opened.nvme
+        tier.check_writable()
+        found = sample(tier, _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES)
+        if found is None or not found.samples:
+            samples, described = noise_samples(_QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES), NOISE
+        else:
+            samples, described = found.samples, f"step {found.ref.step} of run {found.run}"
+        state_bytes = None if found is None else found.state_bytes
+        return measure(tier, samples, described, state_bytes, Path(ring_folder), quick=quick)
 
     def close(self) -> None:
         """Finish what is being saved in the background, and close the store; closing twice is no error."""
-        self.finish()
-        self._tier.close()
-        if self._far is not None:
-            self._far.close()
+        self.training.close()
+        self._opened.close()
 
     def __enter__(self) -> Store:
         """Return itself."""
@@ -317,3 +776,13 @@ class Store(Restores):
     ) -> None:
         """Close the store."""
         self.close()
+
+
+def _selected_step(step: int | None, *, everything: bool) -> int | None:
+    if everything and step is not None:
+        raise InvalidInputError(f"step {step!r:.100} with everything=True, which copies every step: give one of them")
+    return None if step is None else check_step(step)
+
+
+def _known_run(run: str | None) -> str | None:
+    return None if run is None else layout.check_run(run)

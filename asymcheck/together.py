@@ -1,4 +1,4 @@
-"""Together: what the Checkpointers of several ranks do as one, beside saving: they go back to the same checkpoint."""
+"""How Checkpointers go back to a checkpoint: those of several ranks together, one by itself."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Together:
     ) -> Iterator[CheckpointRef]:
         prepare()
         is_any = False
-        for ref in self._store.restorable(self._run, step, skipped):
+        for ref in self._store.training.restorable(self._run, step, skipped):
             is_any = True
             yield ref
         if is_any or skipped:
@@ -201,7 +201,7 @@ class Together:
 
     def _read_part(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
         tell()
-        return self._store.restore_part(ref, into=into, run=self._run, rank=self.rank)
+        return self._store.training.restore_part(ref, into=into, run=self._run, rank=self.rank)
 
     def _try(
         self,
@@ -270,7 +270,7 @@ class Together:
 
         def decide(reports: Sequence[bytes]) -> bytes:
             everywhere = set.intersection(*({ref_of(one) for one in json.loads(report)} for report in reports))
-            on_line = self._store.line(self._run)
+            on_line = self._store.training.line(self._run)
             newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
             return json.dumps(named(newest)).encode()
 
@@ -286,7 +286,7 @@ class Together:
             found = background.newest_in_ring(lambda one: one == ref)
             if found is None:
                 raise RanksError(f"{ref} is not in memory any more")
-            return self._store.load_captured(*found, into=into)
+            return self._store.training.load_captured(*found, into=into)
 
         returned = self._try(session, (number, 2), ref, read, None)
         if returned is None:
@@ -323,3 +323,39 @@ def saved(capture: Capture) -> Checkpoint:
         written_bytes=capture.written_bytes,
         metrics=request.metrics,
     )
+
+
+def restored_alone(
+    store: Store, run: str, step: int | None, into: object, tell_of_skipped: Callable[[Sequence[str]], object]
+) -> Returned | None:
+    """Restore the newest consistent checkpoint, or that of ``step``; None when there is none yet.
+
+    What was passed over is told before it is abandoned: a caller may turn the warning into an error.
+
+    Raises:
+        CheckpointNotFoundError: ``step`` was given and is not there.
+        InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: as :meth:`Store.load`.
+    """
+    try:
+        found = store.restore(step, into=into, run=run, fall_back=True, grows=True)
+    except CheckpointNotFoundError:
+        if step is not None:
+            raise
+        return None
+    tell_of_skipped(found.skipped)
+    return Returned(found.checkpoint, store.begin_generation(found.checkpoint, run=run), ())
+
+
+def rolled_back_alone(store: Store, run: str, background: Background | None, into: object) -> Returned:
+    """Go back to the newest checkpoint on the line that is complete in memory.
+
+    Raises:
+        CheckpointNotFoundError: none is.
+        StateMismatchError, DigestMismatchError: as :meth:`TrainingServices.load_captured`.
+    """
+    on_line = store.training.line(run)
+    found = None if background is None else background.newest_in_ring(on_line)
+    if found is None:
+        raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
+    checkpoint = store.training.load_captured(*found, into=into)
+    return Returned(checkpoint, store.begin_generation(checkpoint, run=run), ())

@@ -97,7 +97,8 @@ BROKEN: dict[str, list[Sources]] = {
         },
     ],
     "modules_stay_small": [
-        {"asymcheck/store.py": _lines(401)},
+        {"asymcheck/checkpointer.py": _lines(401)},
+        {"asymcheck/store.py": _lines(801)},
     ],
     "names_say_something": [
         {"asymcheck/utils.py": ""},
@@ -217,7 +218,13 @@ SOUND: dict[str, list[Sources]] = {
             "asymcheck/store.py": "import asymcheck.tiers, asymcheck.tiers.base",
         }
     ],
-    "modules_stay_small": [{"asymcheck/store.py": _lines(400), "tests/test_store.py": _lines(900)}],
+    "modules_stay_small": [
+        {
+            "asymcheck/checkpointer.py": _lines(400),
+            "asymcheck/store.py": _lines(800),
+            "tests/test_store.py": _lines(900),
+        }
+    ],
     "names_say_something": [{"asymcheck/tiers/nvme/packs.py": "", "asymcheck/commonality.py": ""}],
     "public_things_are_documented": [
         {"asymcheck/a.py": '"""Doc."""\ndef _f(): pass\nclass _C:\n    def m(self): pass'},

@@ -266,7 +266,7 @@ def _damage(store: Store, step: int, rank: int) -> str:
     tensor = next(one for one in tensors if one.rank == rank and one.partitions)
     place = tensor.partitions[0]
     path = store.path / "packs" / f"{place.pack}.pack"
-    with contextlib.closing(store._nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
+    with contextlib.closing(store._opened.nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
         entry = pack.entries[place.frame]
         offset = int(entry["offset"]) + 4096
     data = bytearray(path.read_bytes())

@@ -136,8 +136,8 @@ def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> N
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config) as checkpointer:
         checkpointer.step(0)
-        assert len(store._backgrounds) == 1
-    assert store._backgrounds == []
+        assert len(store.training._backgrounds) == 1
+    assert store.training._backgrounds == []
 
 
 def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: CaptureConfig) -> None:

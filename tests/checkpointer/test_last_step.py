@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from asymcheck.last_step import LastStep
+from asymcheck.save_reporting import LastStep
 
 
 def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN401 - stands for a capture

@@ -144,7 +144,7 @@ def leftovers(store: Store) -> list[str]:
         pack.close()
         expected.add(path)
     expected |= set(tier.pool.sizes())
-    with store._catalog().read() as transaction:
+    with store._opened.catalog().read() as transaction:
         left += [f"pin {key.hex()}" for key in transaction.pins()]
         left += [f"freed pack {pack_id.hex()}" for pack_id in transaction.freed_packs()]
         left += [f"row of {key.decode()}" for key in transaction.manifests() - manifests]

@@ -71,7 +71,7 @@ def assert_kept(folder: Path) -> None:
     """The newest complete step is restored; then what is listed is whole, and pruning leaves the last two alone."""
     prints = {line["step"]: line["fingerprint"] for line in Journal(folder / "journal").lines("step")}
     with Store.open(folder / "store") as store:
-        with store.adopting(config_for(folder).ring_folder):
+        with store.training.adopting(config_for(folder).ring_folder):
             pass
         restored = store.restore()
         assert restored.skipped == ()

@@ -126,7 +126,7 @@ def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_pat
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store, store.adopting(ring.parent) as adopted:
+    with Store.open(tmp_path / "store") as store, store.training.adopting(ring.parent) as adopted:
         assert adopted == []
     assert rings(tmp_path) == [ring]
     assert _steps(tmp_path) == list(range(DURABLE))
@@ -325,7 +325,7 @@ def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path)
     child = zygote.start(make_slowly, path=str(tmp_path))
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("making")), "the ring")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store, store.adopting(ring.parent) as adopted:
+    with Store.open(tmp_path / "store") as store, store.training.adopting(ring.parent) as adopted:
         assert adopted == []
     assert rings(tmp_path) == [ring]
     Journal(tmp_path / "journal").note("go on")

@@ -27,7 +27,7 @@ def _held(ring: Path) -> RingReader:
 
 
 def _adopt(folder: Path) -> None:
-    with Store.open(folder / "store") as store, store.adopting(folder_for_rings(folder)):
+    with Store.open(folder / "store") as store, store.training.adopting(folder_for_rings(folder)):
         pass
 
 
@@ -123,7 +123,10 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
 def test_ones_own_ring_is_taken_up_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
     """So that who waits for another one's has it soon; all of them are taken up in the end."""
     assert sorted(two) == ["one", "two"]
-    with Store.open(tmp_path / "store") as store, store.adopting(folder_for_rings(tmp_path), run=run) as adopted:
+    with (
+        Store.open(tmp_path / "store") as store,
+        store.training.adopting(folder_for_rings(tmp_path), run=run) as adopted,
+    ):
         taken = [(one.run, one.step) for one in adopted if one.ref is not None]
     (other,) = two.keys() - {run}
     assert taken == [(run, 0), (run, 1), (run, 2), (other, 0), (other, 1), (other, 2)]

@@ -219,7 +219,7 @@ def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.open(path, config=CONFIG) as store:
         store.save(state(1, TENSORS), step=1)
-        catalog = store._catalog()
+        catalog = store._opened.catalog()
         with catalog.read() as transaction:
             before = transaction.manifests()
         with catalog.write() as transaction:

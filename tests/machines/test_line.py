@@ -30,7 +30,7 @@ def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Pat
             home = Home(store.store_id, f"node-{rank}", "boot")
             session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
             if rank == broken:
-                store.heads = heads  # type: ignore[method-assign, assignment]  # a device that fails
+                store.training.heads = heads  # type: ignore[method-assign, assignment]  # a device that fails
             try:
                 align(session, store, "run")
             except AsymcheckError as error:
@@ -57,7 +57,7 @@ def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
                 align(session, store, "run")
             except AsymcheckError as error:
                 return error
-            return [head.generation for head in store.heads("run")]
+            return [head.generation for head in store.training.heads("run")]
 
     return each(2, work)
 
@@ -94,9 +94,9 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
         )
     assert before == [sorted((path.name, path.read_bytes()) for path in folder.iterdir()) for folder in folders]
     with Store.open(tmp_path / "machine-1", config=CONFIG) as other:
-        theirs = other.heads("run")[0]
+        theirs = other.training.heads("run")[0]
     with (
         Store.open(tmp_path / "machine-0", config=CONFIG) as one,
         pytest.raises(HeadRecordError, match="has another generation 1 of run 'run'"),
     ):
-        one.take_head(theirs)
+        one.training.take_head(theirs)

@@ -36,12 +36,12 @@ def stores(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / f"machine-{rank}" for rank in range(2)]
     for rank, path in enumerate(paths):
         with Store.open(path, config=CONFIG) as store:
-            request = store.request
+            request = store.training.request
 
             def of_a_part(*words: object, request: object = request, rank: int = rank) -> object:
                 return dataclasses.replace(request(*words), store_ranks=((rank, rank),))  # type: ignore[operator]  # as it was
 
-            store.request = of_a_part  # type: ignore[method-assign, assignment]  # as a Checkpointer of several makes it
+            store.training.request = of_a_part  # type: ignore[method-assign, assignment]  # as a Checkpointer of several makes it
             for step in range(STEPS):
                 state = {"all": torch.full((9000,), step), f"rank-{rank}": torch.full((9000,), 10.0 * step + rank)}
                 store.save(state, step=step, part=Part(rank, 2, f"{step + 1:016x}{7:016x}"))

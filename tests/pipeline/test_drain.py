@@ -44,7 +44,10 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         store.save({"w": torch.rand(100_000)}, step=0)
         (tensor,) = store.tensors()[1]
         name = Digest(bytes.fromhex(tensor.partitions[0].digest))
-        drains = [Drain(store._nvme, store._catalog(), store._encoder, new_save_id(), 0) for _ in range(2)]
+        drains = [
+            Drain(store._opened.nvme, store._opened.catalog(), store._opened.encoder, new_save_id(), 0)
+            for _ in range(2)
+        ]
         drains[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
         with pytest.raises(told):

@@ -86,7 +86,7 @@ def caught(folder: Path) -> dict[str, object]:
                 metrics = {"loss": cast(float, "unknown") if step == 4 and RANK == 1 else 0.5}
                 steps.append(raised(partial(ckpt.step, step, metrics)))
                 # What has become of it is known here, and not told yet.
-                store.settle()
+                store.training.settle()
             found["steps"] = steps
             refused |= {6} if RANK == 1 else set()
             found["restored"] = [raised(ckpt.restore), raised(lambda: getattr(ckpt.restore(), "step", None))]

@@ -86,7 +86,7 @@ def check_files_from_memory(where: Path) -> None:
     )
     assert outcome.status == 0, outcome.err
     copied(where / "whole", where / "copy")
-    with Store.open(where / "copy" / "store") as store, store.adopting(where / "copy" / "memory"):
+    with Store.open(where / "copy" / "store") as store, store.training.adopting(where / "copy" / "memory"):
         pass
     outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
     assert outcome.status == 0, outcome.err
@@ -111,10 +111,10 @@ def check_newer_program(where: Path) -> None:
     with Store.open(where / "newer" / "store") as store:
         with pytest.MonkeyPatch.context() as newer:
             newer.setattr(manifest_reader, "check_reader_features", refuse)
-            with store.adopting(where / "newer" / "memory") as adopted:
+            with store.training.adopting(where / "newer" / "memory") as adopted:
                 assert [one.ref for one in adopted] == [None, None]
         assert sorted((where / "newer" / "memory").iterdir()) == rings
-        with store.adopting(where / "newer" / "memory") as adopted:
+        with store.training.adopting(where / "newer" / "memory") as adopted:
             assert [one.problem for one in adopted] == ["", ""]
 
 
@@ -135,7 +135,7 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     with Store.open(tmp_path / "whole" / "store") as store:
         only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]
-        with store.adopting(tmp_path / "whole" / "memory") as taken:
+        with store.training.adopting(tmp_path / "whole" / "memory") as taken:
             pass
         assert [(one.step, one.ref is not None, one.problem) for one in taken] == [(1, True, "")] * 2
         for rank in range(2):
@@ -148,7 +148,7 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
     with Store.open(tmp_path / "part" / "store") as store:
         # It is not promised either.
         assert store.only_in_memory(ring_folder=tmp_path / "part" / "memory") == []
-        with store.adopting(tmp_path / "part" / "memory") as adopted:
+        with store.training.adopting(tmp_path / "part" / "memory") as adopted:
             (left,) = adopted
         assert (left.step, left.ref) == (1, None)
         assert "left it complete neither there nor in the store" in left.problem

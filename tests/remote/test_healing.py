@@ -181,13 +181,13 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
         raise RemoteUnreachableError("nobody answers")
 
     with Store.open(tmp_path / "new", config=CONFIG) as opened, pytest.MonkeyPatch.context() as patched:
-        catalog = opened._catalog()
+        catalog = opened._opened.catalog()
         patched.setattr("asymcheck.migration.pull.read_manifests", away)
         patched.setattr("asymcheck.tiers.manifests.ManifestReader.runs", away)
         there = RemoteTier(parse_location(folder), CONFIG)
         listings = there.manifests.checkpoints("default")
         with pytest.raises(RemoteUnreachableError):
-            pull(there, opened._nvme, catalog, listings)
+            pull(there, opened._opened.nvme, catalog, listings)
         there.close()
     assert len(asked) == 2
 

@@ -76,7 +76,7 @@ def test_two_machines_come_back_from_the_location_alone(
     for rank in range(2):
         # They know the line as it was, of which they have nothing else.
         with Store.open(tmp_path / f"machine-{rank}", config=CONFIG) as store:
-            assert [head.generation for head in store.heads("default")] == [1, 2, 3]
+            assert [head.generation for head in store.training.heads("default")] == [1, 2, 3]
     with Store.open(place, config=CONFIG) as there:
         assert [(one.step, one.complete, one.generation) for one in there.checkpoints()] == [
             *((step, True, generation) for step, generation in ((0, 1), (2, 1), (4, 2), (6, 3)))

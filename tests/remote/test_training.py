@@ -233,7 +233,7 @@ def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp
                 assert (None if found is None else found.step) == restored
                 train(checkpointer, state, *steps)
                 checkpointer.wait("hdfs")
-            assert [head.generation for head in store.heads("default")] == list(range(1, generation + 1))
+            assert [head.generation for head in store.training.heads("default")] == list(range(1, generation + 1))
             assert checkpointer.pushed.problem == ""
         if steps:
             with Store.open(tmp_path / name, config=CONFIG) as alone:
@@ -291,4 +291,4 @@ def test_a_rollback_does_not_wait_for_the_location(
         monkeypatch.setattr(Far, "tier", refuse)
         assert checkpointer.rollback().step == 1
         monkeypatch.undo()
-        assert [head.generation for head in store.heads("default")] == [2, 3]
+        assert [head.generation for head in store.training.heads("default")] == [2, 3]

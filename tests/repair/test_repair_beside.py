@@ -124,7 +124,7 @@ def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monk
         seen = []
 
         def enter(self: Replacement, *arguments: object) -> str:
-            with store._catalog().write() as transaction:
+            with store._opened.catalog().write() as transaction:
                 for pack_id in {location.pack_id for location in self._elsewhere.values()}:
                     transaction.put_pack(pack_id, 2, 0, 0)
             reason = original(self, *arguments)  # type: ignore[arg-type]  # passed on as they are

@@ -178,7 +178,7 @@ def test_a_collected_partition_is_written_again_when_it_is_needed(store: Store) 
         assert store.save(_state(1), step=step).written_bytes == 4 * MIB
         store.delete(step)
         store.gc()
-        with store._catalog().read() as transaction:
+        with store._opened.catalog().read() as transaction:
             assert list(transaction.locations()) == []
             assert transaction.pins() == {}
             assert transaction.manifests() == set()

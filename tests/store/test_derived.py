@@ -58,7 +58,7 @@ def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: t
     with Store.open(store_path, config=CONFIG) as store:
         tier = store._tier
         assert isinstance(tier, NvmeTier)
-        packing = Packing(tier, store._catalog())
+        packing = Packing(tier, store._opened.catalog())
         assert all(map(packing.claim, (A, B, C)))
         (second,) = {(B, A), (C, B)} - {first}
         assert packing.rely(*first, CODEC_DERIVED)

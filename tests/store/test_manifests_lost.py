@@ -68,7 +68,7 @@ def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
 ) -> None:
     """It prunes after each commit, and reads only what is new."""
-    pruner = Pruner(store._nvme, store._catalog(), "default", Retention(keep_last=2))
+    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", Retention(keep_last=2))
     for step in steps:
         store.save(_state(step), step=step)
         pruner.prune(0, always_collect=True)

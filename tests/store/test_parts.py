@@ -33,7 +33,7 @@ def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_p
     with asymcheck.Store.open(tmp_path / "store") as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
             store.save({"w": torch.ones(4)}, step=step, part=asymcheck.Part(rank, 2, begun[step - 1]))
-        manifests = store._nvme.manifests
+        manifests = store._opened.nvme.manifests
         parents = {}
         for files in manifests.checkpoints("default"):
             read = [manifests.read("default", files.ref, name).header for name in files.manifests]

@@ -174,7 +174,7 @@ def test_a_save_that_had_pinned_the_pack_keeps_it(store: Store, meanwhile: Calla
     def pin(one: Store) -> None:
 
         hold(PIN)
-        with one._catalog().write() as transaction:
+        with one._opened.catalog().write() as transaction:
             transaction.put_pin(PIN, this_process(), one._tier.pack_ids())
 
     meanwhile(pin)
@@ -276,7 +276,7 @@ def test_what_is_relied_upon_must_be_live(store: Store, meanwhile: Callable[[Mea
     copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
 
     def take(one: Store) -> None:
-        with one._catalog().write() as transaction:
+        with one._opened.catalog().write() as transaction:
             transaction.put_pack(PackId(bytes.fromhex(copy.stem)), registry.PACK_FREED, 0, 0)
 
     meanwhile(take)

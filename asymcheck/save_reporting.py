@@ -1,4 +1,4 @@
-"""What went wrong in the background, brought to the training loop: raised, or warned of."""
+"""Save reporting: what became of captures, noted when it is known, and raised or warned of in the training loop."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     AsymcheckError,
+    InvalidInputError,
     LostCheckpointError,
     LostCheckpointWarning,
     PruneError,
     PruneWarning,
+    RanksError,
     SilentDivergenceWarning,
     SkippedCheckpointWarning,
     StaleStateWarning,
     StepOrderWarning,
     warn_user,
 )
+from asymcheck.migration.beside import Beside
 from asymcheck.pipeline.adopt import Adopted
+from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.report import CheckpointReport, report_of
+from asymcheck.pruning import Upkeep
 from asymcheck.types import Checkpoint
 
 
@@ -123,3 +129,80 @@ class Complaints:
 def _reason(capture: Capture) -> str:
     # That of an interrupt has no words.
     return str(capture.error) or type(capture.error).__name__
+
+
+class LastStep:
+    """Which step was saved or restored last."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.value: int | None = None
+        """The step, also one that is still on its way; None before any."""
+        self._kept: int | None = None
+
+    def begun(self, step: int) -> None:
+        """Take a step that is being saved."""
+        self.value = step
+
+    def kept(self, step: int) -> None:
+        """Take a step that is durable."""
+        self.value = self._kept = step
+
+    def settle(self, captures: Iterable[Capture]) -> None:
+        """Take what became of steps that were on their way."""
+        for capture in captures:
+            if capture.error is None:
+                self._kept = capture.request.step
+            elif capture.request.step == self.value:
+                self.value = self._kept
+
+
+class Outcomes:
+    """The captures of one Checkpointer that are durable or lost, and of which the training loop has not heard yet."""
+
+    def __init__(
+        self, complaints: Complaints, last: LastStep, on_checkpoint: Callable[[CheckpointReport], object] | None
+    ) -> None:
+        """Tell by ``complaints`` and ``on_checkpoint``.
+
+        Raises:
+            InvalidInputError: that is no function.
+        """
+        if on_checkpoint is not None and not callable(on_checkpoint):
+            raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
+        self._complaints, self._last, self._on_checkpoint = complaints, last, on_checkpoint
+        self._untold: list[Capture] = []
+
+    def wait(self, background: Background | None) -> int | None:
+        """Wait until everything begun is durable or lost, and do as :meth:`note`; raises nothing of that."""
+        if background is not None:
+            background.wait("nvme")
+        return self.note(background)
+
+    def note(self, background: Background | None) -> int | None:
+        """Count what has become durable, or was lost, and return the last step that is not; raises nothing."""
+        settled = [] if background is None else background.settled()
+        self._last.settle(settled)
+        self._untold += settled
+        return self._last.value
+
+    def tell(self, upkeep: Upkeep | None, beside: Beside) -> None:
+        """Tell each once, and what went wrong with what is removed and pushed.
+
+        Raises:
+            LostCheckpointError, PruneError: see :class:`Complaints`. And whatever the function of the caller raises.
+        """
+        untold, self._untold = self._untold, []
+        try:
+            if self._on_checkpoint is not None:
+                for capture in untold:
+                    self._on_checkpoint(report_of(capture))
+        finally:
+            # Also when the caller's function raises.
+            self._complaints.tell(untold)
+            self._complaints.tell_of_pruning(None if upkeep is None else upkeep.new_failure())
+            beside.tell()
+
+    def tell_of_ranks(self, run: str, step: int, error: RanksError) -> None:
+        """Warn of a step that is not saved because other ranks do not come, or do something else."""
+        warn_user(f"step {step} of run {run!r} was not saved: {error}", LostCheckpointWarning)

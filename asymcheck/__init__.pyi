@@ -37,7 +37,7 @@ from .recovery.history import History, HistoryEntry, Opening
 from .recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from .recovery.norms import TensorNorms
 from .recovery.rebuild import Rebuilt
-from .recovery.repaired import Repair, Repaired, Unrepaired
+from .recovery.repair import Repair, Repaired, Unrepaired
 from .store import Store
 from .tiers.dram_ring import RingCapture, RingFile
 from .tracing import Trace, trace

@@ -61,12 +61,10 @@ from asymcheck.recovery.history import History, read_history
 from asymcheck.recovery.inventory import StoredTensor, StoredValue, inventory, values
 from asymcheck.recovery.line import begin_generation
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
-from asymcheck.recovery.repair import repair
-from asymcheck.recovery.repaired import Repaired
+from asymcheck.recovery.repair import Repaired, repair
 from asymcheck.recovery.resolve import Resolved, candidates, check_run_exists, what_is_there
-from asymcheck.recovery.rings import newer_than_stored, survey_rings
 from asymcheck.recovery.sample import sample
-from asymcheck.tiers.dram_ring import RingCapture, RingFile
+from asymcheck.tiers.dram_ring import RingCapture, RingFile, newer_than_stored, survey_rings
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier, is_uri, parse_location

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 import click
+from click.shell_completion import get_completion_class
 
-from asymcheck.cli import output
-from asymcheck.cli.completion_command import completion
+from asymcheck.cli import exits, output
 from asymcheck.cli.convert_command import convert
 from asymcheck.cli.delete_command import delete
 from asymcheck.cli.diff_command import diff
@@ -39,6 +39,28 @@ from asymcheck.errors import (
     StepOrderWarning,
     UnreachableRemoteWarning,
 )
+
+_PROGRAM = "asymcheck"
+_VARIABLE = "_ASYMCHECK_COMPLETE"
+
+
+@click.command(epilog=exits.HELP, short_help="Print the script that makes a shell complete asymcheck's commands.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that makes SHELL complete asymcheck's commands, options and paths.
+
+    \b
+    bash: eval "$(asymcheck completion bash)"                        in ~/.bashrc
+    zsh:  eval "$(asymcheck completion zsh)"                         in ~/.zshrc
+    fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
+    """
+    root = ctx.find_root().command
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"click has no completion for {shell}")
+    click.echo(kind(root, {}, _PROGRAM, _VARIABLE).source())
+
 
 _WARNINGS = (
     AbandonedCheckpointsWarning,

@@ -7,7 +7,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.cli.options import json_option
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.recovery.repaired import Repaired
+from asymcheck.recovery.repair import Repaired
 from asymcheck.store import Store
 from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint

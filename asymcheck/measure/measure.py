@@ -1,14 +1,25 @@
-"""All facts of one machine and one store, within about ten seconds."""
+"""All facts of one machine and one store, within about ten seconds: memory, codecs and the drive."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from asymcheck.measure import coding, drive, memory
-from asymcheck.policies.facts import Facts
+import numpy as np
+
+from asymcheck.codecs.container import segment_of
+from asymcheck.codecs.decode import decode
+from asymcheck.codecs.encode import Encoded, encode_delta, encode_planes, encode_zstd
+from asymcheck.errors import DigestMismatchError
+from asymcheck.format import registry
+from asymcheck.format.digest import digest
+from asymcheck.measure import drive
+from asymcheck.policies.facts import CodecFacts, Facts
+from asymcheck.tiers.available import available_bytes
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Sample
 
@@ -36,14 +47,14 @@ def measure(
     budget_s = 0.03 if quick else 0.2
     # The drive first: where it refuses, the rest need not be waited for.
     drive_facts, written = drive.measure_drive(tier, drive.QUICK if quick else drive.FULL)
-    device = memory.device_copy(budget_s)
+    device = device_copy(budget_s)
     return Facts(
         cores=len(os.sched_getaffinity(0)),
-        ring_room_bytes=memory.ring_room_bytes(ring_folder),
-        copy_bytes_per_s=memory.copy_bytes_per_s(budget_s),
-        digest_bytes_per_s=memory.digest_bytes_per_s(budget_s),
+        ring_room_bytes=ring_room_bytes(ring_folder),
+        copy_bytes_per_s=copy_bytes_per_s(budget_s),
+        digest_bytes_per_s=digest_bytes_per_s(budget_s),
         drive=drive_facts,
-        codecs=coding.measure_codecs(samples, budget_s / 2),
+        codecs=measure_codecs(samples, budget_s / 2),
         sample=described,
         state_bytes=state_bytes,
         device=device[0] if device else None,
@@ -51,3 +62,128 @@ def measure(
         written_bytes=written,
         took_s=time.perf_counter() - began,
     )
+
+
+_COPY_BYTES = 64 << 20
+_DIGEST_BYTES = 4 << 20
+
+
+def copy_bytes_per_s(budget_s: float) -> float:
+    """Return how many bytes one thread copies in a second, much more than caches hold."""
+    source = np.ones(_COPY_BYTES, dtype=np.uint8)
+    target = np.empty_like(source)
+    return _COPY_BYTES / seconds_of(lambda: np.copyto(target, source), budget_s)
+
+
+def digest_bytes_per_s(budget_s: float) -> float:
+    """Return how many bytes one thread digests in a second, of a partition that was just copied."""
+    data = np.ones(_DIGEST_BYTES, dtype=np.uint8).data
+    return _DIGEST_BYTES / seconds_of(lambda: digest(data), budget_s)
+
+
+def device_copy(budget_s: float) -> tuple[str, float] | None:
+    """Return the accelerator and the bytes per second that come from it into pinned memory; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return torch.cuda.get_device_name(device), _COPY_BYTES / seconds_of(copy, budget_s)
+
+
+def ring_room_bytes(folder: Path) -> int:
+    """Return how much memory a ring in ``folder`` may take: what a Checkpointer allows itself by default."""
+    limits = []
+    with contextlib.suppress(OSError):
+        status = os.statvfs(folder)
+        limits.append(status.f_bavail * status.f_frsize * 9 // 10)
+    available = available_bytes()
+    if available is not None:
+        limits.append(available // 2)
+    return min(limits, default=0)
+
+
+def measure_codecs(samples: Iterable[Sample], budget_s: float) -> tuple[CodecFacts, ...]:
+    """Encode and decode each sample with each codec that fits it, on one thread; check what comes back.
+
+    Raises:
+        DigestMismatchError: a codec did not give back what it was given: a defect.
+    """
+    return tuple(_measure(sample, codec, encode, budget_s) for sample in samples for codec, encode in _encoders(sample))
+
+
+def _measure(sample: Sample, codec: int, encode: Callable[[], Encoded], budget_s: float) -> CodecFacts:
+    encoded = encode()
+    payload = memoryview(encoded.payload())
+    base = None if sample.older is None else memoryview(sample.older)
+    if digest(decode(encoded.descriptor, payload, base)) != encoded.descriptor.digest:
+        raise DigestMismatchError(f"codec {registry.CODECS[codec]} changes {sample.dtype} of {sample.role}")
+    encode_s = seconds_of(encode, budget_s)
+    decode_s = seconds_of(lambda: decode(encoded.descriptor, payload, base), budget_s)
+    size = len(sample.plain)
+    return CodecFacts(
+        role=sample.role,
+        dtype=sample.dtype,
+        codec=registry.CODECS[codec],
+        sample_bytes=size,
+        ratio=size / len(payload),
+        encode_bytes_per_s=size / encode_s,
+        decode_bytes_per_s=size / decode_s,
+    )
+
+
+def _encoders(sample: Sample) -> Iterator[tuple[int, Callable[[], Encoded]]]:
+    plain, name = memoryview(sample.plain), digest(sample.plain)
+    segments = [segment_of(sample.dtype, len(plain))]
+    yield registry.CODEC_ZSTD, lambda: encode_zstd(name, plain)
+    yield registry.CODEC_BYTE_PLANES, lambda: encode_planes(name, plain, segments)
+    if sample.older is not None and sample.older != sample.plain:
+        base, older = memoryview(sample.older), digest(sample.older)
+        yield registry.CODEC_DELTA, lambda: encode_delta(name, plain, segments, older, base)
+
+
+NOISE = "synthetic float noise: the store has no checkpoint with tensors to measure on"
+
+
+def noise_samples(bytes_each: int) -> tuple[Sample, ...]:
+    """Return samples of normally distributed floats: weights, moments, and the checkpoint before."""
+    rng = np.random.default_rng(0)
+    count = bytes_each // 4
+    weights = rng.normal(0, 0.02, count).astype(np.float32)
+    older = weights - rng.normal(0, 1e-5, count).astype(np.float32)
+    first = rng.normal(0, 1e-4, count).astype(np.float32)
+    half, older_half = (
+        (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes() for values in (weights, older)
+    )
+    return (
+        Sample("weights", "float32", weights.tobytes(), older.tobytes()),
+        Sample("weights", "bfloat16", half, older_half),
+        Sample("first_moment", "float32", first.tobytes()),
+        Sample("second_moment", "float32", np.square(first).tobytes()),
+    )
+
+
+_ROUNDS_MIN = 3
+
+
+def seconds_of(work: Callable[[], object], budget_s: float, rounds: int = 100) -> float:
+    """Return the median time of calls of ``work``: as many as the budget allows, three at least.
+
+    The first call warms up caches and memory and does not count.
+    """
+    work()
+    taken: list[float] = []
+    began = time.perf_counter()
+    while len(taken) < rounds and (len(taken) < _ROUNDS_MIN or time.perf_counter() - began < budget_s):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    # A clock has steps.
+    return max(statistics.median(taken), 1e-9)

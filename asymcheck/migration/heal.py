@@ -11,7 +11,7 @@ from asymcheck.format.spans import Spans
 from asymcheck.migration.head_records import bring_head
 from asymcheck.migration.pull import copy_one, each
 from asymcheck.migration.tally import Tally
-from asymcheck.recovery.repaired import Repair, Unrepaired
+from asymcheck.recovery.repair import Repair, Unrepaired
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.remote import RemoteTier

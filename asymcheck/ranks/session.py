@@ -16,7 +16,6 @@ from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format.spans import ranks_in
-from asymcheck.ranks.absent import Absent
 from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
 from asymcheck.ranks.homes import NO_HOME, Home
 from asymcheck.ranks.keys import Keys, in_parts
@@ -326,3 +325,42 @@ def _named(does: str, step: int | None) -> str:
 def reason_of(error: BaseException) -> str:
     """Say to other ranks why this one failed."""
     return str(error) if isinstance(error, RanksError) else f"{type(error).__name__}: {error}"
+
+
+class Absent:
+    """The ranks that one rank misses. It is shared by the threads of a session, each with keys of its own."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._lock = threading.Lock()
+        self._signs: dict[int, list[str]] = {}
+
+    def note(self, signs: Mapping[int, str]) -> None:
+        """Note that ranks did not come in time, each with the key that it puts there when it comes too late."""
+        with self._lock:
+            for rank, key in signs.items():
+                # The first, for who is late each time may put the newest there too late again; and the newest, for
+                # nothing says that the first ever comes.
+                self._signs[rank] = [*self._signs.get(rank, [])[:1], key]
+
+    def clear(self) -> None:
+        """Note that all have come."""
+        with self._lock:
+            self._signs.clear()
+
+    def is_any(self) -> bool:
+        """Tell whether some rank is missed, without looking for a sign of life."""
+        with self._lock:
+            return bool(self._signs)
+
+    def is_any_still(self, keys: Keys) -> bool:
+        """Tell whether some rank is missed that has shown no sign of life since; who has shown one is not missed."""
+        with self._lock:
+            signs = dict(self._signs)
+        # What is noted meanwhile stays: the store is asked without the lock.
+        come = [rank for rank, some in signs.items() if any(keys.has([key]) for key in some)]
+        with self._lock:
+            for rank in come:
+                if self._signs.get(rank) == signs[rank]:
+                    del self._signs[rank]
+            return bool(self._signs)

@@ -16,10 +16,9 @@ from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.names import as_stored, in_order, no_match
-from asymcheck.recovery.naming import find_checkpoint
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
 from asymcheck.recovery.resolve import needed_by
-from asymcheck.recovery.side import Side
+from asymcheck.recovery.side import Side, find_checkpoint
 from asymcheck.recovery.values import shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
 from asymcheck.tiers.reading import ReadTier

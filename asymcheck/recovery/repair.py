@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from asymcheck.errors import FormatError, LockTimeoutError, MissingPartitionError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.recovery.rebuild import Rebuilt, reconcile
-from asymcheck.recovery.repaired import Repair, Repaired, Unrepaired
 from asymcheck.recovery.replace import Elsewhere, Replacement
 from asymcheck.recovery.resolve import what_is_missing
 from asymcheck.recovery.survey import PackContent, Survey, survey
 from asymcheck.tiers.manifests import generations
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.types import Digest, Location, PackId, Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Repair:
+    """One thing that was repaired."""
+
+    kind: str
+    """Stable code: ``temporaries``, ``record``, ``catalog``, ``pack`` or ``remote``."""
+    where: str
+    """The file, below the store; or the remote location."""
+    found: str
+    """What was wrong with it."""
+    done: str
+    """What was done about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrepaired:
+    """One thing that is wrong and was not repaired."""
+
+    kind: str
+    """Stable code: ``lost-partitions``, ``damaged-manifest``, ``incomplete-checkpoint``, ``damaged-head``,
+    ``missing-head``, ``busy-pack`` or ``unreadable-pack``."""
+    where: str
+    """The file or the checkpoint."""
+    message: str
+    """What is wrong."""
+    remedy: str
+    """What the user can do."""
+    checkpoints: tuple[str, ...] = ()
+    """Checkpoints that cannot be restored because of it, as ``<run> <checkpoint>``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Repaired:
+    """What a repair did; a second one in a row does nothing."""
+
+    done: tuple[Repair, ...]
+    """What was repaired, in order."""
+    left: tuple[Unrepaired, ...]
+    """What is still wrong."""
+    copied_partitions: int
+    """Partitions copied from damaged packs into new ones."""
+    copied_bytes: int
+    """Their bytes."""
+
 
 _AGAIN = "run the repair again when no other process uses it"
 _DELETE = "delete that step, or restore another with step=…"

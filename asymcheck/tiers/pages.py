@@ -1,8 +1,10 @@
-"""Pages of memory: what the kernel is asked to do about them before they are touched."""
+"""Pages of memory: mapped files, and memory that is taken before it is used."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page; the kernel's number for other architectures only changes what is gained."""
@@ -37,3 +39,16 @@ def populate(address: int, nbytes: int) -> None:
 def _advise(address: int, nbytes: int, advice: int) -> None:
     # Not madvise() of a mapping itself, which holds the interpreter's lock meanwhile.
     _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
+def map_file(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
+    """Map the beginning of the file that is open as ``descriptor``, for reading and, if ``writable``, for writing.
+
+    A lock (``flock``) lasts until the last mapping of the open file that holds it is gone: views that somebody still
+    has, or the copy of the mapping in a forked child, would keep it. So the file is opened once more for the mapping.
+    """
+    other = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(other, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    finally:
+        os.close(other)

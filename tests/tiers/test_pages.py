@@ -14,9 +14,8 @@ import torch
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.recovery.assemble import allocate
-from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.nvme import Slot
-from asymcheck.tiers.pages import HUGE_PAGE, populate, use_huge_pages
+from asymcheck.tiers.pages import HUGE_PAGE, map_file, populate, use_huge_pages
 from tests.tiers.ring_cases import make_ring
 
 _KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])

@@ -9,10 +9,9 @@ from asymcheck.tiers.dram_ring.left import (
     unread_is,
     wait_for_left,
 )
-from asymcheck.tiers.dram_ring.pack import RingPack
-from asymcheck.tiers.dram_ring.reader import RingReader
+from asymcheck.tiers.dram_ring.reader import RingPack, RingReader
 from asymcheck.tiers.dram_ring.ring import Ring, RingSlot
-from asymcheck.tiers.dram_ring.survey import RingCapture, RingFile, look_at
+from asymcheck.tiers.dram_ring.survey import RingCapture, RingFile, look_at, newer_than_stored, survey_rings
 
 __all__ = [
     "Ring",
@@ -23,10 +22,12 @@ __all__ = [
     "RingSlot",
     "left_rings",
     "look_at",
+    "newer_than_stored",
     "open_left",
     "remove_unmade",
     "remove_unread",
     "run_of",
+    "survey_rings",
     "unread_is",
     "wait_for_left",
 ]

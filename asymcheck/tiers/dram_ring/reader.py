@@ -18,8 +18,9 @@ from asymcheck.format.frame import HEADER_BYTES, check_frame, decode_header, fra
 from asymcheck.format.layout import parse_ring_name, ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.pack import ENTRY_DTYPE, Entries
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader
 from asymcheck.format.record import RECORD_BYTES
+from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring import (
     CAPTURES_MAX,
     CAPTURES_OFFSET,
@@ -30,8 +31,10 @@ from asymcheck.format.ring import (
     decode_entry,
     decode_ring_header,
 )
-from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock, unlock
+from asymcheck.tiers.pack_index import digests_of
+from asymcheck.tiers.pages import map_file
+from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
 
 
@@ -208,3 +211,42 @@ def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         end = min(end + -end % registry.BLOCK_BYTES, size)
         if start < end:
             yield start, end
+
+
+class RingPack:
+    """An :class:`asymcheck.tiers.reading.OpenPack` whose frames lie in memory; the reader stays its owner's."""
+
+    damage = None
+
+    def __init__(self, reader: RingReader) -> None:
+        """Read the frames of ``reader``, which is kept open meanwhile."""
+        header = reader.header
+        self.entries: Entries = reader.entries
+        self.header = PackHeader(
+            PackId(header.ring_id), len(self.entries), header.data_bytes, header.created_ns, header.writer
+        )
+        self._reader = reader
+
+    @property
+    def path(self) -> Path:
+        """The ring."""
+        return self._reader.path
+
+    def digests(self) -> list[Digest]:
+        """Return the digests of all frames, in order."""
+        return digests_of(self.entries)
+
+    def expect(self, frames: Sequence[int]) -> None:
+        """Say which frames will be read; memory needs no warning."""
+
+    def stamped(self, sequence: int) -> int:
+        """Return what the header of a frame says of its place: in a ring, the number of its block."""
+        return int(self.entries["offset"][sequence]) // BLOCK_BYTES
+
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
+        """Return frame ``sequence`` where it lies, unchecked."""
+        entry = self.entries[sequence]
+        return self._reader.frame(int(entry["offset"]), int(entry["stored_length"]))
+
+    def close(self) -> None:
+        """Do nothing: it is read again by the next attempt."""

@@ -30,9 +30,8 @@ from asymcheck.format.ring import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.tiers.dram_ring.mapped import map_file
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, wait_lock
-from asymcheck.tiers.pages import populate, use_huge_pages
+from asymcheck.tiers.pages import map_file, populate, use_huge_pages
 from asymcheck.tiers.room import Room
 from asymcheck.types import PackId, SaveId
 

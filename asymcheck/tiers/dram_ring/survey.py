@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asymcheck.errors import FormatError
@@ -11,8 +11,9 @@ from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring import DURABLE, CaptureEntry
 from asymcheck.format.spans import ranks_in
-from asymcheck.tiers.dram_ring.left import unread_is
+from asymcheck.tiers.dram_ring.left import left_rings, unread_is
 from asymcheck.tiers.dram_ring.reader import RingReader
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
 IsStored = Callable[[str, CheckpointRef, int], bool]
@@ -167,3 +168,34 @@ def _problem(reader: RingReader, manifest: Manifest) -> str:
 
 def _is_intact(reader: RingReader, places: dict[Digest, list[int]], name: Digest, length: int) -> bool:
     return reader.intact(places.get(name, []), name, length) is not None
+
+
+def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
+    """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
+
+    def is_stored(run: str, ref: CheckpointRef, rank: int) -> bool:
+        return tier.manifests.listing(run, ref).has(rank)
+
+    looked = [look_at(path, is_stored, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
+    return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
+
+
+def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCapture]:
+    """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
+
+    Of several ranks, one that all of them have that save into this store.
+    """
+    ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
+    captures: dict[tuple[str, CheckpointRef], RingCapture] = {}
+    for ring in rings:
+        for capture in () if ring.is_alive else ring.captures:
+            if capture.ref is not None:
+                ranks.setdefault((capture.run, capture.ref), set()).add(ring.rank)
+                captures[capture.run, capture.ref] = capture
+    newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].store_size}
+    found = []
+    for run, ref in newest.items():
+        stored = [listing.ref for listing in tier.manifests.checkpoints(run)]
+        if not captures[run, ref].is_durable and all(ref > other for other in stored):
+            found.append(captures[run, ref])
+    return found

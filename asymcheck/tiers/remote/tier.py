@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePath, PurePosixPath
 
-from asymcheck.config import WRITER, StoreConfig
+from asymcheck.config import COMPRESSIONS, WRITER, RemoteConfig, StoreConfig
 from asymcheck.errors import (
     ClosedStoreError,
     ForkedStoreError,
@@ -20,13 +21,12 @@ from asymcheck.errors import (
     StoreNotFoundError,
     StructureError,
 )
-from asymcheck.format import layout
+from asymcheck.format import layout, registry
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.remote.ahead import Readers
 from asymcheck.tiers.remote.deadline import Rate
 from asymcheck.tiers.remote.files import Entry, RemoteFiles
-from asymcheck.tiers.remote.limits import check_remote
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.manifests import RemoteManifests
 from asymcheck.tiers.remote.pace import Pace
@@ -290,3 +290,42 @@ class RemoteTier:
             self._closed = True
             self._reading.shutdown(cancel_futures=True)
             self._ahead.memory.let_go()
+
+
+_CLIENTS = (None, "hdfs-native", "libhdfs")
+_WHOLE: dict[str, tuple[float, float]] = {
+    "attempts": (1, 1000),
+    "pack_bytes": (1, 1 << 40),
+    "encoded_bytes": (1, 1 << 40),
+    "uploads": (1, 256),
+    "reads": (1, 256),
+    "piece_bytes": (registry.BLOCK_BYTES, 1 << 30),
+    "gap_bytes": (0, 1 << 30),
+}
+
+
+def check_remote(config: RemoteConfig) -> None:
+    """Refuse a configuration that cannot work.
+
+    Raises:
+        InvalidInputError: names the field.
+    """
+    if config.client not in _CLIENTS:
+        raise InvalidInputError(f"client {config.client!r}: give 'hdfs-native', 'libhdfs' or None")
+    if config.compression not in COMPRESSIONS:
+        raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
+    options: object = config.options
+    words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
+    if not all(isinstance(word, str) for word in words):
+        raise InvalidInputError(f"options {config.options!r:.100}: give a mapping of strings to strings")
+    for name, (least, most) in _WHOLE.items():
+        value = getattr(config, name)
+        if type(value) is not int or not least <= value <= most:
+            raise InvalidInputError(f"{name} {value!r}: give an integer from {least} to {most}")
+    if config.bytes_per_s is not None and (type(config.bytes_per_s) is not int or config.bytes_per_s < 1):
+        raise InvalidInputError(f"bytes_per_s {config.bytes_per_s!r}: give an integer from 1, or None")
+    for name in ("deadline_s", "grace_s", "retry_s"):
+        value = getattr(config, name)
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not is_number or value < 0 or (name == "deadline_s" and value == 0):
+            raise InvalidInputError(f"{name} {value!r}: give a number of seconds")

@@ -12,7 +12,7 @@ from asymcheck.recovery.rebuild import Rebuilt, rebuild
 from asymcheck.tiers.at_hand import AtHand
 from asymcheck.tiers.dram_ring import RingPack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.reading import ReadTier, StoreTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier
 from asymcheck.tiers.spanning import Far, SpanningTier
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class OpenedStore:
     """What the parts of one opened store share."""
 
-    def __init__(self, tier: ReadTier, behind: RemoteLocation | None) -> None:
+    def __init__(self, tier: StoreTier, behind: RemoteLocation | None) -> None:
         """Wrap an opened tier; what is missing or damaged there is read from the location ``behind`` it."""
         self.tier = tier
         """The store's tier: on a local drive, or in a remote location."""

@@ -66,7 +66,7 @@ from asymcheck.recovery.resolve import Resolved, candidates, check_run_exists, w
 from asymcheck.recovery.sample import sample
 from asymcheck.tiers.dram_ring import RingCapture, RingFile, newer_than_stored, survey_rings
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.reading import ReadTier, StoreTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier, is_uri, parse_location
 from asymcheck.training_services import TrainingServices
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
@@ -121,11 +121,11 @@ class Store:
         behind = None if remote is None else parse_location(remote)
         return cls(NvmeTier(check_location(location), config, read_only=read_only), behind)
 
-    def __init__(self, tier: ReadTier, behind: RemoteLocation | None = None) -> None:
+    def __init__(self, tier: StoreTier, behind: RemoteLocation | None = None) -> None:
         """Wrap an opened tier; use :meth:`open`."""
         if not isinstance(tier, (NvmeTier, RemoteTier)):
             raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
-        self._tier: ReadTier = tier
+        self._tier: StoreTier = tier
         self._opened = OpenedStore(tier, behind)
         self.training = TrainingServices(self._opened)
         """What :class:`asymcheck.Checkpointer` needs beside the methods of this class."""

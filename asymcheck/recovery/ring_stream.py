@@ -23,7 +23,7 @@ from asymcheck.recovery.stream import Sink, hand_on
 from asymcheck.tiers.dram_ring import RingReader, left_rings
 from asymcheck.tiers.owners import describe as describe_owner
 from asymcheck.tiers.owners import is_dead
-from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.reading import StoreTier
 from asymcheck.types import CheckpointRef, Digest, Progress
 
 
@@ -48,7 +48,7 @@ class RingWanted:
 class _Found:
     """The rings of a store in one folder, and the captures of one run in them."""
 
-    def __init__(self, tier: ReadTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, tier: StoreTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
         self.captures: dict[CheckpointRef, list[tuple[Manifest, RingReader]]] = {}
         self.in_use: list[str] = []
         self.damaged: list[str] = []
@@ -88,7 +88,7 @@ def _user(reader: RingReader) -> str:
 
 
 def stream_from_rings(
-    tier: ReadTier, folder: Path, wanted: RingWanted, sink: Sink, progress: Progress | None = None
+    tier: StoreTier, folder: Path, wanted: RingWanted, sink: Sink, progress: Progress | None = None
 ) -> Loaded:
     """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
 
@@ -125,7 +125,7 @@ def stream_from_rings(
 
 
 def _nothing(
-    tier: ReadTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
+    tier: StoreTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
 ) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
     """Return the error that says why nothing could be read."""
     what = f"run {wanted.run!r}"

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from asymcheck.config import StoreConfig
-from asymcheck.format.record import Descriptor
 from asymcheck.tiers.reading import Manifests, OpenPack, ReadTier
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
@@ -31,16 +30,6 @@ class AtHand:
         return self._tier.config
 
     @property
-    def descriptor(self) -> Descriptor:
-        """What the store says of itself."""
-        return self._tier.descriptor
-
-    @property
-    def damaged_descriptor_copies(self) -> int:
-        """How many copies of that are damaged."""
-        return self._tier.damaged_descriptor_copies
-
-    @property
     def manifests(self) -> Manifests:
         """Manifests and head records of the tier."""
         return self._tier.manifests
@@ -61,22 +50,3 @@ class AtHand:
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Return a pack at hand, or open one of the tier."""
         return self._packs.get(pack_id) or self._tier.open_pack(pack_id)
-
-    def usage(self) -> tuple[int, int, int, int]:
-        """Return what the tier takes."""
-        return self._tier.usage()
-
-    def leftovers(self) -> list[str]:
-        """Return what killed writers left in the tier."""
-        return self._tier.leftovers()
-
-    def foreign(self) -> list[str]:
-        """Return what is not the store's in the tier."""
-        return self._tier.foreign()
-
-    def close(self) -> None:
-        """Do nothing: both are their owners'."""
-
-    def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child."""
-        self._tier.check_usable()

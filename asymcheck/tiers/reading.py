@@ -88,7 +88,7 @@ class Manifests(Protocol):
 
 
 class ReadTier(Protocol):
-    """A place with packs and manifests, opened."""
+    """Packs and manifests to read checkpoints from."""
 
     @property
     def root(self) -> PurePath | str:
@@ -97,14 +97,6 @@ class ReadTier(Protocol):
     @property
     def config(self) -> StoreConfig:
         """The knobs."""
-
-    @property
-    def descriptor(self) -> Descriptor:
-        """What the store says of itself."""
-
-    @property
-    def damaged_descriptor_copies(self) -> int:
-        """How many copies of that are damaged."""
 
     @property
     def manifests(self) -> Manifests:
@@ -127,6 +119,18 @@ class ReadTier(Protocol):
             MissingPartitionError: there is no such pack.
             FormatError: header or index are damaged and no frame was found, or they need a newer program.
         """
+
+
+class StoreTier(ReadTier, Protocol):
+    """A whole store or remote location, opened."""
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """What the store says of itself."""
+
+    @property
+    def damaged_descriptor_copies(self) -> int:
+        """How many copies of that are damaged."""
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return the number and bytes of packs in use, then of packs kept to be overwritten."""

@@ -23,7 +23,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.record import Descriptor, HeadRecord
+from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import OpenPack
@@ -239,16 +239,6 @@ class SpanningTier:
         return self._near.config
 
     @property
-    def descriptor(self) -> Descriptor:
-        """What the near one says of itself."""
-        return self._near.descriptor
-
-    @property
-    def damaged_descriptor_copies(self) -> int:
-        """How many copies of that are damaged."""
-        return self._near.damaged_descriptor_copies
-
-    @property
     def slots(self) -> SlotPool:
         """Memory for frames."""
         return self._near.slots
@@ -291,23 +281,3 @@ class SpanningTier:
             pack = far.open_pack(pack_id)
             self.far_packs.add(pack_id)
             return pack
-
-    def usage(self) -> tuple[int, int, int, int]:
-        """Return what the near one takes."""
-        return self._near.usage()
-
-    def leftovers(self) -> list[str]:
-        """Return what killed writers left near."""
-        return self._near.leftovers()
-
-    def foreign(self) -> list[str]:
-        """Return what is not the store's near."""
-        return self._near.foreign()
-
-    def close(self) -> None:
-        """Let go of the remote one; the near one is its owner's."""
-        self._far.close()
-
-    def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child."""
-        self._near.check_usable()

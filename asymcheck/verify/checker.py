@@ -20,7 +20,7 @@ from asymcheck.format.pack import check_entry
 from asymcheck.format.tree import check as check_tree
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
 from asymcheck.tiers.manifests import CheckpointFiles
-from asymcheck.tiers.reading import OpenPack, ReadTier
+from asymcheck.tiers.reading import OpenPack, StoreTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
 from asymcheck.verify.findings import Finding, Severity
@@ -43,7 +43,7 @@ class _Need:
 
 class _Checker:
     def __init__(
-        self, tier: ReadTier, run: str | None, step: int | None, progress: Progress | None, *, deep: bool
+        self, tier: StoreTier, run: str | None, step: int | None, progress: Progress | None, *, deep: bool
     ) -> None:
         self.tier = tier
         self.deep = deep
@@ -349,7 +349,7 @@ def _incomplete(listing: CheckpointFiles) -> str:
 
 
 def verify(
-    tier: ReadTier,
+    tier: StoreTier,
     run: str | None = None,
     step: int | None = None,
     progress: Progress | None = None,

@@ -13,7 +13,7 @@ from asymcheck.format.ring import DURABLE, CaptureEntry
 from asymcheck.format.spans import ranks_in
 from asymcheck.tiers.dram_ring.left import left_rings, unread_is
 from asymcheck.tiers.dram_ring.reader import RingReader
-from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.reading import StoreTier
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
 IsStored = Callable[[str, CheckpointRef, int], bool]
@@ -170,7 +170,7 @@ def _is_intact(reader: RingReader, places: dict[Digest, list[int]], name: Digest
     return reader.intact(places.get(name, []), name, length) is not None
 
 
-def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
+def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
     """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
 
     def is_stored(run: str, ref: CheckpointRef, rank: int) -> bool:
@@ -180,7 +180,7 @@ def survey_rings(tier: ReadTier, folder: Path, run: str | None, *, check: bool) 
     return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
 
 
-def newer_than_stored(tier: ReadTier, rings: Sequence[RingFile]) -> list[RingCapture]:
+def newer_than_stored(tier: StoreTier, rings: Sequence[RingFile]) -> list[RingCapture]:
     """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
 
     Of several ranks, one that all of them have that save into this store.

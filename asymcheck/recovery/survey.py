@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 from asymcheck.codecs.chain import BaseReader, base_reader, decode_checked
 from asymcheck.errors import (
@@ -101,20 +102,12 @@ class Survey:
 
 def read_indexes(tier: NvmeTier) -> Survey:
     """Read the header and the index of every pack, and no frame."""
-    survey = Survey()
-    for pack_id in tier.pack_ids():
-        try:
-            pack = tier.open_pack(pack_id)
-        except UNKNOWING:
-            raise  # nothing is wrong with the pack
-        except MissingPartitionError:
-            continue
-        except AsymcheckError as error:
-            survey.left_out[pack_id] = error
-            continue
-        with contextlib.closing(pack):
-            survey.packs[pack_id] = _content(pack)
-    return survey
+
+    def read(pack_id: PackId) -> PackContent:
+        with contextlib.closing(tier.open_pack(pack_id)) as pack:
+            return _content(pack)
+
+    return _of_each(tier, read)
 
 
 def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
@@ -123,24 +116,24 @@ def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
     Raises:
         TooManyFilesError, ReadOnlyStoreError: this process may not open a file more, or not this one.
     """
-    found = Survey()
-    pack_ids = tier.pack_ids()
-    sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in pack_ids}
-    done = 0
     # One for all packs: each that is made looks into every pack.
     read_base = base_reader(BaseFrames(tier).copies_of)
-    for pack_id in pack_ids:
+    return _of_each(tier, lambda pack_id: examine(tier, pack_id, read_base), progress)
+
+
+def _of_each(tier: NvmeTier, read: Callable[[PackId], PackContent], progress: Progress | None = None) -> Survey:
+    found, done = Survey(), 0
+    sizes = {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in tier.pack_ids()}
+    for pack_id, size in sizes.items():
         try:
-            content = examine(tier, pack_id, read_base)
+            found.packs[pack_id] = read(pack_id)
         except UNKNOWING:
-            raise
+            raise  # nothing is wrong with the pack
         except MissingPartitionError:
             pass  # Collected since it was listed.
         except AsymcheckError as error:
             found.left_out[pack_id] = error
-        else:
-            found.packs[pack_id] = content
-        done += sizes[pack_id]
+        done += size
         if progress is not None:
             progress(done, sum(sizes.values()))
     return found

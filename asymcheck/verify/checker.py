@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from asymcheck.codecs.chain import BaseReader, base_reader, decode_checked
+from asymcheck.codecs.chain import base_reader
 from asymcheck.errors import UNKNOWING, AsymcheckError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
-from asymcheck.format.frame import check_frame
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import check_entry
 from asymcheck.format.tree import check as check_tree
+from asymcheck.recovery.fetch import read_checked, read_frame
+from asymcheck.recovery.locate import Copy
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import OpenPack, StoreTier
@@ -259,24 +259,24 @@ class _Checker:
         pack.expect(wanted)
         read: list[int] = []
         for sequence in wanted:
-            where = f"frame {sequence} of pack {pack.header.pack_id.hex()}"
+            name, copy = names[sequence], Copy(pack, sequence)
             try:
-                _check_content(pack, sequence, names[sequence], slot, where, self._reader_for(names[sequence]))
+                if name in self.bases and name not in self.needs:
+                    # No checkpoint needs it, so that its base may be gone.
+                    read_frame(copy, slot)
+                else:
+                    read_checked(copy, name, slot, self.read_base)
             except UNKNOWING:
                 raise
             except AsymcheckError as error:
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
-                self.damaged.setdefault(names[sequence], []).append((place, str(error)))
+                self.damaged.setdefault(name, []).append((place, str(error)))
             else:
                 read.append(sequence)
             done += int(pack.entries["stored_length"][sequence])
             if self.progress is not None:
                 self.progress(done, total)
         self._found(pack, read)
-
-    def _reader_for(self, name: Digest) -> BaseReader | None:
-        """Return what reads the base of a frame; None where it may be gone, for no checkpoint needs the frame."""
-        return None if name in self.bases and name not in self.needs else self.read_base
 
     def _partitions(self) -> None:
         """I2: every partition that a manifest names lies somewhere intact."""
@@ -329,16 +329,6 @@ class _Checker:
         """I10: files that are not the store's."""
         for name in self.tier.foreign():
             self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
-
-
-def _check_content(
-    pack: OpenPack, sequence: int, name: Digest, slot: Slot, where: str, read_base: BaseReader | None
-) -> None:
-    frame = pack.read_frame(sequence, slot)
-    descriptor, payload = check_frame(frame, pack.header.pack_id, sequence, where)
-    check_entry(pack.entries[sequence], descriptor, where)
-    if read_base is not None:
-        decode_checked(name, descriptor, payload, where, read_base)
 
 
 def _incomplete(listing: CheckpointFiles) -> str:

@@ -59,11 +59,12 @@ LAYERS = (
             "together",
             "machines",
             "migration",
+            "verify",
         ),
         siblings_may_meet=True,
     ),
     # `measure` asks tiers and codecs, and gives facts to policies, which may not meet those.
-    Layer(4, ("pipeline", "recovery", "verify", "measure"), siblings_may_meet=False),
+    Layer(4, ("pipeline", "recovery", "measure"), siblings_may_meet=False),
     Layer(3, ("policies", "partition", "tiers", "codecs", "ranks", "arguments", "tracing"), siblings_may_meet=False),
     Layer(2, ("format",), siblings_may_meet=False),
     # What may meet on the ground floor is narrower than "anything", see `ground_floor`.

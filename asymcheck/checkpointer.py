@@ -23,7 +23,7 @@ from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.pruning import Upkeep
 from asymcheck.ranks.ranks import RanksGiven, find_ranks
-from asymcheck.save_reporting import Complaints, LastStep, Outcomes, close_after
+from asymcheck.save_reporting import SaveReporting, close_after
 from asymcheck.store import Store
 from asymcheck.together import Returned, Together, restored_alone, rolled_back_alone, saved
 from asymcheck.types import Checkpoint
@@ -95,11 +95,9 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
         pruner = None if keep is None else partial(store.training.pruner, run, check_retention(keep))
-        self._complaints = Complaints(run, raises=check_on_error(on_error))
+        self._reporting = SaveReporting(run, raises=check_on_error(on_error), on_checkpoint=on_checkpoint)
         self._config = check_capture(capture)
         self._generation: int | None = None
-        self._last = LastStep()
-        self._outcomes = Outcomes(self._complaints, self._last, on_checkpoint)
         self._background: Background | None = None
         self._statistics = Statistics()
         self._ending = Ending(self.close)
@@ -138,10 +136,10 @@ class Checkpointer:
                     self._beside.start()
                 return self._went_back(returned)
             with self._ending:
-                self._outcomes.wait(self._background)
+                self._reporting.wait(self._background)
             self._store.training.settle()
             self._adopt(held)
-            tell = self._complaints.tell_of_skipped
+            tell = self._reporting.tell_of_skipped
             checkpoint = self._went_back(restored_alone(self._store, self._run, step, self._state, tell))
         # What was lost before is told when the state is back: a loop may well go back because of that.
         self._report()
@@ -152,16 +150,16 @@ class Checkpointer:
         if self._upkeep is not None:
             held.enter_context(self._upkeep.still())
         adopting = self._store.training.adopting(self._config.ring_folder, run=self._run)
-        self._complaints.tell_of_adopted(held.enter_context(adopting))
+        self._reporting.tell_of_adopted(held.enter_context(adopting))
 
     def _went_back(self, returned: Returned | None) -> Checkpoint | None:
         if returned is None:
             self._tell_of_none()
             return None
         self._generation = returned.generation
-        self._last.kept(returned.checkpoint.step)
+        self._reporting.kept(returned.checkpoint.step)
         self._pacer.restart(returned.checkpoint.step)
-        self._complaints.tell_of_skipped(returned.skipped)
+        self._reporting.tell_of_skipped(returned.skipped)
         return returned.checkpoint
 
     def _tell_of_none(self) -> None:
@@ -183,7 +181,7 @@ class Checkpointer:
                 self._store.training.settle()
                 returned = self._together.rollback(self._background, self._state, self._report)
             else:
-                self._outcomes.wait(self._background)
+                self._reporting.wait(self._background)
                 returned = rolled_back_alone(self._store, self._run, self._background, self._state)
             self._went_back(returned)
             # As restore() does.
@@ -209,7 +207,7 @@ class Checkpointer:
         step = check_step(step)
         with self._ending:
             # What one rank alone has to tell must not keep it from what all do.
-            newest = self._outcomes.note(self._background)
+            newest = self._reporting.note(self._background)
             try:
                 is_begun = self._pacer.is_due(step, time.perf_counter(), self.statistics())
                 if is_begun:
@@ -217,12 +215,12 @@ class Checkpointer:
                     self._pacer.began(step)
             except RanksError as error:
                 # Ranks that never found each other are no lost checkpoint.
-                if self._complaints.raises or self._background is None:
+                if self._reporting.raises or self._background is None:
                     raise
                 is_begun = False
-                self._outcomes.tell_of_ranks(self._run, step, error)
+                self._reporting.tell_of_ranks(step, error)
             if is_begun:
-                self._complaints.tell_of_order(newest, step)
+                self._reporting.tell_of_order(newest, step)
             self._report()
             return is_begun
 
@@ -240,7 +238,7 @@ class Checkpointer:
         if self._together is not None and capture.generation is not None:
             # As rank 0 has it.
             self._generation = capture.generation
-        self._last.begun(step)
+        self._reporting.begun(step)
         return capture
 
     def _started(self) -> Background:
@@ -279,20 +277,20 @@ class Checkpointer:
         """
         with self._ending:
             if self._together is not None:
-                newest = self._outcomes.note(self._background)
+                newest = self._reporting.note(self._background)
                 # By the way of step(), which shares the work among the ranks.
                 capture = self._begin(step, metrics)
-                self._complaints.tell_of_order(newest, step)
+                self._reporting.tell_of_order(newest, step)
                 self.wait()
                 return saved(capture)
             # What of that was lost is told at the end: this one is saved all the same.
-            newest = self._outcomes.wait(self._background)
+            newest = self._reporting.wait(self._background)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._opened
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
-            self._last.kept(checkpoint.step)
+            self._reporting.kept(checkpoint.step)
             self._beside.after_commit(self._upkeep)
-            self._complaints.tell_of_order(newest, checkpoint.step)
+            self._reporting.tell_of_order(newest, checkpoint.step)
             self._report()
             return checkpoint
 
@@ -308,7 +306,7 @@ class Checkpointer:
 
     def _warn_of_abandoned(self, what: str) -> bool:
         """Warn when the run has checkpoints; return whether it has."""
-        return self._complaints.tell_of_abandoned(self._store.checkpoints(self._run), what)
+        return self._reporting.tell_of_abandoned(self._store.checkpoints(self._run), what)
 
     def fence(self) -> None:
         """Wait until the state may be changed by something else than an optimizer of it."""
@@ -337,12 +335,12 @@ class Checkpointer:
                 self._background.wait("dram" if tier == "dram" else "nvme")
                 self._report()
             if tier == "hdfs":
-                self._beside.wait(raises=self._complaints.raises)
+                self._beside.wait(raises=self._reporting.raises)
 
     def _report(self) -> None:
         """Bring what went wrong in the background to the training loop."""
-        self._outcomes.note(self._background)
-        self._outcomes.tell(self._upkeep, self._beside)
+        self._reporting.note(self._background)
+        self._reporting.tell(self._upkeep, self._beside)
 
     def statistics(self) -> Statistics:
         """Return what saving has cost so far."""
@@ -357,7 +355,7 @@ class Checkpointer:
     @property
     def last_step(self) -> int | None:
         """The step saved or restored last, without those that are known to be lost; None before either."""
-        return self._last.value
+        return self._reporting.last_step
 
     def close(self) -> None:
         """Make everything durable and give the memory back. The store stays open: it is the caller's.

@@ -42,16 +42,70 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
         warn_user(f"{type(lost).__name__}: {lost}", LostCheckpointWarning)
 
 
-class Complaints:
-    """Says what became of the captures of one run that did not become checkpoints."""
+class SaveReporting:
+    """Knows what became of the captures of one run, and reports it when that may interrupt the training loop."""
 
-    def __init__(self, run: str, *, raises: bool) -> None:
-        """Speak of ``run``; ``raises`` rather than warns."""
-        self._run = run
+    def __init__(
+        self, run: str, *, raises: bool, on_checkpoint: Callable[[CheckpointReport], object] | None = None
+    ) -> None:
+        """Report on ``run`` to ``on_checkpoint``, and by errors if it ``raises``, else by warnings.
+
+        Raises:
+            InvalidInputError: ``on_checkpoint`` is no function.
+        """
+        if on_checkpoint is not None and not callable(on_checkpoint):
+            raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
+        self._run, self._on_checkpoint = run, on_checkpoint
         self.raises = raises
         """Whether it raises."""
+        self.last_step: int | None = None
+        """The step saved or restored last, also one that is still on its way; None before any."""
+        self._kept: int | None = None
+        self._untold: list[Capture] = []
 
-    def tell(self, settled: Sequence[Capture]) -> None:
+    def begun(self, step: int) -> None:
+        """Take a step that is being saved."""
+        self.last_step = step
+
+    def kept(self, step: int) -> None:
+        """Take a step that is durable."""
+        self.last_step = self._kept = step
+
+    def wait(self, background: Background | None) -> int | None:
+        """Wait until everything begun is durable or lost, and do as :meth:`note`; raises nothing of that."""
+        if background is not None:
+            background.wait("nvme")
+        return self.note(background)
+
+    def note(self, background: Background | None) -> int | None:
+        """Count what has become durable, or was lost, and return the last step that is not; raises nothing."""
+        for capture in () if background is None else background.settled():
+            self._untold.append(capture)
+            if capture.error is None:
+                self._kept = capture.request.step
+            elif capture.request.step == self.last_step:
+                self.last_step = self._kept
+        return self.last_step
+
+    def tell(self, upkeep: Upkeep | None, beside: Beside) -> None:
+        """Tell each once, and what went wrong with what is removed and pushed.
+
+        Raises:
+            LostCheckpointError, PruneError: something was lost, or could not be removed, and that is not only warned
+                of. And whatever the function of the caller raises.
+        """
+        untold, self._untold = self._untold, []
+        try:
+            if self._on_checkpoint is not None:
+                for capture in untold:
+                    self._on_checkpoint(report_of(capture))
+        finally:
+            # Also when the caller's function raises.
+            self._tell(untold)
+            self._tell_of_pruning(None if upkeep is None else upkeep.new_failure())
+            beside.tell()
+
+    def _tell(self, settled: Sequence[Capture]) -> None:
         """Speak of captures that are durable or lost.
 
         Raises:
@@ -76,7 +130,7 @@ class Complaints:
         for capture in lost:
             warn_user(self._lost([capture]), LostCheckpointWarning)
 
-    def tell_of_pruning(self, failure: BaseException | None) -> None:
+    def _tell_of_pruning(self, failure: BaseException | None) -> None:
         """Speak of checkpoints that could not be removed.
 
         Raises:
@@ -118,6 +172,10 @@ class Complaints:
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
 
+    def tell_of_ranks(self, step: int, error: RanksError) -> None:
+        """Warn of a step that is not saved because other ranks do not come, or do something else."""
+        warn_user(f"step {step} of run {self._run!r} was not saved: {error}", LostCheckpointWarning)
+
     def _lost(self, captures: Sequence[Capture]) -> str:
         """Say which checkpoints were lost, and why."""
         if len(captures) == 1:
@@ -129,80 +187,3 @@ class Complaints:
 def _reason(capture: Capture) -> str:
     # That of an interrupt has no words.
     return str(capture.error) or type(capture.error).__name__
-
-
-class LastStep:
-    """Which step was saved or restored last."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self.value: int | None = None
-        """The step, also one that is still on its way; None before any."""
-        self._kept: int | None = None
-
-    def begun(self, step: int) -> None:
-        """Take a step that is being saved."""
-        self.value = step
-
-    def kept(self, step: int) -> None:
-        """Take a step that is durable."""
-        self.value = self._kept = step
-
-    def settle(self, captures: Iterable[Capture]) -> None:
-        """Take what became of steps that were on their way."""
-        for capture in captures:
-            if capture.error is None:
-                self._kept = capture.request.step
-            elif capture.request.step == self.value:
-                self.value = self._kept
-
-
-class Outcomes:
-    """The captures of one Checkpointer that are durable or lost, and of which the training loop has not heard yet."""
-
-    def __init__(
-        self, complaints: Complaints, last: LastStep, on_checkpoint: Callable[[CheckpointReport], object] | None
-    ) -> None:
-        """Tell by ``complaints`` and ``on_checkpoint``.
-
-        Raises:
-            InvalidInputError: that is no function.
-        """
-        if on_checkpoint is not None and not callable(on_checkpoint):
-            raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
-        self._complaints, self._last, self._on_checkpoint = complaints, last, on_checkpoint
-        self._untold: list[Capture] = []
-
-    def wait(self, background: Background | None) -> int | None:
-        """Wait until everything begun is durable or lost, and do as :meth:`note`; raises nothing of that."""
-        if background is not None:
-            background.wait("nvme")
-        return self.note(background)
-
-    def note(self, background: Background | None) -> int | None:
-        """Count what has become durable, or was lost, and return the last step that is not; raises nothing."""
-        settled = [] if background is None else background.settled()
-        self._last.settle(settled)
-        self._untold += settled
-        return self._last.value
-
-    def tell(self, upkeep: Upkeep | None, beside: Beside) -> None:
-        """Tell each once, and what went wrong with what is removed and pushed.
-
-        Raises:
-            LostCheckpointError, PruneError: see :class:`Complaints`. And whatever the function of the caller raises.
-        """
-        untold, self._untold = self._untold, []
-        try:
-            if self._on_checkpoint is not None:
-                for capture in untold:
-                    self._on_checkpoint(report_of(capture))
-        finally:
-            # Also when the caller's function raises.
-            self._complaints.tell(untold)
-            self._complaints.tell_of_pruning(None if upkeep is None else upkeep.new_failure())
-            beside.tell()
-
-    def tell_of_ranks(self, run: str, step: int, error: RanksError) -> None:
-        """Warn of a step that is not saved because other ranks do not come, or do something else."""
-        warn_user(f"step {step} of run {run!r} was not saved: {error}", LostCheckpointWarning)

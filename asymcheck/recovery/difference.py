@@ -122,7 +122,7 @@ def compare(
     norms: bool = True,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compare two checkpoints, named as :func:`asymcheck.recovery.naming.find_checkpoint` says.
+    """Compare two checkpoints, named as :func:`asymcheck.recovery.side.find_checkpoint` says.
 
     ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
 

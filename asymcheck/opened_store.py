@@ -9,12 +9,11 @@ from typing import TypeVar
 from asymcheck.errors import CatalogError, InvalidInputError, ReadOnlyStoreError, RemoteCopyWarning, warn_user
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.recovery.rebuild import Rebuilt, rebuild
-from asymcheck.tiers.at_hand import AtHand
 from asymcheck.tiers.dram_ring import RingPack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.reading import ReadTier, StoreTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier
-from asymcheck.tiers.spanning import Far, SpanningTier
+from asymcheck.tiers.spanning import AtHand, Far, SpanningTier
 
 _T = TypeVar("_T")
 

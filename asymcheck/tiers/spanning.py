@@ -1,11 +1,12 @@
-"""Two tiers read as one: what lies near, and behind it a remote location for what is missing or damaged there."""
+"""Several places read as one tier: a store and a remote location behind it, or packs that are open and a tier."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePath
 from typing import TypeVar
 
 from asymcheck.config import StoreConfig
@@ -26,7 +27,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.reading import OpenPack
+from asymcheck.tiers.reading import Manifests, OpenPack, ReadTier
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import CheckpointRef, PackId
@@ -281,3 +282,44 @@ class SpanningTier:
             pack = far.open_pack(pack_id)
             self.far_packs.add(pack_id)
             return pack
+
+
+class AtHand:
+    """A :class:`ReadTier` that looks into some packs first; which checkpoints there are, the tier says alone."""
+
+    def __init__(self, tier: ReadTier, packs: Sequence[OpenPack]) -> None:
+        """Read ``packs`` before those of ``tier``; both stay their owners'."""
+        self._tier = tier
+        self._packs = {pack.header.pack_id: pack for pack in packs}
+
+    @property
+    def root(self) -> PurePath | str:
+        """The place, as errors name it."""
+        return self._tier.root
+
+    @property
+    def config(self) -> StoreConfig:
+        """The knobs."""
+        return self._tier.config
+
+    @property
+    def manifests(self) -> Manifests:
+        """Manifests and head records of the tier."""
+        return self._tier.manifests
+
+    @property
+    def slots(self) -> SlotPool:
+        """Memory for frames."""
+        return self._tier.slots
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all packs, those at hand first."""
+        return [*self._packs, *self._tier.pack_ids()]
+
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
+        """Return the packs to look into first: those at hand, whatever a manifest says."""
+        return [*self._packs, *self._tier.hinted(pack_ids)]
+
+    def open_pack(self, pack_id: PackId) -> OpenPack:
+        """Return a pack at hand, or open one of the tier."""
+        return self._packs.get(pack_id) or self._tier.open_pack(pack_id)

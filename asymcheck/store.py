@@ -191,18 +191,15 @@ class Store:
         placing = self._placing(request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
             done = save(tier, self._opened.catalog(), self._opened.encoder, flat, request, placing)
-        return Checkpoint(
-            run=run,
-            step=done.ref.step,
-            generation=done.ref.generation,
-            save_id=done.ref.save_id.hex(),
-            world_size=request.world_size,
+        return Checkpoint.of(
+            run,
+            done.ref,
+            request.world_size,
+            request.metrics,
+            done.state_bytes,
+            written_bytes=done.written_bytes,
             complete=part is None or tier.manifests.listing(run, done.ref).is_complete,
             on_line=generation is None or is_on_line(self._tier, run, done.ref),
-            created_ns=int.from_bytes(done.ref.save_id[:8], "big"),
-            state_bytes=done.state_bytes,
-            written_bytes=done.written_bytes,
-            metrics=request.metrics,
         )
 
     def _placing(self, request: SaveRequest, generation: int | Callable[[], int] | None) -> Callable[[], Place]:

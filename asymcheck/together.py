@@ -310,18 +310,9 @@ def saved(capture: Capture) -> Checkpoint:
     ref, request = capture.ref, capture.request
     if ref is None:
         raise LostCheckpointError(f"step {request.step} of run {request.run!r} was not saved: {capture.error}")
-    return Checkpoint(
-        run=request.run,
-        step=ref.step,
-        generation=ref.generation,
-        save_id=ref.save_id.hex(),
-        world_size=request.world_size,
-        complete=True,
-        on_line=True,
-        created_ns=int.from_bytes(ref.save_id[:8], "big"),
-        state_bytes=capture.state_bytes,
-        written_bytes=capture.written_bytes,
-        metrics=request.metrics,
+    written = capture.written_bytes
+    return Checkpoint.of(
+        request.run, ref, request.world_size, request.metrics, capture.state_bytes, written_bytes=written
     )
 
 

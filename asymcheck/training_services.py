@@ -207,18 +207,7 @@ class TrainingServices:
 
         load_captured(captured, payload, into)
         header = captured.header
-        return Checkpoint(
-            run=header.run,
-            step=ref.step,
-            generation=ref.generation,
-            save_id=ref.save_id.hex(),
-            world_size=header.world_size,
-            complete=True,
-            on_line=True,
-            created_ns=int.from_bytes(ref.save_id[:8], "big"),
-            state_bytes=captured.total_bytes,
-            metrics=header.metrics,
-        )
+        return Checkpoint.of(header.run, ref, header.world_size, header.metrics, captured.total_bytes)
 
     def line(self, run: str) -> Callable[[CheckpointRef], bool]:
         """Return what tells whether a checkpoint of a run leads to the present.

@@ -135,6 +135,24 @@ class Checkpoint:
     store_ranks: tuple[tuple[int, int], ...] | None = None
     """Where machines have a store each: first and last of each stretch of ranks whose parts belong into this one."""
 
+    @classmethod
+    def of(
+        cls,
+        run: str,
+        ref: CheckpointRef,
+        world_size: int,
+        metrics: Mapping[str, float],
+        state_bytes: int,
+        *,
+        written_bytes: int | None = None,
+        complete: bool = True,
+        on_line: bool | None = True,
+    ) -> Checkpoint:
+        """Return the checkpoint of a run with this identity."""
+        created_ns = int.from_bytes(ref.save_id[:8], "big")
+        identity = (run, ref.step, ref.generation, ref.save_id.hex(), world_size)
+        return cls(*identity, complete, on_line, created_ns, state_bytes, written_bytes, metrics)
+
     def __repr__(self) -> str:
         """Return what tells it from others, and what is odd about it; all fields are for programs."""
         save = self.save_id[:_SAVE_SHOWN]

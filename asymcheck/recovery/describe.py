@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,39 +46,27 @@ def describe(tier: ReadTier, listing: CheckpointFiles, line: Line | None) -> Che
 
 def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, line: Line | None) -> Checkpoint:
     """Describe a checkpoint; ``manifests`` is None when they are not all there, or one cannot be read."""
-    metrics: dict[str, float] = {}
-    for manifest in manifests or ():
-        metrics.update(manifest.header.metrics)
-    return Checkpoint(
-        run=listing.run,
-        step=listing.ref.step,
-        generation=listing.ref.generation,
-        save_id=listing.ref.save_id.hex(),
-        world_size=listing.world_size,
+    found = Checkpoint.of(
+        listing.run,
+        listing.ref,
+        listing.world_size,
+        *_sums(manifests or ()),
         complete=manifests is not None,
         on_line=None if line is None else listing.ref in line,
-        created_ns=int.from_bytes(listing.ref.save_id[:8], "big"),
-        state_bytes=sum(manifest.total_bytes for manifest in manifests or ()),
-        metrics=metrics,
-        store_ranks=None if listing.is_whole else listing.store_ranks,
     )
+    return found if listing.is_whole else dataclasses.replace(found, store_ranks=listing.store_ranks)
+
+
+def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
+    """Return the metrics that ranks have saved, and the bytes of their tensors."""
+    metrics: dict[str, float] = {}
+    for manifest in manifests:
+        metrics.update(manifest.header.metrics)
+    return metrics, sum(manifest.total_bytes for manifest in manifests)
 
 
 def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
     """Describe a checkpoint that was read; the newest one lies on the line."""
-    header = loaded.manifest.header
-    metrics = dict(header.metrics)
-    for manifest in loaded.others:
-        metrics.update(manifest.header.metrics)
-    return Checkpoint(
-        run=loaded.run,
-        step=loaded.ref.step,
-        generation=loaded.ref.generation,
-        save_id=loaded.ref.save_id.hex(),
-        world_size=header.world_size,
-        complete=True,
-        on_line=is_newest or is_on_line(tier, loaded.run, loaded.ref),
-        created_ns=int.from_bytes(loaded.ref.save_id[:8], "big"),
-        state_bytes=sum(manifest.total_bytes for manifest in (loaded.manifest, *loaded.others)),
-        metrics=metrics,
-    )
+    on_line = is_newest or is_on_line(tier, loaded.run, loaded.ref)
+    sums = _sums([loaded.manifest, *loaded.others])
+    return Checkpoint.of(loaded.run, loaded.ref, loaded.manifest.header.world_size, *sums, on_line=on_line)

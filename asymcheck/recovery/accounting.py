@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError, MissingPartitionError
 from asymcheck.format import layout, registry
+from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.recovery.line import Line, read_line
@@ -237,14 +238,17 @@ class _Sums:
     def __init__(self, tier: NvmeTier, needs: _Needs, frames: _Frames) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
         users, self.roles, self.role_bytes = _joined(needs.users), _joined(needs.roles), _joined(needs.lengths)
-        numbers, self.count = number_digests(b"".join(needs.digests + frames.digests + frames.based + frames.bases))
+        digests = b"".join(needs.digests + frames.digests + frames.based + frames.bases)
+        column = np.frombuffer(digests, dtype=f"V{registry.DIGEST_BYTES}")
+        known = DigestSet(column)
+        numbers, self.count = known.numbers(column), len(known)
         stored = sum(map(len, frames.digests)) // registry.DIGEST_BYTES
         self.needed, self.stored, based = np.split(numbers, [len(users), len(users) + stored])
         self.users = users
         self.lengths, self.packs = _joined(frames.lengths), _joined(frames.packs)
         self.bytes_of = _summed(self.stored, self.lengths, self.count)
         pairs = np.unique(users * max(self.count, 1) + self.needed)
-        pairs = with_bases(pairs, max(self.count, 1), *np.split(based, 2))
+        pairs = _with_bases(pairs, max(self.count, 1), *np.split(based, 2))
         self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
         self.users_of = np.bincount(self.pair_needs, minlength=self.count)
 
@@ -371,19 +375,7 @@ def _catalog_bytes(tier: NvmeTier) -> int:
     return total
 
 
-def number_digests(digests: bytes) -> tuple[_Ints, int]:
-    """Number equal digests alike, from 0; return a number for each digest, and how many numbers there are."""
-    halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-    order = np.lexsort((halves[:, 0], halves[:, 1]))
-    ordered = halves[order]
-    is_new = np.ones(len(ordered), dtype=bool)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    numbers = np.empty(len(ordered), dtype=np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    return numbers, int(is_new.sum())
-
-
-def with_bases(pairs: _Ints, count: int, based: _Ints, bases: _Ints) -> _Ints:
+def _with_bases(pairs: _Ints, count: int, based: _Ints, bases: _Ints) -> _Ints:
     """Who needs a partition needs what it is encoded against, too: add these pairs of user and partition."""
     order = np.argsort(based, kind="stable")
     based, bases = based[order], bases[order]

@@ -374,34 +374,37 @@ class Store:
         self.training.take_heads_behind(run, is_new=parent is None)
         return begin_generation(tier, run, None if parent is None else parent.ref)
 
-    def delete(self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None) -> list[Checkpoint]:
+    def delete(
+        self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
+    ) -> list[Checkpoint]:
         """Delete the checkpoints of a step, of one generation or of all, durably; return them.
 
-        :meth:`gc` gives the room back.
+        :meth:`gc` gives the room back. With ``dry_run`` only what would be deleted is returned.
 
         Raises:
             CheckpointNotFoundError: there is none.
         """
-        tier = self._tier if isinstance(self._tier, RemoteTier) else self._opened.writable()
+        tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self._opened.writable()
         tier.check_usable()
         step = check_step(step)
-        listings = [
-            listing for listing in tier.manifests.checkpoints(layout.check_run(run)) if listing.ref.step == step
-        ]
-        listings = [listing for listing in listings if generation in (None, listing.ref.generation)]
+        there = tier.manifests.checkpoints(layout.check_run(run))
+        of_step = [listing for listing in there if listing.ref.step == step]
+        listings = [listing for listing in of_step if generation in (None, listing.ref.generation)]
         if not listings:
-            there = what_is_there(self._tier, run, self._tier.manifests.checkpoints(run))
-            raise CheckpointNotFoundError(
-                f"store {self.location} has no checkpoint of step {step} of run {run!r}{there}"
-            )
-        line = known_line(self._tier, run)
-        described = [describe(self._tier, listing, line) for listing in listings]
-        catalog = self._opened.catalog() if isinstance(tier, NvmeTier) else None
-        for listing in listings:
-            if catalog is not None and isinstance(tier, NvmeTier):
-                remove(tier, catalog, listing)
-            else:
+            what = f"store {self.location} has no checkpoint of step {step} of run {run!r}"
+            if of_step:
+                numbers = ", ".join(map(str, sorted({listing.ref.generation for listing in of_step})))
+                raise CheckpointNotFoundError(
+                    f"{what} in generation {generation}; it has that step in generation {numbers}"
+                )
+            raise CheckpointNotFoundError(f"{what}{what_is_there(tier, run, there)}")
+        line = known_line(tier, run)
+        described = [describe(tier, listing, line) for listing in listings]
+        for listing in () if dry_run else listings:
+            if isinstance(tier, RemoteTier):
                 tier.manifests.remove(run, listing.ref)
+            else:
+                remove(self._opened.nvme, self._opened.catalog(), listing)
         return described
 
     def prune(self, retention: Retention, *, run: str = DEFAULT_RUN, dry_run: bool = False) -> Pruned:

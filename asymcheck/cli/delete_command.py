@@ -10,8 +10,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.cli.options import json_option
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
-from asymcheck.recovery.resolve import alternatives
+from asymcheck.errors import InvalidInputError
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -33,7 +32,7 @@ def delete(
     The status is 2 when the answer is no, and then nothing was deleted.
     """
     with Store.open(store, read_only=True) as opened:
-        chosen = _chosen(opened, step, run, generation)
+        chosen = opened.delete(step, run=run, generation=generation, dry_run=True)
     if not yes and not _is_confirmed(chosen):
         output.note("nothing was deleted")
         ctx.exit(exits.USAGE)
@@ -45,29 +44,6 @@ def delete(
     for item in deleted:
         click.echo(f"deleted {_name(item)}")
     click.echo(f"asymcheck gc {shlex.quote(store)} frees the bytes that no other checkpoint needs")
-
-
-def _chosen(store: Store, step: int, run: str, generation: int | None) -> list[Checkpoint]:
-    """Return what is to be deleted.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-    """
-    there = store.checkpoints(run)
-    of_step = [item for item in there if item.step == step]
-    chosen = [item for item in of_step if generation in (None, item.generation)]
-    if of_step and not chosen:
-        numbers = ", ".join(map(str, sorted({item.generation for item in of_step})))
-        raise CheckpointNotFoundError(
-            f"store {store.location} has no checkpoint of step {step} of run {run!r} in generation {generation}; it "
-            f"has that step in generation {numbers}"
-        )
-    if not chosen:
-        instead = alternatives({item.step for item in there}, set(store.runs()) - {run})
-        raise CheckpointNotFoundError(
-            f"store {store.location} has no checkpoint of step {step} of run {run!r}{instead}"
-        )
-    return chosen
 
 
 def _is_confirmed(chosen: list[Checkpoint]) -> bool:

@@ -60,6 +60,18 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
     assert store.checkpoints() == []
 
 
+def test_a_dry_run_of_a_deletion_returns_what_would_go_and_deletes_nothing(store: Store) -> None:
+    """Also of a store that is opened to be read only; an error says in which generations the step is."""
+    store.save(_state(1), step=5)
+    store.begin_generation(None)
+    store.save(_state(2), step=5)
+    with Store.open(store.path, read_only=True) as reader:
+        assert [checkpoint.generation for checkpoint in reader.delete(5, dry_run=True)] == [1, 2]
+        with pytest.raises(CheckpointNotFoundError, match=r"in generation 3; it has that step in generation 1, 2"):
+            reader.delete(5, generation=3, dry_run=True)
+        assert [checkpoint.generation for checkpoint in reader.checkpoints()] == [1, 2]
+
+
 def test_collecting_frees_what_nothing_names(store: Store) -> None:
     """Packs of a deleted checkpoint move into the pool; the checkpoints that are left can be loaded."""
     for step in (1, 2, 3):

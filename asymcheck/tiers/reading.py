@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import FormatError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.format.record import Descriptor, HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.pack_index import PackIndex, digests_of
 from asymcheck.tiers.slots import Slot, SlotPool
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 
-class OpenPack(Protocol):
-    """A complete pack open for reading."""
+class OpenPack(abc.ABC):
+    """A complete pack open for reading, wherever its frames lie."""
 
-    @property
-    def header(self) -> PackHeader:
+    def __init__(self, index: PackIndex, path: PurePath) -> None:
+        """Read the frames of ``index`` from what lies at ``path``."""
+        self.header = index.header
         """Its header, or what a scan makes of it."""
-
-    @property
-    def entries(self) -> Entries:
+        self.entries = index.entries
         """One for each frame."""
-
-    @property
-    def damage(self) -> FormatError | None:
+        self.damage = index.damage
         """What is wrong with the header or the index, when the frames were found by scanning; else None."""
-
-    @property
-    def path(self) -> PurePath:
+        self.path = path
         """Where it lies."""
 
     def digests(self) -> list[Digest]:
         """Return the digests of all frames, in order."""
+        return digests_of(self.entries)
 
-    def expect(self, frames: Sequence[int]) -> None:
+    def expect(self, frames: Sequence[int]) -> None:  # noqa: B027 - where frames are at hand, nothing is to be done
         """Say which frames will be read, about in this order, so that neighbours can be fetched together."""
 
     def stamped(self, sequence: int) -> int:
         """Return what the header of a frame says of its place: its number, in most packs."""
+        return sequence
 
+    @abc.abstractmethod
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` as it lies there, unchecked, and return it, in ``slot`` as a rule. Thread-safe.
 
@@ -52,6 +50,7 @@ class OpenPack(Protocol):
             TruncatedError: the file ends before the frame does.
         """
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Give up what is held for it."""
 

@@ -32,8 +32,9 @@ from asymcheck.format.ring import (
     decode_ring_header,
 )
 from asymcheck.tiers.files import DESCRIPTORS, translated, try_lock, unlock
-from asymcheck.tiers.pack_index import digests_of
+from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.pages import map_file
+from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
 
@@ -213,31 +214,15 @@ def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-class RingPack:
-    """An :class:`asymcheck.tiers.reading.OpenPack` whose frames lie in memory; the reader stays its owner's."""
-
-    damage = None
+class RingPack(OpenPack):
+    """A ring that was left, read as if it were a pack: its frames lie in memory; the reader stays its owner's."""
 
     def __init__(self, reader: RingReader) -> None:
         """Read the frames of ``reader``, which is kept open meanwhile."""
-        header = reader.header
-        self.entries: Entries = reader.entries
-        self.header = PackHeader(
-            PackId(header.ring_id), len(self.entries), header.data_bytes, header.created_ns, header.writer
-        )
+        ring, entries = reader.header, reader.entries
+        header = PackHeader(PackId(ring.ring_id), len(entries), ring.data_bytes, ring.created_ns, ring.writer)
+        super().__init__(PackIndex(header, entries, None), reader.path)
         self._reader = reader
-
-    @property
-    def path(self) -> Path:
-        """The ring."""
-        return self._reader.path
-
-    def digests(self) -> list[Digest]:
-        """Return the digests of all frames, in order."""
-        return digests_of(self.entries)
-
-    def expect(self, frames: Sequence[int]) -> None:
-        """Say which frames will be read; memory needs no warning."""
 
     def stamped(self, sequence: int) -> int:
         """Return what the header of a frame says of its place: in a ring, the number of its block."""

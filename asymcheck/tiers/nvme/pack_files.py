@@ -6,15 +6,15 @@ import dataclasses
 import errno
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
 from asymcheck.format import layout
 from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
-from asymcheck.tiers.pack_index import PackIndex, digests_of, find_frames
+from asymcheck.tiers.pack_index import PackIndex, find_frames
+from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.slots import Slot
-from asymcheck.types import Digest, PackId
+from asymcheck.types import PackId
 
 _POLL_S = 0.01
 
@@ -36,30 +36,15 @@ class _OnDisk:
         return self.files.pread(self.descriptor, buffer, offset, self.path)
 
 
-class PackFile:
+class PackFile(OpenPack):
     """A complete pack open for reading, with a shared lock that keeps it from being recycled."""
 
     def __init__(self, files: Files, path: Path, descriptor: int, index: PackIndex) -> None:
         """Wrap an open descriptor; use :func:`open_pack`."""
-        self.header = index.header
-        self.entries = index.entries
-        self.damage = index.damage
-        """What is wrong with the header or the index, when the frames were found by scanning; else None."""
-        self.path = path
+        super().__init__(index, path)
         self._files = files
         self._descriptor = descriptor
         self._direct = set_direct(descriptor)
-
-    def digests(self) -> list[Digest]:
-        """Return the digests of all frames, in order."""
-        return digests_of(self.entries)
-
-    def expect(self, frames: Sequence[int]) -> None:
-        """Say which frames will be read; a local drive needs no warning."""
-
-    def stamped(self, sequence: int) -> int:
-        """Return what the header of a frame says of its place: its number."""
-        return sequence
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.

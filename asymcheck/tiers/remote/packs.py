@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import PurePosixPath
 
-from asymcheck.errors import FormatError, MissingPartitionError, TruncatedError
+from asymcheck.errors import MissingPartitionError, TruncatedError
 from asymcheck.format.frame import frame_length
-from asymcheck.format.pack import Entries, PackHeader
-from asymcheck.tiers.pack_index import PackIndex, digests_of, find_frames
+from asymcheck.tiers.pack_index import PackIndex, find_frames
+from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.ranges import Kept, Memory
 from asymcheck.tiers.slots import Slot
-from asymcheck.types import Digest, PackId
+from asymcheck.types import PackId
 
 
 class _OverThere:
@@ -87,19 +87,16 @@ class ReadAhead:
             last.next = pack
 
 
-class RemotePack:
+class RemotePack(OpenPack):
     """A complete pack opened for reading. Threads may read together."""
 
     def __init__(
         self, files: RemoteFiles, paths: Callable[[], Iterator[PurePosixPath]], index: PackIndex, reading: ReadAhead
     ) -> None:
         """Read the file that is at one of ``paths``, whose index was read; ``reading`` fetches ahead."""
+        super().__init__(index, next(paths()))
         self.next: RemotePack | None = None
         """The one that is expected after it."""
-        self.header: PackHeader = index.header
-        self.entries: Entries = index.entries
-        self.damage: FormatError | None = index.damage
-        self.path = next(paths())
         self._paths = paths
         self._files = files
         self._reading = reading
@@ -107,10 +104,6 @@ class RemotePack:
         self._pieces: list[_Piece] = []
         self._piece_of: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    def digests(self) -> list[Digest]:
-        """Return the digests of all frames, in order."""
-        return digests_of(self.entries)
 
     def _span(self, sequence: int) -> tuple[int, int]:
         entry = self.entries[sequence]
@@ -133,10 +126,6 @@ class RemotePack:
             self._pieces = pieces
             self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
         self._reading.follow(self)
-
-    def stamped(self, sequence: int) -> int:
-        """Return what the header of a frame says of its place: its number."""
-        return sequence
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
         """Return frame ``sequence`` as it lies there, unchecked; not in ``slot``: what was read is memory enough.

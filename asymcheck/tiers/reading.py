@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
 from asymcheck.config import StoreConfig
+from asymcheck.errors import ClosedStoreError, ForkedStoreError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import Descriptor, HeadRecord
@@ -86,31 +88,27 @@ class Manifests(Protocol):
         """Return a head record and how many of its copies are damaged; None when there is none."""
 
 
-class ReadTier(Protocol):
+class ReadTier(abc.ABC):
     """Packs and manifests to read checkpoints from."""
 
-    @property
-    def root(self) -> PurePath | str:
-        """The place, as errors name it."""
+    root: PurePath | str
+    """The place, as errors name it."""
+    config: StoreConfig
+    """The knobs."""
+    manifests: Manifests
+    """Its manifests and head records."""
+    slots: SlotPool
+    """Memory for frames."""
 
-    @property
-    def config(self) -> StoreConfig:
-        """The knobs."""
-
-    @property
-    def manifests(self) -> Manifests:
-        """Its manifests and head records."""
-
-    @property
-    def slots(self) -> SlotPool:
-        """Memory for frames."""
-
+    @abc.abstractmethod
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all complete packs."""
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return those packs to look into first, of which a manifest says that they held its partitions."""
+        return pack_ids
 
+    @abc.abstractmethod
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Open a complete pack for reading, and check its header and index.
 
@@ -120,28 +118,44 @@ class ReadTier(Protocol):
         """
 
 
-class StoreTier(ReadTier, Protocol):
-    """A whole store or remote location, opened."""
+class StoreTier(ReadTier):
+    """A whole store or remote location, opened. Threads may share it; a forked child must open its own."""
 
-    @property
-    def descriptor(self) -> Descriptor:
-        """What the store says of itself."""
+    descriptor: Descriptor
+    """What the store says of itself."""
+    damaged_descriptor_copies: int
+    """How many copies of that are damaged."""
 
-    @property
-    def damaged_descriptor_copies(self) -> int:
-        """How many copies of that are damaged."""
+    def __init__(self) -> None:
+        """Belong to this process."""
+        self._pid = os.getpid()
+        self._closed = False
 
+    @abc.abstractmethod
     def usage(self) -> tuple[int, int, int, int]:
         """Return the number and bytes of packs in use, then of packs kept to be overwritten."""
 
+    @abc.abstractmethod
     def leftovers(self) -> list[str]:
         """Return what killed writers left, by its place in the store."""
 
+    @abc.abstractmethod
     def foreign(self) -> list[str]:
         """Return what is not the store's, by its place in it."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Give up what is held; closing twice is no error."""
 
     def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child."""
+        """Refuse use after close, or in a forked child.
+
+        Raises:
+            ClosedStoreError, ForkedStoreError
+        """
+        if os.getpid() != self._pid:
+            raise ForkedStoreError(
+                f"store {self.root} was opened by process {self._pid}; open it again in this forked process"
+            )
+        if self._closed:
+            raise ClosedStoreError(f"store {self.root} is closed")

@@ -6,10 +6,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import PurePath
 from typing import TypeVar
 
-from asymcheck.config import StoreConfig
 from asymcheck.errors import (
     UNKNOWING,
     FormatError,
@@ -27,9 +25,8 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.reading import Manifests, OpenPack, ReadTier
+from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.remote import RemoteTier
-from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import CheckpointRef, PackId
 
 _T = TypeVar("_T")
@@ -217,32 +214,19 @@ class SpanningManifests:
         return None
 
 
-class SpanningTier:
+class SpanningTier(ReadTier):
     """A store on a local drive, and a remote location behind it."""
 
     def __init__(self, near: NvmeTier, far: Far) -> None:
         """Read ``near`` first, and ``far`` for what is missing or damaged there."""
+        self.root = f"{near.root} (and {far.name})"
+        self.config, self.slots = near.config, near.slots
+        self.manifests: SpanningManifests = SpanningManifests(near, far)
         self._near = near
         self._far = far
-        self.manifests = SpanningManifests(near, far)
         self.far_packs: set[PackId] = set()
         """Packs of the remote location that were opened because of that."""
         self._far_ids: frozenset[PackId] = frozenset()
-
-    @property
-    def root(self) -> str:
-        """Both places, as errors name them."""
-        return f"{self._near.root} (and {self._far.name})"
-
-    @property
-    def config(self) -> StoreConfig:
-        """The knobs of the near one."""
-        return self._near.config
-
-    @property
-    def slots(self) -> SlotPool:
-        """Memory for frames."""
-        return self._near.slots
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all packs, near ones first.
@@ -284,33 +268,14 @@ class SpanningTier:
             return pack
 
 
-class AtHand:
+class AtHand(ReadTier):
     """A :class:`ReadTier` that looks into some packs first; which checkpoints there are, the tier says alone."""
 
     def __init__(self, tier: ReadTier, packs: Sequence[OpenPack]) -> None:
         """Read ``packs`` before those of ``tier``; both stay their owners'."""
+        self.root, self.config, self.manifests, self.slots = tier.root, tier.config, tier.manifests, tier.slots
         self._tier = tier
         self._packs = {pack.header.pack_id: pack for pack in packs}
-
-    @property
-    def root(self) -> PurePath | str:
-        """The place, as errors name it."""
-        return self._tier.root
-
-    @property
-    def config(self) -> StoreConfig:
-        """The knobs."""
-        return self._tier.config
-
-    @property
-    def manifests(self) -> Manifests:
-        """Manifests and head records of the tier."""
-        return self._tier.manifests
-
-    @property
-    def slots(self) -> SlotPool:
-        """Memory for frames."""
-        return self._tier.slots
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all packs, those at hand first."""

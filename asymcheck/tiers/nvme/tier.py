@@ -6,13 +6,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
-    ClosedStoreError,
-    ForkedStoreError,
     InvalidInputError,
     ReadOnlyStoreError,
     StoreNotFoundError,
@@ -29,14 +27,18 @@ from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.pack_files import PackFile, open_pack, peek
 from asymcheck.tiers.nvme.packs import PackWriter, Pool
 from asymcheck.tiers.pack_index import PackIndex
+from asymcheck.tiers.reading import StoreTier
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
 
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
 
 
-class NvmeTier:
-    """One opened store directory. Threads may share it; a forked child must open its own."""
+class NvmeTier(StoreTier):
+    """One opened store directory."""
+
+    root: Path
+    manifests: ManifestFiles
 
     def __init__(self, root: Path, config: StoreConfig, *, read_only: bool = False, files: Files | None = None) -> None:
         """Open the store at ``root``; create it when it is missing or an empty directory, unless ``read_only``.
@@ -48,13 +50,12 @@ class NvmeTier:
             ReadOnlyStoreError: the store has a writer feature that this program lacks.
             InvalidInputError: a value of ``config`` cannot be used.
         """
+        super().__init__()
         check_config(config)
         self.root = root
         self.config = config
         self.files = files or Files()
         self.read_only = read_only
-        self._pid = os.getpid()
-        self._closed = False
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
         if not read_only:
@@ -149,19 +150,6 @@ class NvmeTier:
         if missing:
             self.files.sync_directory(self.root)
 
-    def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child.
-
-        Raises:
-            ClosedStoreError, ForkedStoreError
-        """
-        if os.getpid() != self._pid:
-            raise ForkedStoreError(
-                f"store {self.root} was opened by process {self._pid}; open it again in this forked process"
-            )
-        if self._closed:
-            raise ClosedStoreError(f"store {self.root} is closed")
-
     def check_writable(self) -> None:
         """Refuse writes to a store that was opened read-only.
 
@@ -222,10 +210,6 @@ class NvmeTier:
         """Return the ids of all complete packs."""
         ids = map(layout.parse_pack_name, self.files.list(self.packs))
         return [pack_id for pack_id in ids if pack_id is not None]
-
-    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
-        """Return the packs to look into first: those that a manifest hints at."""
-        return pack_ids
 
     def pack_bytes(self, pack_id: PackId) -> int:
         """Return the bytes of a pack's file; 0 when it is gone."""

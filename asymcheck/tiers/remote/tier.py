@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 
 from asymcheck.config import COMPRESSIONS, WRITER, RemoteConfig, StoreConfig
 from asymcheck.errors import (
-    ClosedStoreError,
-    ForkedStoreError,
     FormatError,
     InvalidInputError,
     MissingPartitionError,
@@ -24,6 +22,7 @@ from asymcheck.errors import (
 from asymcheck.format import layout, registry
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.tiers.pack_index import PackIndex
+from asymcheck.tiers.reading import StoreTier
 from asymcheck.tiers.remote.ahead import Readers
 from asymcheck.tiers.remote.deadline import Rate
 from asymcheck.tiers.remote.files import Entry, RemoteFiles
@@ -37,8 +36,11 @@ from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
 
 
-class RemoteTier:
-    """One opened remote layout. Threads may share it; a forked child must open its own."""
+class RemoteTier(StoreTier):
+    """One opened remote layout."""
+
+    root: str
+    manifests: RemoteManifests
 
     def __init__(self, location: RemoteLocation, config: StoreConfig, *, create: bool = False) -> None:
         """Open what lies at ``location``; with ``create``, make it when nothing does.
@@ -49,13 +51,13 @@ class RemoteTier:
             FormatError: the descriptor is damaged or of another version.
             InvalidInputError: there is no client for it.
         """
+        super().__init__()
         check_remote(config.remote)
+        self.root = str(location)
         self.location = location
         self.config = config
         self.files = RemoteFiles(location, config.remote)
         self._top = self.files.top
-        self._pid = os.getpid()
-        self._closed = False
         self._indexes: dict[PackId, PackIndex] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._lock = threading.Lock()
@@ -68,11 +70,6 @@ class RemoteTier:
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self._reading = Readers(config.remote.reads, "read-ahead")
         self._ahead = ReadAhead(self._reading, Memory(config.remote.piece_bytes, config.remote.reads))
-
-    @property
-    def root(self) -> PurePath | str:
-        """The location, as errors name it."""
-        return str(self.location)
 
     @property
     def pace(self) -> Pace:
@@ -134,17 +131,6 @@ class RemoteTier:
         if self.files.put_small(path, data):
             return data
         return self.files.read_small(path, RECORD_BYTES) or data
-
-    def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child, where the clients hang.
-
-        Raises:
-            ClosedStoreError, ForkedStoreError
-        """
-        if os.getpid() != self._pid:
-            raise ForkedStoreError(f"{self.location} was opened by process {self._pid}; open it again in this process")
-        if self._closed:
-            raise ClosedStoreError(f"{self.location} is closed")
 
     def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
         """Return complete packs, and doomed ones, by one listing: a pack that gets its other name is in one of them."""

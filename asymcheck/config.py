@@ -146,8 +146,10 @@ class CaptureConfig:
     proof: Literal["full", "sampled", "off"] = "sampled"
     """How much is digested in ``step()`` and compared with what was captured.
 
-    4 KiB of each of 16 partitions cost some 0.2 ms: they find what changes everything at once, and what changes one
-    tensor in every step sooner or later. ``full`` finds each change at once and costs as much as a copy.
+    ``sampled`` digests all bytes of the first two captures, then a sixteenth of what is in host memory in each, and
+    samples of 64 KiB of what is on devices; it also compares version counters and addresses of all tensors. What has
+    changed is copied inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares
+    nothing.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
     """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""

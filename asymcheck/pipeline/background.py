@@ -31,6 +31,7 @@ from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.interrupts import INTERRUPTS
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.ownership import Fences, Ownership, distributed, find
+from asymcheck.pipeline.proof import Prover
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
 from asymcheck.pipeline.ring_size import ROOM_FOR_CAPTURES, cut_for_ring, default_bytes
@@ -111,6 +112,7 @@ class Background:
         self._modules: list[nn.Module] = []
         self._flattener, self._ownership = Flattener(), Ownership()
         self._lanes = Lanes(config.staging_bytes)
+        self._prover = Prover(config.proof)
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
         self.statistics = Statistics()
@@ -175,7 +177,11 @@ class Background:
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
         timing, joint, turn = self._timed(state), self._joint, None
-        deferred = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
+        owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
+        changing = self._prover.changing
+        deferred = tuple(
+            [is_owned and name not in changing for is_owned, name in zip(owned, columns.names, strict=True)]
+        )
         layout = Layout(columns.sizes, columns.groups, deferred, columns.widths)
         if joint is None:
             plan = timing.plan(layout)
@@ -233,7 +239,7 @@ class Background:
                 self._flusher.stored,
                 self._flusher.finished,
                 self._flusher.make_room_for,
-                self._config.proof,
+                self._prover,
             )
         self._warn_of_short_ring()
         return self._capturer
@@ -282,12 +288,13 @@ class Background:
         capturer, timing = self._capturer, self._timing
         if capturer is not None and timing is not None and not self._is_forked():
             with self.held:
-                began = time.perf_counter()
+                began, compared_s = time.perf_counter(), self._prover.compared_s
                 if not capturer.fence():
                     return
+                compared_s = self._prover.compared_s - compared_s
                 # Of a device it is known when it has got there: it counts for the iteration in which that shows.
                 waited = time.perf_counter() - began + self._lanes.held_s()
-                iteration = timing.fenced(began, waited)
+                iteration = timing.fenced(began, waited - compared_s)
                 self.statistics.fence_s += waited
                 self.statistics.hooks_s = timing.hooks_s
                 if iteration is not None and self._unfenced is not None:
@@ -323,6 +330,8 @@ class Background:
                     capture.complete.wait()
                     if tier == "nvme" or not self._flusher.survives(capture):
                         capture.durable.wait()
+            # Nothing needs the state any more: it may change.
+            self._capturer.fence()
 
     def newest_in_ring(
         self, on_line: Callable[[CheckpointRef], bool]

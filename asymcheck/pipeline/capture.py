@@ -98,7 +98,7 @@ class Capture:
         """Its copies from devices."""
         self.asides = Asides(self.transfers, leaves)
         """What is read in small parts."""
-        self.witnesses = Witnesses(self.names, self.partitions, leaves)
+        self.witnesses = Witnesses(self.names, self.partitions, self.transfers, self.digests)
         """What deferred tensors have to be."""
 
     @property

@@ -22,7 +22,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.partition.leaves import copy_partition
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.interrupts import INTERRUPTS
-from asymcheck.pipeline.proof import Proof, Prover
+from asymcheck.pipeline.proof import Prover
 from asymcheck.pipeline.unchanged import Unchanged
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 
@@ -41,7 +41,7 @@ class Capturer:
         stored: Callable[[Capture, int], None],
         finished: Callable[[Capture], None],
         make_room: Callable[[Capture], bool],
-        proof: Proof,
+        prover: Prover,
     ) -> None:
         """Start the thread.
 
@@ -50,11 +50,11 @@ class Capturer:
             stored: called on it when a partition, by number, is complete in the ring.
             finished: called on it when all are, or when the capture was given up: ``error`` says so. Must not raise.
             make_room: called on any thread when the ring is full for a capture; returns whether it made room.
-            proof: how much is compared.
+            prover: finds out whether it is torn.
         """
         self._ring = ring
         self._stored, self._finished, self._make_room = stored, finished, make_room
-        self._prover = Prover(proof)
+        self._prover = prover
         self._unchanged = Unchanged(ring)
         self._changed = threading.Condition()
         self._unreleased: deque[tuple[Capture, int]] = deque()
@@ -160,9 +160,7 @@ class Capturer:
         if capture is not None:
             with INTERRUPTS, timed("fence", 0, capture.named):
                 self._wait_until_copied(capture)
-                # What a device copies by itself is in order only with what it was asked to do before.
-                is_late = lambda number: capture.digests[number] is None and capture.transfers.is_on_device(number)  # noqa: E731 - short
-                capture.witnesses.fence(is_late)
+                self._prover.fence(capture.witnesses)
             if is_training:
                 # Not on another thread: meanwhile the next capture may have been begun.
                 self._open = None
@@ -231,7 +229,7 @@ class Capturer:
             self._settle_aside(capture)
             capture.transfers.drop()
             capture.asides.drop()
-            capture.error = capture.error or capture.witnesses.error(capture.request.step)
+            capture.error = capture.error or self._prover.verdict(capture.witnesses, capture.request.step)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             capture.error = capture.error or error
         self._finished(capture)
@@ -373,7 +371,7 @@ class Capturer:
         """Read, or have gathered, what stays in the manifest and what the proof compares."""
         asides = capture.asides
         asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
-        self._prover.begin(capture.witnesses, deferred, capture.transfers, asides)
+        self._prover.begin(capture.witnesses, capture.state.leaves, deferred, capture.transfers, asides)
         asides.gather()
 
     def settle(self) -> None:

@@ -109,7 +109,7 @@ class _Known:
         for row, leaf in enumerate(leaves):
             if leaf.key not in memory:
                 others.append(leaf.source)
-            elif isinstance(leaf.source, torch.Tensor) and leaf.source.device.type in _DEFERRED_ON:
+            elif isinstance(leaf.source, torch.Tensor) and _may_be_deferred(leaf.source):
                 storage = leaf.source.untyped_storage()
                 starts[row] = storage.data_ptr()
                 self._ends[starts[row]] = starts[row] + storage.nbytes()
@@ -141,6 +141,12 @@ class _Known:
             return False
         self._keys = keys
         return True
+
+
+def _may_be_deferred(tensor: torch.Tensor) -> bool:
+    # In shared memory any process may change it at any time. What lies on CUDA says that it is shared, always.
+    kind = tensor.device.type
+    return kind in _DEFERRED_ON and not (kind == "cpu" and tensor.is_shared())
 
 
 def _shared(sources: Iterable[Source], ends: Mapping[int, int]) -> set[int]:

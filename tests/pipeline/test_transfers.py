@@ -20,6 +20,7 @@ from asymcheck.pipeline import background
 from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Asides, Lanes, Transfers
 from asymcheck.tiers.gpu_staging import Mark, Staging
+from tests.checkpointer.loops import copy_late
 from tests.pipeline.simulated_device import SimulatedDevice, SimulatedMark
 
 
@@ -170,6 +171,36 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
             checkpointer.step(step)
         checkpointer.wait()
         return checkpointer.statistics()
+
+
+def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
+) -> None:
+    """One element of ``.data``; from then on the tensor is cloned inside ``step()``."""
+    copy_late(monkeypatch)
+    monkeypatch.setattr(background, "Lanes", lambda size: Lanes(size, device.link_of))
+    weight = torch.nn.Parameter(torch.zeros(700_000))
+    device.own(weight)
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    weight.grad = torch.ones_like(weight)
+    expected = {}
+    state = {"weight": weight, "optimizer": optimizer}
+    with (
+        asymcheck.Store.open(tmp_path) as store,
+        warnings.catch_warnings(record=True, action="always", category=LostCheckpointWarning) as lost,
+        asymcheck.Checkpointer(store, state, on_error="warn") as checkpointer,
+    ):
+        for step in range(4):
+            device.catch_up()
+            optimizer.step()
+            checkpointer.step(step)
+            expected[step] = weight.detach().clone()
+            device.run(lambda: weight.data[123_456].add_(1))
+            checkpointer.wait()
+        assert ["step 0 " in str(one.message) and "tensor weight changed" in str(one.message) for one in lost] == [True]
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2, 3]
+        for step in (1, 2, 3):
+            assert torch.equal(store.load(step=step)["weight"], expected[step])
 
 
 @pytest.mark.parametrize("ring_bytes", [None, 3 * MIB])

@@ -33,7 +33,7 @@ DTYPES = {name: size for size, names in SIZES.items() for name in names.split()}
 ROLES = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
 # The binary layouts of §7: fields as name:struct code, in order; then each magic and where the sum of the header lies.
 _SHARED = "kind:B codec:B digest_algorithm:B"
-ENTRY = f"digest:16s base_digest:16s offset:Q stored_length:Q plain_length:Q {_SHARED} reserved_a:5s"
+ENTRY = f"digest:16s base_digest:16s offset:Q stored_length:Q plain_length:Q {_SHARED} payload_shift:H reserved_a:3s"
 FRAME = f"magic:8s format:H {_SHARED} reserved_a:3s digest:16s plain_length:Q stored_length:Q stored_sum:8s"
 FRAME += (
     " base_digest:16s payload_offset:I codec_parameters:12s descriptor_sum:8s place_id:16s sequence:Q placement_sum:8s"
@@ -90,9 +90,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def frame_length(stored: int) -> int:
+def frame_length(stored: int, shift: int) -> int:
     """Bytes of a whole frame: header, gap, payload and padding (§7.1)."""
-    return -(-((BLOCK if stored >= ALIGNED_MIN else 128) + stored) // BLOCK) * BLOCK
+    return -(-((BLOCK + shift if stored >= ALIGNED_MIN else 128) + stored) // BLOCK) * BLOCK
+
+
+def length_of(entry: dict[str, Any]) -> int:
+    """Bytes of the frame of an index entry, or of a frame header, with its shift."""
+    return frame_length(entry["stored_length"], entry["payload_shift"])
 
 
 def unpack(data: bytes, layout: str, what: str) -> dict[str, Any]:
@@ -252,12 +257,13 @@ def decode_frame(
     stored, start = h["stored_length"], h["payload_offset"]
     check_encoding(h, what)
     need(not h["codec_parameters"].strip("0"), f"{what}: codec parameters are not zero")
-    need(start == (BLOCK if stored >= ALIGNED_MIN else 128), f"{what}: payload_offset {start}")
+    h["payload_shift"] = shift = start - BLOCK if stored >= ALIGNED_MIN else start - 128
+    need(0 <= shift < BLOCK and (shift == 0 or stored >= ALIGNED_MIN), f"{what}: payload_offset {start}")
     need(digest(view[88:120])[16:] == h["placement_sum"], f"{what}: placement_sum", "bad-checksum")
     for key in h.keys() & (expected or {}):
         need(expected and h[key] == expected[key], f"{what}: {key} is {h[key]}, not as the pack says")
-    need(len(data) >= frame_length(stored), f"{what}: {len(data)} bytes of {frame_length(stored)}", "truncated")
-    need(len(data) == frame_length(stored), f"{what}: {len(data)} bytes, not {frame_length(stored)}")
+    need(len(data) >= length_of(h), f"{what}: {len(data)} bytes of {length_of(h)}", "truncated")
+    need(len(data) == length_of(h), f"{what}: {len(data)} bytes, not {length_of(h)}")
     payload = view[start : start + stored]
     need(digest(payload)[16:] == h["stored_sum"], f"{what}: stored_sum", "bad-checksum")
     need(not any(view[128:start]) and not any(view[start + stored :]), f"{what}: padding is not zero")
@@ -292,7 +298,10 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
         entries.append(entry | {"place_id": pack_id, "sequence": sequence})
         check_encoding(entry, f"{what}: entry {sequence}")
         need(entry["offset"] == offset, f"{what}: entry {sequence} is not of a frame at {offset}")
-        offset += frame_length(entry["stored_length"])
+        shift = entry["payload_shift"]
+        good = shift < BLOCK and (shift == 0 or entry["stored_length"] >= ALIGNED_MIN)
+        need(good, f"{what}: entry {sequence}: payload_shift {shift}")
+        offset += length_of(entry)
     need(offset == end, f"{what}: the last frame ends at {offset}, not at index_offset")
     return entries
 
@@ -338,7 +347,7 @@ def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], w
     need(all(isinstance(name, str) for _, names in listed for name in names), f"{what}: features are not strings")
     ids = [value["store_id"]] if "store_id" in keys else value.get("packs", [])
     need(all(isinstance(i, str) and re.fullmatch(HEX, i) for i in ids), f"{what}: malformed ids")
-    unknown = value["reader_features"] if "reader_features" in keys else []
+    unknown = set(value["reader_features"]) - {"shifted-payload"} if "reader_features" in keys else set()
     need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
     if (parent := value["parent"] if "parent" in keys else None) is not None:
         g, s = parent.get("generation"), parent.get("step")
@@ -535,11 +544,11 @@ def decode_ring(data: bytes, name: str) -> dict[str, Any]:
         if placed and state in (1, 2) and not any(reserved) and digest(entry[:56])[16:] == entry[56:].hex():
             captures.append({"number": number, "offset": offset, "save_id": save_id.hex(), "state": state})
     for offset in range(start, end, BLOCK):
-        length = frame_length(int.from_bytes(data[offset + 40 : offset + 48], "little"))
+        length = frame_length(int.from_bytes(data[offset + 40 : offset + 48], "little"), 0)
         try:
             place = {"place_id": named[2], "sequence": offset // BLOCK}
             h, _ = decode_frame(data[offset : min(offset + length, end)], name, place)
-            need(h["codec"] == 0, f"{name}: codec {h['codec']} in a ring")
+            need(h["codec"] == h["payload_shift"] == 0, f"{name}: codec {h['codec']} or a shift in a ring")
             frames.append({"offset": offset} | {key: h[key] for key in ("digest", "plain_length", "stored_length")})
         except SpecError:
             continue
@@ -643,7 +652,7 @@ class Store:
     def read_frame(self, pack: Path, entry: dict[str, Any], above: list[dict[str, Any]]) -> bytes:
         """The plain bytes of one frame."""
         with open_file(pack) as (read, _):
-            data = read(entry["offset"], frame_length(entry["stored_length"]))
+            data = read(entry["offset"], length_of(entry))
         return decode_frame(data, f"{pack.name}, frame {entry['sequence']}", entry, self.bases, above)[1]
 
     def bases(self, name: str) -> list[Callable[[list[dict[str, Any]]], bytes]]:
@@ -706,7 +715,7 @@ def check_file(kind: str, data: bytes, name: str, row_count: int = 0) -> dict[st
         entries = decode_pack(lambda at, length: data[at : at + length], len(data), name)
 
         def read(e: dict[str, Any], above: list[dict[str, Any]]) -> bytes:
-            part = data[e["offset"] : e["offset"] + frame_length(e["stored_length"])]
+            part = data[e["offset"] : e["offset"] + length_of(e)]
             return decode_frame(part, name, e, bases, above)[1]
 
         def bases(wanted: str) -> list[Callable[[list[dict[str, Any]]], bytes]]:

@@ -14,7 +14,9 @@ from tools.vectors_pack import PACK_ID, PACK_PATH, PackParts, make_frame, make_p
 _SMALL = plain_bytes("small", 300)
 _FRAME = make_frame(_SMALL)
 _ALIGNED = make_frame(plain_bytes("aligned", 65536))
+_SHIFTED = make_frame(plain_bytes("aligned", 65536), shift=64)
 _PACK = make_pack([_SMALL, plain_bytes("over", 4096 - 127)])
+_SHIFTED_PACK = make_pack([_SMALL, plain_bytes("aligned", 65536)], shifts=(0, 64))
 
 
 def u8(value: int) -> bytes:
@@ -82,6 +84,9 @@ def _frame_headers() -> Iterator[Vector]:
         ("lengths-differ", _FRAME, 40, u64(299), "bad-structure", "identity with two different lengths"),
         ("payload-offset-4096", _FRAME, 72, u32(4096), "bad-structure", "4096 with fewer than 65536 stored bytes"),
         ("payload-offset-128", _ALIGNED, 72, u32(128), "bad-structure", "128 with 65536 stored bytes"),
+        ("payload-offset-4095", _ALIGNED, 72, u32(4095), "bad-structure", "a byte before the second block"),
+        ("payload-offset-8192", _ALIGNED, 72, u32(8192), "bad-structure", "a shift of a whole block"),
+        ("payload-offset-129", _FRAME, 72, u32(129), "bad-structure", "a shift with fewer than 65536 stored bytes"),
         ("payload-offset-0", _FRAME, 72, u32(0), "bad-structure", "a payload on top of the header"),
         ("base-digest", _FRAME, 56, b"\1", "bad-structure", "a full frame has no base"),
         ("kind-delta-codec-0", _FRAME, 10, u8(1), "bad-structure", "a delta of codec identity"),
@@ -115,6 +120,10 @@ def _frame_headers() -> Iterator[Vector]:
 
 
 def _frame_contents() -> Iterator[Vector]:
+    for name, offset in (("before", 4096 + 63), ("behind", 4096 + 64 + 65536)):
+        data = patched(_SHIFTED, (offset, b"\1"))
+        yield _frame(f"shifted-padding-{name}", data, "bad-structure", f"a byte {name} a shifted payload is not zero")
+    yield _frame("shifted-truncated", _SHIFTED[:-4096], "truncated", "the last block is missing")
     wrong, turned = digest(b"something else"), digest(_SMALL)[::-1]
     for name, data, why in (
         ("payload-first", flipped(_FRAME, 128), "a bit of the payload's first byte"),
@@ -269,7 +278,8 @@ def _pack_entries() -> Iterator[Vector]:
         ("entry-delta-no-base", second + 56, b"\1\3", "bad-structure", "a delta without a base"),
         ("entry-derived-no-base", second + 56, b"\2\4", "bad-structure", "a derived frame without a base"),
         ("entry-zstd", second + 57, u8(1), "bad-structure", "the entry says zstd, the frame identity"),
-        ("entry-reserved-first", second + 59, b"\1", "bad-structure", "the first byte of reserved_a is not zero"),
+        ("entry-reserved-first", second + 59, b"\1", "bad-structure", "a payload shift of a small frame"),
+        ("entry-reserved-a-first", second + 61, b"\1", "bad-structure", "the first byte of reserved_a is not zero"),
         ("entry-reserved-last", second + 63, b"\1", "bad-structure", "the last byte of reserved_a is not zero"),
         ("entry-stored-0", second + 40, u64(0), "bad-structure", "a payload has at least one byte"),
         ("entry-plain-0", second + 48, u64(0), "bad-structure", "a partition has at least one byte"),
@@ -305,6 +315,12 @@ def _pack_frames() -> Iterator[Vector]:
     payload = dataclasses.replace(_PACK, frames=(first, flipped(second, 128))).data
     why = "a bit of a payload is flipped"
     yield _pack("frame-payload", payload, "digest-mismatch", why, also="bad-checksum")
+    for name, shift, why in (
+        ("entry-shift-4096", 4096, "a shift of a whole block"),
+        ("entry-other-shift", 65, "the shift in the entry is not that of the frame"),
+        ("entry-shift-0", 0, "the frame is longer than the entry says"),
+    ):
+        yield _pack(name, _with_index(_SHIFTED_PACK, (128 + 59, u16(shift))), "bad-structure", why)
     for name, offset, change in (
         ("digest", 64, fixed_bytes("another digest", 16)),
         ("lengths", 64 + 40, u64(299) * 2),

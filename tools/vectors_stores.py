@@ -18,12 +18,13 @@ import asymcheck
 from asymcheck import events
 from asymcheck.format.catalog import decode_pin, encode_pin
 from asymcheck.format.digest import digest
+from asymcheck.format.registry import SHIFTED_PAYLOAD
 from asymcheck.partition.state import flatten
 from asymcheck.types import Owner
 from tools.vectors_base import json_text
 from tools.vectors_states import everything, training_state
 
-NAME = f"v1-by-{asymcheck.__version__}"
+NAME = f"v1-by-{asymcheck.__version__}-{SHIFTED_PAYLOAD}"
 REGISTRY = Path(__file__).resolve().parents[1] / "format_spec" / "registry.json"
 CONFIG = asymcheck.StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, inline_bytes=64, slots=1)
 LARGE = asymcheck.StoreConfig(partition_bytes=69632, bundle_below_bytes=65536, inline_bytes=64, slots=1)

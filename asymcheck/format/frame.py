@@ -48,11 +48,23 @@ class FrameDescriptor:
     """Digest of the base partition; zero when there is none."""
     codec_parameters: bytes = _NO_PARAMETERS
     """12 bytes that the codec defines."""
+    payload_shift: int = 0
+    """Bytes from the frame's second block to the payload, fewer than a block; 0 for a small frame."""
 
     @classmethod
-    def identity(cls, digest: Digest, length: int) -> FrameDescriptor:
+    def identity(cls, digest: Digest, length: int, shift: int = 0) -> FrameDescriptor:
         """Describe a partition stored as it is: its payload's sum8 is part of the digest already."""
-        return cls(digest, length, length, digest[8:])
+        return cls(digest, length, length, digest[8:], payload_shift=shift)
+
+    @property
+    def payload_offset(self) -> int:
+        """Bytes from the start of the frame to the payload."""
+        return payload_offset(self.stored_length, self.payload_shift)
+
+    @property
+    def frame_length(self) -> int:
+        """Bytes of the whole frame, a multiple of the block."""
+        return frame_length(self.stored_length, self.payload_shift)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +79,19 @@ class FrameHeader:
     """Number of the frame in its pack, from 0."""
 
 
-def payload_offset(stored_length: int) -> int:
+def payload_offset(stored_length: int, shift: int = 0) -> int:
     """Return the bytes from the start of a frame to its payload."""
-    return registry.BLOCK_BYTES if stored_length >= registry.ALIGNED_PAYLOAD_MIN_BYTES else HEADER_BYTES
+    return registry.BLOCK_BYTES + shift if stored_length >= registry.ALIGNED_PAYLOAD_MIN_BYTES else HEADER_BYTES
 
 
-def frame_length(stored_length: int) -> int:
+def frame_length(stored_length: int, shift: int = 0) -> int:
     """Return the bytes of a whole frame, a multiple of the block."""
     block = registry.BLOCK_BYTES
-    return (payload_offset(stored_length) + stored_length + block - 1) // block * block
+    return (payload_offset(stored_length, shift) + stored_length + block - 1) // block * block
 
 
 def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) -> bytes:
     """Return the 128 header bytes of a frame."""
-    offset = payload_offset(descriptor.stored_length)
     fields = (
         registry.FRAME_MAGIC,
         registry.FORMAT_WRITE,
@@ -93,7 +104,7 @@ def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) 
         descriptor.stored_length,
         descriptor.stored_sum,
         descriptor.base_digest,
-        offset,
+        descriptor.payload_offset,
         descriptor.codec_parameters,
     )
     summed = DESCRIPTOR.pack(*fields, bytes(8))[:_SUMMED_BYTES]
@@ -123,8 +134,8 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
         raise StructureError(f"{where}: reserved header bytes are not zero")
     check_encoding(kind, codec, algorithm, where)
     check_lengths(plain, stored, codec, where)
-    if offset != payload_offset(stored):
-        raise StructureError(f"{where}: payload offset {offset} does not belong to {stored} stored bytes")
+    shift = offset - payload_offset(stored)
+    check_shift(shift, stored, where)
     if params != _NO_PARAMETERS:
         raise StructureError(f"{where}: codec parameters are not zero")
     check_base(kind, name, base, where)
@@ -133,7 +144,7 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
     place_id, sequence, place_sum = PLACEMENT.unpack_from(raw, DESCRIPTOR.size)
     if place_sum != sum8(raw[_SUMMED_BYTES : HEADER_BYTES - 8]):
         raise ChecksumError(f"{where}: placement checksum mismatch")
-    descriptor = FrameDescriptor(Digest(name), plain, stored, stored_sum, kind, codec, algorithm, base, params)
+    descriptor = FrameDescriptor(Digest(name), plain, stored, stored_sum, kind, codec, algorithm, base, params, shift)
     return FrameHeader(descriptor, PackId(place_id), sequence)
 
 
@@ -184,6 +195,16 @@ def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
         raise StructureError(f"{where}: codec identity with {plain} plain and {stored} stored bytes")
 
 
+def check_shift(shift: int, stored: int, where: str) -> None:
+    """Refuse a payload that begins where none of so many bytes may.
+
+    Raises:
+        StructureError
+    """
+    if shift and (stored < registry.ALIGNED_PAYLOAD_MIN_BYTES or not 0 < shift < registry.BLOCK_BYTES):
+        raise StructureError(f"{where}: payload shift {shift} does not belong to {stored} stored bytes")
+
+
 def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) -> tuple[FrameDescriptor, memoryview]:
     """Check a whole frame as read from a pack, all but the plain digest, and return its descriptor and payload.
 
@@ -198,11 +219,12 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
         raise StructureError(
             f"{where}: the frame was written as frame {header.sequence} of pack {header.place_id.hex()}"
         )
-    if len(data) < frame_length(stored):
-        raise TruncatedError(f"{where}: {len(data)} of {frame_length(stored)} bytes")
-    if len(data) > frame_length(stored):
-        raise StructureError(f"{where}: frame of {frame_length(stored)} bytes in a place for {len(data)}")
-    start = payload_offset(stored)
+    length = header.descriptor.frame_length
+    if len(data) < length:
+        raise TruncatedError(f"{where}: {len(data)} of {length} bytes")
+    if len(data) > length:
+        raise StructureError(f"{where}: frame of {length} bytes in a place for {len(data)}")
+    start = header.descriptor.payload_offset
     payload = data[start : start + stored]
     if header.descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != header.descriptor.stored_sum:
         raise ChecksumError(f"{where}: payload checksum mismatch")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
-from asymcheck.format.frame import FrameDescriptor, check_encoding
+from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length
 from asymcheck.format.versions import check_binary_version
 from asymcheck.types import PackId
 
@@ -27,7 +27,8 @@ ENTRY_DTYPE = np.dtype(
         ("kind", "u1"),
         ("codec", "u1"),
         ("digest_algorithm", "u1"),
-        ("reserved_a", "V5"),
+        ("payload_shift", "<u2"),
+        ("reserved_a", "V3"),
     ]
 )
 Entries = npt.NDArray[np.void]
@@ -191,15 +192,29 @@ def check_entry(entry: np.void, frame: FrameDescriptor, where: str) -> None:
         and int(entry["kind"]) == frame.kind
         and int(entry["codec"]) == frame.codec
         and int(entry["digest_algorithm"]) == frame.digest_algorithm
+        and int(entry["payload_shift"]) == frame.payload_shift
     )
     if not same:
         raise StructureError(f"{where}: the frame is not the one that the pack index describes")
 
 
-def frame_lengths(stored: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the lengths of frames for their stored lengths, in one pass (compare ``frame.frame_length``)."""
+def entry_of(frame: FrameDescriptor, offset: int) -> tuple[object, ...]:
+    """Return the index entry of a frame at ``offset``, as a row of :data:`ENTRY_DTYPE`."""
+    lengths = offset, frame.stored_length, frame.plain_length
+    numbers = frame.kind, frame.codec, frame.digest_algorithm
+    return (frame.digest, frame.base_digest, *lengths, *numbers, frame.payload_shift, bytes(3))
+
+
+def entry_length(entry: np.void) -> int:
+    """Return the bytes of the frame that an entry describes."""
+    return frame_length(int(entry["stored_length"]), int(entry["payload_shift"]))
+
+
+def frame_lengths(entries: Entries) -> npt.NDArray[np.uint64]:
+    """Return the lengths of the frames of an index, in one pass (compare :func:`entry_length`)."""
+    stored, shift = entries["stored_length"], entries["payload_shift"].astype(np.uint64)
     block = np.uint64(registry.BLOCK_BYTES)
-    start = np.where(stored >= np.uint64(registry.ALIGNED_PAYLOAD_MIN_BYTES), block, np.uint64(128))
+    start = np.where(stored >= np.uint64(registry.ALIGNED_PAYLOAD_MIN_BYTES), block + shift, np.uint64(128))
     lengths: npt.NDArray[np.uint64] = (start + stored + block - np.uint64(1)) // block * block
     return lengths
 
@@ -215,6 +230,9 @@ def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
         check_encoding(kind, codec, algorithm, where)
     if ((entries["codec"] == registry.CODEC_IDENTITY) & (stored != plain)).any():
         raise StructureError(f"{where}: stored and plain lengths of unencoded frames differ")
+    shift = entries["payload_shift"]
+    if (shift >= registry.BLOCK_BYTES).any() or shift[stored < registry.ALIGNED_PAYLOAD_MIN_BYTES].any():
+        raise StructureError(f"{where}: a payload shift in the pack index does not belong to its stored length")
     if not is_zero(entries["reserved_a"].tobytes()):
         raise StructureError(f"{where}: reserved bytes of a pack index entry are not zero")
     based = entries["base_digest"] != np.void(ZERO_DIGEST)
@@ -222,7 +240,7 @@ def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
         raise StructureError(f"{where}: a full frame has no base, and every other has one")
     if (based & (entries["base_digest"] == entries["digest"])).any():
         raise StructureError(f"{where}: a frame in the pack index is its own base")
-    ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(stored), dtype=np.uint64)
+    ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(entries), dtype=np.uint64)
     starts = np.concatenate([np.array([registry.BLOCK_BYTES], dtype=np.uint64), ends[:-1]])
     if not np.array_equal(entries["offset"], starts) or int(ends[-1]) != header.index_offset:
         raise StructureError(f"{where}: frames in the pack index do not lie end to end")

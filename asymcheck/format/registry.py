@@ -39,7 +39,8 @@ SUPPORTED_KINDS: Final = frozenset(CODECS_OF_KIND)
 SUPPORTED_CODECS: Final = frozenset().union(*CODECS_OF_KIND.values())
 SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 
-READER_FEATURES: Final[frozenset[str]] = frozenset()
+SHIFTED_PAYLOAD: Final = "shifted-payload"
+READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD})
 WRITER_FEATURES: Final[frozenset[str]] = frozenset()
 
 PACK_LIVE: Final = 1

@@ -143,7 +143,7 @@ class TargetFile:
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write ``data`` from byte ``start`` on."""
-        _FILES.pwrite(self._descriptor, memoryview(data), start, self.path)
+        _FILES.pwrite(self._descriptor, [memoryview(data)], start, self.path)
 
     def read(self, start: int, length: int) -> bytes:
         """Read back."""

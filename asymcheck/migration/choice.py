@@ -17,11 +17,10 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format import registry
-from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.recovery.fetch import read_frame, read_plain
 from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.tiers.remote import RemoteTier
@@ -176,20 +175,24 @@ class Chooser:
 
     def _decoded(self, name: Digest, copy: Copy) -> Frame:
         plain = int(copy.pack.entries[copy.sequence]["plain_length"])
-        row = (name, ZERO_DIGEST, 0, plain, plain, registry.KIND_FULL, registry.CODEC_IDENTITY, 1, bytes(5))
-        here = self._here
+        here, descriptor = self._here, FrameDescriptor.identity(name, plain)
 
         def read(slot: Slot) -> FrameDescriptor:
             slot.fill(read_plain(here, name, copy))
-            return FrameDescriptor.identity(name, plain)
+            return descriptor
 
-        return Frame(name, np.array([row], dtype=ENTRY_DTYPE)[0], read)
+        return Frame(name, np.array([entry_of(descriptor, 0)], dtype=ENTRY_DTYPE)[0], read)
 
 
 def _as_it_lies(name: Digest, copy: Copy) -> Frame:
+    entry = copy.pack.entries[copy.sequence].copy()
+    is_shifted = entry["payload_shift"] != 0
+    # A shift serves the memory that the frame was written from. Without it, a location needs no feature.
+    entry["payload_shift"] = 0
+
     def read(slot: Slot) -> FrameDescriptor:
         try:
-            descriptor, payload, where = read_frame(copy, slot)
+            descriptor, payload, where = read_frame(copy, Slot(int(entry["stored_length"])) if is_shifted else slot)
             # The sum of an encoded payload was checked; of one that is not encoded the digest is the sum.
             if descriptor.codec == registry.CODEC_IDENTITY and digest_of(payload) != name:
                 raise DigestMismatchError(f"digest mismatch in {where}")
@@ -202,9 +205,9 @@ def _as_it_lies(name: Digest, copy: Copy) -> Frame:
             raise DamagedPartitionError(f"{copy}: {error}", name) from error
         if payload.obj is not slot.memory.obj:
             slot.fill(payload)
-        return descriptor
+        return dataclasses.replace(descriptor, payload_shift=0)
 
-    return Frame(name, copy.pack.entries[copy.sequence], read)
+    return Frame(name, entry, read)
 
 
 def all_needs(here: Sources, manifests: Sequence[Manifest], older: Sequence[Manifest]) -> Needs:

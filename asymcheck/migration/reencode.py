@@ -10,10 +10,9 @@ import numpy as np
 
 from asymcheck.errors import UNKNOWING, AsymcheckError
 from asymcheck.format import registry
-from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.migration.choice import Chooser, Frame
 from asymcheck.migration.meaning import Meaning
 from asymcheck.pipeline.encoder import Base, Encoder
@@ -109,13 +108,8 @@ class Reencoder:
 
 
 def _in_memory(name: Digest, descriptor: FrameDescriptor, payload: bytes) -> Frame:
-    row = (
-        *(name, descriptor.base_digest or ZERO_DIGEST, 0, descriptor.stored_length, descriptor.plain_length),
-        *(descriptor.kind, descriptor.codec, descriptor.digest_algorithm, bytes(5)),
-    )
-
     def read(slot: Slot) -> FrameDescriptor:
         slot.fill(payload)
         return descriptor
 
-    return Frame(name, np.array([row], dtype=ENTRY_DTYPE)[0], read)
+    return Frame(name, np.array([entry_of(descriptor, 0)], dtype=ENTRY_DTYPE)[0], read)

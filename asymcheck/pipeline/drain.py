@@ -109,11 +109,12 @@ class Drain:
         self, name: Digest, length: int, frame: memoryview, contents: Contents | None, bases: Sequence[Base]
     ) -> bool:
         start = payload_offset(length)
-        return self._mover.put(name, frame[start : start + length], contents, partial(self._write, frame), bases)
+        payload = frame[start : start + length]
+        return self._mover.put(name, payload, contents, partial(self._write, payload), bases)
 
-    def _write(self, frame: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+    def _write(self, payload: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
         with self._tier.slots.slot(ALIGNED_PAYLOAD_MIN_BYTES) as slot:
-            writer.write_frame(frame, descriptor, slot)
+            writer.write_in_place(payload, descriptor, slot)
 
     def enter(self) -> None:
         """Make what was added durable and let other ranks find it, before :meth:`commit`; more may be added then.

@@ -8,10 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+import torch
+
+from asymcheck.errors import TornCaptureError
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.format.registry import CODEC_DERIVED
+from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DERIVED
 from asymcheck.partition.leaves import Leaf, copy_partition
 from asymcheck.partition.originals import Originals
 from asymcheck.partition.plan import Partition
@@ -21,6 +25,11 @@ from asymcheck.pipeline.mover import Mover
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier, PackWriter, Slot, work_off
 from asymcheck.types import Digest
+
+_SAMPLE_STRIDE = 65_521
+"""Bytes between those that are compared after a write; a prime, so that they are of all places in an element."""
+_SHOWN = 4
+"""Tensors that an error names."""
 
 
 class Flusher:
@@ -46,7 +55,7 @@ class Flusher:
             StorageError: the device refused; every pack of this save has been abandoned.
         """
         digests: list[Digest | None] = [None] * len(partitions)
-        self._packing.expect(sum(frame_length(partition.length) for partition in partitions))
+        self._packing.expect(sum(frame_length(partition.length, BLOCK_BYTES - 1) for partition in partitions))
         left = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
@@ -66,17 +75,22 @@ class Flusher:
 
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
-            name, payload = self._copy(partition, number, slot)
-            digests[number] = name
-            dtype = self._dtypes[partition.pieces[0].row]
-            base = original_of(payload, dtype, number, originals, read) if number in copies else None
-            self._put(partition, number, slot, name, [] if base is None else [base])
+            lying = None if number in copies else self._writable_in_place(partition)
+            if lying is not None:
+                digests[number] = self._put_in_place(partition, number, slot, lying)
+            else:
+                name, payload = self._copy(partition, number, slot)
+                digests[number] = name
+                dtype = self._dtypes[partition.pieces[0].row]
+                base = original_of(payload, dtype, number, originals, read) if number in copies else None
+                self._put(partition, number, slot, name, [] if base is None else [base])
             for piece in partition.pieces:
                 with self._lock:
                     left[piece.row] -= 1
                 if not left[piece.row]:
                     self._leaves[piece.row].release()
 
+        before = self._versions()
         try:
             for numbers in (others, sorted(copies)):
                 work_off(
@@ -87,10 +101,18 @@ class Flusher:
                     threads=self._tier.config.slots,
                     name="flush",
                 )
+            changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]
+            if changed:
+                raise _torn(changed)
         except BaseException:
             self._packing.abandon()
             raise
         return [name for name in digests if name is not None]
+
+    def _versions(self) -> list[int | None]:
+        """Return the version counters of all tensors, which say when torch has changed one."""
+        sources = (leaf.source for leaf in self._leaves)
+        return [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else None for one in sources]
 
     def _lying(self, partition: Partition, start: int, length: int | None) -> memoryview | None:
         """Return bytes of a partition of one piece where they lie; None if they do not lie there in order.
@@ -100,6 +122,37 @@ class Flusher:
         (piece,) = partition.pieces
         start, length = piece.start + start, piece.length - start if length is None else length
         return self._leaves[piece.row].lying_bytes(start, length)
+
+    def _writable_in_place(self, partition: Partition) -> memoryview | None:
+        """Return the bytes of a partition where they lie, if they can be written from there; else None."""
+        if partition.length < ALIGNED_PAYLOAD_MIN_BYTES or len(partition.pieces) > 1:
+            return None
+        lying = self._lying(partition, 0, None)
+        is_congruent = lying is not None and (self._tier.may_shift or not _shift_of(lying))
+        codecs = (CODEC_BYTE_PLANES,)
+        stays = is_congruent and self._encoder.stays_plain(partition.length, self._contents(partition), codecs)
+        return lying if stays else None
+
+    def _put_in_place(self, partition: Partition, number: int, slot: Slot, lying: memoryview) -> Digest:
+        """Digest a partition and write it, with no copy; return the digest.
+
+        Raises:
+            TornCaptureError: its bytes changed meanwhile.
+        """
+        sample = np.frombuffer(lying, dtype=np.uint8)[::_SAMPLE_STRIDE]
+        before = sample.copy()
+        with self._copying, timed("digest", partition.length, lambda: {"partition": number}):
+            name = digest(lying)
+        is_new, contents = True, self._contents(partition)
+
+        def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
+            writer.write_in_place(lying, descriptor, slot)
+
+        with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
+            is_new = self._mover.put(name, lying, contents, write, shift=_shift_of(lying))
+        if not np.array_equal(sample, before):
+            raise _torn([self._leaves[partition.pieces[0].row]])
+        return name
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)
@@ -117,6 +170,19 @@ class Flusher:
 
     def _contents(self, partition: Partition) -> Contents:
         return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
+
+
+def _shift_of(lying: memoryview) -> int:
+    return np.frombuffer(lying, dtype=np.uint8).ctypes.data % BLOCK_BYTES
+
+
+def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:
+    names = ", ".join(leaf.name for leaf in leaves[:_SHOWN])
+    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    return TornCaptureError(
+        f"{names}{more} changed while the state was being saved, and no checkpoint was made: "
+        "let nothing change the state until save() returns"
+    )
 
 
 def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:

@@ -31,6 +31,7 @@ class Mover:
         contents: Contents | None,
         write_plain: WritePlain,
         bases: Sequence[Base] = (),
+        shift: int = 0,
     ) -> bool:
         """Store a partition, unless this save or the store has it already; return whether it was written.
 
@@ -40,6 +41,7 @@ class Mover:
             contents: what they mean; None for bytes of which that is not known, which are not encoded.
             write_plain: writes them as they are.
             bases: partitions that it may be decoded from, at most one for a codec.
+            shift: payload shift of the frame, in bytes, if it is stored as it is.
 
         Raises:
             StorageError: the device refused.
@@ -55,7 +57,7 @@ class Mover:
                 move = self._encoder.move(name, self._source, plain, contents, usable)
                 usable = [base for base in usable if base.codec != move.codec or self._relies(name, base)]
             encoded = self._encoder.carry_out(move, plain, contents, usable)
-        descriptor = FrameDescriptor.identity(name, len(plain)) if encoded is None else encoded.descriptor
+        descriptor = FrameDescriptor.identity(name, len(plain), shift) if encoded is None else encoded.descriptor
         with self._encoder.meter.write(descriptor.stored_length):
             self._packing.write(descriptor, write_plain if encoded is None else partial(self._write, encoded))
         return True

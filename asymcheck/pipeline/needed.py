@@ -179,7 +179,7 @@ class Needed:
             self._scan(pack_id)
             raise pack.damage
         self._bases[pack_id] = bases_in(pack.entries)
-        lengths = frame_lengths(pack.entries["stored_length"]).astype(np.int64)
+        lengths = frame_lengths(pack.entries).astype(np.int64)
         self.packs[pack_id] = HeldFrames(pack.digests(), pack.entries, lengths)
 
     def _scan(self, pack_id: PackId) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
@@ -129,7 +129,7 @@ class Packing:
         Raises:
             StorageError: the device refused, and :meth:`abandon` comes next; or that came already.
         """
-        write(self._writer(frame_length(descriptor.stored_length)), descriptor)
+        write(self._writer(descriptor.frame_length), descriptor)
         with self._lock:
             self.written_bytes += descriptor.stored_length
             self.new_bytes += descriptor.plain_length

@@ -226,7 +226,7 @@ class _Frames:
             based = pack.entries[pack.entries["kind"] != registry.KIND_FULL]
             self.based.append(based["digest"].tobytes())
             self.bases.append(based["base_digest"].tobytes())
-            self.lengths.append(frame_lengths(pack.entries["stored_length"]).astype(np.int64))
+            self.lengths.append(frame_lengths(pack.entries).astype(np.int64))
             self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
         finally:
             pack.close()

@@ -13,8 +13,7 @@ from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchErr
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST
-from asymcheck.format.frame import frame_length
-from asymcheck.format.pack import PackHeader
+from asymcheck.format.pack import PackHeader, entry_length
 from asymcheck.recovery.survey import PackContent, read_payload
 from asymcheck.tiers.nvme import BaseFrames, Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location
@@ -155,11 +154,11 @@ class Replacement:
         if not self._copies:
             yield None, {}
             return
-        lengths = [int(self._content.entries["stored_length"][at]) for at in self._copies.values()]
-        writer = self._tier.start_pack(sum(map(frame_length, lengths)))
+        entries = self._content.entries[list(self._copies.values())]
+        writer = self._tier.start_pack(sum(map(entry_length, entries)))
         try:
             try:
-                self._copy(writer, max(lengths))
+                self._copy(writer, int(entries["stored_length"].max()))
                 header, locations = writer.seal(time.time_ns(), WRITER)
             except BaseException:
                 writer.abandon()

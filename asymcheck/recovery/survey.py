@@ -19,7 +19,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.digest import sum8
-from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.frame import FrameDescriptor, payload_offset
 from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.recovery.fetch import read_checked
@@ -195,11 +195,13 @@ def read_payload(
     entry = pack.entries[sequence]
     pack.read_frame(sequence, slot)
     stored, plain, kind, codec = (int(entry[field]) for field in ("stored_length", "plain_length", "kind", "codec"))
-    payload = slot.payload(stored)
+    shift = int(entry["payload_shift"])
+    start = payload_offset(stored, shift)
+    payload = slot.memory[start : start + stored]
     if codec == CODEC_IDENTITY:
-        return FrameDescriptor.identity(name, stored) if digest_of(payload) == name else None
+        return FrameDescriptor.identity(name, stored, shift) if digest_of(payload) == name else None
     base = entry["base_digest"].tobytes()
-    described = FrameDescriptor(name, plain, stored, sum8(payload), kind, codec, base_digest=base)
+    described = FrameDescriptor(name, plain, stored, sum8(payload), kind, codec, base_digest=base, payload_shift=shift)
     try:
         decode_checked(name, described, payload, f"frame {sequence} of pack {pack.path.name}", read_base)
     except BaseDamagedError:

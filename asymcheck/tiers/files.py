@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
@@ -43,15 +43,19 @@ class Files:
         with translated("open for reading", path):
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
-        """Write all of ``data`` at ``offset``."""
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        """Write all of ``buffers``, one after another, at ``offset``."""
+        left = [buffer for buffer in buffers if len(buffer)]
         with translated("write", path):
-            done = 0
-            while done < len(data):
-                written = os.pwrite(descriptor, data[done:], offset + done)
+            while left:
+                written = os.pwritev(descriptor, left, offset)
                 if written == 0:
-                    raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset + done}")
-                done += written
+                    raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset}")
+                offset += written
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if written:
+                    left[0] = left[0][written:]
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: PurePath) -> int:
         """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
@@ -126,7 +130,7 @@ class Files:
         """Create ``path`` with ``data`` and make its content (not its name) durable."""
         descriptor = self.open_new(path)
         try:
-            self.pwrite(descriptor, memoryview(data), 0, path)
+            self.pwrite(descriptor, [memoryview(data)], 0, path)
             self.sync(descriptor, path)
         finally:
             os.close(descriptor)
@@ -140,7 +144,7 @@ class Files:
         descriptor = DESCRIPTORS.add(self.open_new(path))
         try:
             try_lock(descriptor, exclusive=True)
-            self.pwrite(descriptor, memoryview(data), 0, path)
+            self.pwrite(descriptor, [memoryview(data)], 0, path)
             self.sync(descriptor, path)
             yield
         finally:

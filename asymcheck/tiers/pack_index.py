@@ -9,8 +9,17 @@ import numpy as np
 
 from asymcheck.errors import FormatError, StructureError, TruncatedError, UnsupportedFormatError
 from asymcheck.format import registry
-from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header, frame_length
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, decode_index, decode_pack_header, round_up
+from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header
+from asymcheck.format.pack import (
+    ENTRY_DTYPE,
+    Entries,
+    PackHeader,
+    decode_index,
+    decode_pack_header,
+    entry_length,
+    entry_of,
+    round_up,
+)
 from asymcheck.types import Digest, PackId
 
 
@@ -58,7 +67,7 @@ def find_frames(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool =
             if not thorough:
                 raise
             return PackIndex(PackHeader(pack_id, 0, 0, 0, ""), entries, error)
-        end = int(entries["offset"][-1]) + frame_length(int(entries["stored_length"][-1]))
+        end = int(entries["offset"][-1]) + entry_length(entries[-1])
         return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error)
     return PackIndex(header, entries, None)
 
@@ -95,11 +104,8 @@ def _scan(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool) -> Ent
         header = _frame_header(memoryview(block), f"frame {len(found)} of pack {name}", thorough=thorough)
         # A frame of an earlier life of the file has another pack's id.
         if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(found)):
-            frame = header.descriptor
-            sizes = (offset, frame.stored_length, frame.plain_length)
-            numbers = (frame.kind, frame.codec, frame.digest_algorithm)
-            found.append((frame.digest, frame.base_digest, *sizes, *numbers, bytes(5)))
-            offset += frame_length(frame.stored_length)
+            found.append(entry_of(header.descriptor, offset))
+            offset += header.descriptor.frame_length
         elif thorough:
             others += header is not None
             offset += registry.BLOCK_BYTES

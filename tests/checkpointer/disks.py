@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from asymcheck import Store
@@ -28,7 +29,7 @@ class Disk(Files):
         self.read: list[Path] = []
         """What was opened for reading, or read."""
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Write in the end, or refuse."""
         if "/packs/" in str(path):
             self.opened.wait(60)
@@ -36,7 +37,7 @@ class Disk(Files):
             time.sleep(self.delay_s)
         if self.full is not None and self.full in str(path):
             raise OutOfSpaceError(f"no room for {path.name}")
-        super().pwrite(descriptor, data, offset, path)
+        super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
         """Note what is read."""

@@ -324,10 +324,10 @@ def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
 
         full = True
 
-        def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
             if self.full:
                 raise OutOfSpaceError("no room")
-            super().pwrite(descriptor, data, offset, path)
+            super().pwrite(descriptor, buffers, offset, path)
 
     files = Full()
     with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,10 +76,10 @@ class WatchedFiles(Files):
         self._before("open_read", path)
         return super().open_read(path)
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Watch, then write."""
         self._before("pwrite", path)
-        super().pwrite(descriptor, data, offset, path)
+        super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
         """Watch, then read."""

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ class RecordingFiles(Files):
         self.log.append(("create", path))
         return descriptor
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Write and log, block by block."""
-        super().pwrite(descriptor, data, offset, path)
-        start = 0
+        super().pwrite(descriptor, buffers, offset, path)
+        data, start = b"".join(buffers), 0
         while start < len(data):
             end = min(len(data), (offset + start) // BLOCK * BLOCK + BLOCK - offset)
-            self.log.append(("write", path, offset + start, bytes(data[start:end])))
+            self.log.append(("write", path, offset + start, data[start:end]))
             start = end
 
     def truncate(self, descriptor: int, length: int, path: Path) -> None:

@@ -41,7 +41,8 @@ def test_frame_headers(name: bytes, length: int, place: bytes, sequence: int) ->
     assert data[:96] == frame.encode_header(descriptor, PackId(bytes(16)), 0)[:96]
     assert frame.frame_length(length) % registry.BLOCK_BYTES == 0
     assert frame.frame_length(length) - frame.payload_offset(length) - length < registry.BLOCK_BYTES
-    assert frame.frame_length(length) == pack.frame_lengths(np.array([length], dtype=np.uint64))[0]
+    entry = np.array([pack.entry_of(descriptor, 0)], dtype=pack.ENTRY_DTYPE)[0]
+    assert frame.frame_length(length) == pack.entry_length(entry)
 
 
 @given(IDS, st.lists(st.tuples(IDS, LENGTHS), min_size=1, max_size=150), U64, st.text(string.printable, max_size=32))
@@ -50,7 +51,7 @@ def test_packs(pack_id: bytes, frames: list[tuple[bytes, int]], created_ns: int,
     entries = np.zeros(len(frames), dtype=pack.ENTRY_DTYPE)
     end = registry.BLOCK_BYTES
     for number, (name, length) in enumerate(frames):
-        entries[number] = (np.void(name), np.void(bytes(16)), end, length, length, 0, 0, 1, np.void(bytes(5)))
+        entries[number] = (np.void(name), np.void(bytes(16)), end, length, length, 0, 0, 1, 0, np.void(bytes(3)))
         end += frame.frame_length(length)
     header = pack.PackHeader(PackId(pack_id), len(frames), end, created_ns, writer)
     assert pack.decode_pack_header(pack.encode_pack_header(header), "x") == header

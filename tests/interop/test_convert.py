@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +193,18 @@ def test_what_torch_cannot_write_is_an_error_of_the_package(
 ) -> None:
     """Torch says neither which file nor why; the operating system does, when it is asked again."""
     store.save({"a": torch.ones(3)}, step=1)
-    pwrite = os.pwrite
+    pwritev = os.pwritev
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nmore")
 
-    def refuse(descriptor: int, data: memoryview, offset: int) -> int:
+    def refuse(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         if is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(descriptor, data, offset)
+        return pwritev(descriptor, buffers, offset)
 
     monkeypatch.setattr("asymcheck.interop.torch_file.torch.save", fail)
-    monkeypatch.setattr("asymcheck.tiers.files.os.pwrite", refuse)
+    monkeypatch.setattr("asymcheck.tiers.files.os.pwritev", refuse)
     (tmp_path / "below").mkdir()
     with pytest.raises(StorageError, match=r"m\.pt") as caught:
         export_checkpoint(store, Output(tmp_path / "below" / "m.pt"))

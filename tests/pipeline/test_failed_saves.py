@@ -6,7 +6,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ class Failing(Files):
         self._check("create", path)
         return super().open_new(path)
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Fail or do it."""
         self._check("write", path)
-        super().pwrite(descriptor, data, offset, path)
+        super().pwrite(descriptor, buffers, offset, path)
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Fail or do it."""

@@ -30,7 +30,7 @@ class Packs:
 
     def __init__(self, *frames: tuple[int, int, int | None]) -> None:
         rows = [
-            (name(own), ZERO_DIGEST if base is None else name(base), 0, 8, 8, kind, CODECS[kind], 1, bytes(5))
+            (name(own), ZERO_DIGEST if base is None else name(base), 0, 8, 8, kind, CODECS[kind], 1, 0, bytes(3))
             for own, kind, base in frames
         ]
         pack: Any = SimpleNamespace(

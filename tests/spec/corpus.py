@@ -77,10 +77,11 @@ class _OnePack:
         """The index entry that says what the frame says."""
         entry = np.zeros(1, dtype=ENTRY_DTYPE)
         if len(frame) >= 128:
-            fields = struct.unpack_from("<8sHBBB3s16sQQ8s16s", frame)
+            fields = struct.unpack_from("<8sHBBB3s16sQQ8s16sI", frame)
             entry["kind"], entry["codec"], entry["digest_algorithm"] = fields[2:5]
             entry["digest"], entry["base_digest"] = np.void(fields[6]), np.void(fields[10])
             entry["plain_length"], entry["stored_length"] = fields[7:9]
+            entry["payload_shift"] = fields[11] % 4096 if fields[8] >= 65536 else 0
         one: np.void = entry[0]
         return one
 

@@ -252,7 +252,8 @@ def test_it_accepts_well_formed_vectors(vector: Vector) -> None:
             facts["value"]["header"].items() <= {**value, "magic": "ASYMPACK", "writer": _text(value["writer"])}.items()
         )
         for entry, expected in zip(value["entries"], facts["value"]["entries"], strict=True):
-            assert {**expected, **entry} == expected
+            shift = expected["payload_offset"] - 4096 if expected["stored_length"] >= 65536 else 0
+            assert {**expected, "payload_shift": shift, **entry} == {**expected, "payload_shift": shift}
     elif vector.folder == "codec":
         assert value["plains"] == [entry["plain"] for entry in facts["value"]["entries"]]
     elif vector.folder == "frame":

@@ -129,7 +129,8 @@ def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
         index = {"magic": "ASYMINDX", "format": 1, "entry_size": 64, "entry_count": len(value["entries"])}
         yield "pack_index_header", data[start:], {**index, "pack_id": header["pack_id"]}
         for number, entry in enumerate(value["entries"]):
-            yield "pack_index_entry", data[start + 64 + 64 * number :], entry
+            shift = entry["payload_offset"] - 4096 if entry["stored_length"] >= 65536 else 0
+            yield "pack_index_entry", data[start + 64 + 64 * number :], {**entry, "payload_shift": shift}
             yield "frame_header", data[entry["offset"] :], entry
     for vector in vectors("codec"):
         for entry in vector.facts["value"]["entries"]:
@@ -169,11 +170,18 @@ def test_no_two_fields_are_confused() -> None:
     described = frame.FrameDescriptor(Digest(b"\4" * 16), 5, 6, b"\7" * 8, 8, 9, 10, base, b"\x0b" * 12)
     found = parse("frame_header", frame.encode_header(described, place, 12))
     expected = {**dataclasses.asdict(described), "place_id": place, "sequence": 12}
+    del expected["payload_shift"]
     assert {field: found[field] for field in expected} == expected
     header = pack.PackHeader(place, 13, 14, 15, "asymcheck test")
     found = parse("pack_header", pack.encode_pack_header(header))
     assert [found[name] for name in ("pack_id", "frame_count", "index_offset", "created_ns")] == [place, 13, 14, 15]
     assert (found["index_length"], found["pack_length"]) == (header.index_length, header.pack_length)
+    shifted = frame.FrameDescriptor(Digest(b"\5" * 16), 5, 70_000, b"\7" * 8, 8, 9, 10, base, payload_shift=28)
+    assert parse("frame_header", frame.encode_header(shifted, place, 12))["payload_offset"] == 4096 + 28
+    row = np.array([pack.entry_of(shifted, 29)], dtype=pack.ENTRY_DTYPE).tobytes()
+    found = parse("pack_index_entry", row)
+    entry = {"offset": 29, "stored_length": 70_000, "plain_length": 5, "kind": 8, "codec": 9, "payload_shift": 28}
+    assert {field: found[field] for field in entry} == entry
     at = Location(place, 16, 17, 18, 19, 20, 21, base)
     found = parse("catalog_partition", catalog.encode_location(key, at))
     assert {field: found[field] for field in dataclasses.asdict(at)} == dataclasses.asdict(at)

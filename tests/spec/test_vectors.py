@@ -15,7 +15,7 @@ import torch
 
 from asymcheck.format import catalog, layout
 from asymcheck.format.digest import digest
-from asymcheck.format.frame import FrameDescriptor, decode_header, frame_length
+from asymcheck.format.frame import FrameDescriptor, decode_header
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest, encode_manifest
 from asymcheck.format.manifest_reader import decode_manifest
@@ -88,9 +88,10 @@ def test_a_frame_is_read(vector: Vector, tmp_path: Path) -> None:
     value = facts["value"]
     assert READERS["frame"](vector.data, facts, tmp_path) == _payload(value)
     header = decode_header(vector.data, "vector")
+    assert header.descriptor.payload_offset == value["payload_offset"]
     fields = {**dataclasses.asdict(header.descriptor), "place_id": header.place_id, "sequence": header.sequence}
     assert {key: item.hex() if isinstance(item, bytes) else item for key, item in fields.items()} == {
-        key: value[key] for key in fields
+        key: _shift(value) if key == "payload_shift" else value[key] for key in fields
     }
 
 
@@ -99,13 +100,24 @@ def test_a_frame_is_written(vector: Vector) -> None:
     """Stamping the payload gives the same bytes, whatever lay in the slot before."""
     value = vector.facts["value"]
     payload = _payload(value)
+    place = PackId(bytes.fromhex(value["place_id"]))
+    descriptor = FrameDescriptor.identity(digest(payload), len(payload), _shift(value))
+    assert _stamped(descriptor, payload, place, value["sequence"]) == vector.data
+    assert len(vector.data) == descriptor.frame_length
+
+
+def _shift(value: dict[str, Any]) -> int:
+    """The payload shift that a frame's ``payload_offset`` means."""
+    return int(value["payload_offset"]) - 4096 if value["stored_length"] >= 65536 else 0
+
+
+def _stamped(descriptor: FrameDescriptor, payload: bytes, place: PackId, sequence: int) -> bytes:
+    """A whole frame, made in a slot that was used before."""
     slot = Slot(len(payload))
     slot.memory[:] = b"\xa5" * len(slot.memory)
-    slot.payload(len(payload))[:] = payload
-    place = PackId(bytes.fromhex(value["place_id"]))
-    descriptor = FrameDescriptor.identity(digest(payload), len(payload))
-    assert bytes(slot.stamp(descriptor, place, value["sequence"])) == vector.data
-    assert len(vector.data) == frame_length(len(payload))
+    start = descriptor.payload_offset
+    slot.memory[start : start + len(payload)] = payload
+    return bytes(slot.stamp(descriptor, place, sequence))
 
 
 @each("vector", vectors("pack"), ids=str)
@@ -125,6 +137,7 @@ def test_a_pack_is_read(vector: Vector, tmp_path: Path) -> None:
     for entry, expected in zip(pack.entries, value["entries"], strict=True):
         for name in ("offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm"):
             assert int(entry[name]) == expected[name]
+        assert int(entry["payload_shift"]) == _shift(expected)
         assert entry["digest"].tobytes().hex() == expected["digest"]
         assert entry["base_digest"].tobytes().hex() == expected["base_digest"]
 
@@ -140,9 +153,9 @@ def test_a_pack_is_written(vector: Vector) -> None:
     data = bytearray(encode_pack_header(header))
     for sequence, expected in enumerate(value["entries"]):
         payload = _payload(expected)
-        slot = Slot(len(payload))
-        slot.payload(len(payload))[:] = payload
-        data += slot.stamp(FrameDescriptor.identity(digest(payload), len(payload)), place, sequence)
+        descriptor = FrameDescriptor.identity(digest(payload), len(payload), _shift(expected))
+        data += _stamped(descriptor, payload, place, sequence)
+        entries[sequence]["payload_shift"] = _shift(expected)
         for name in ("offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm"):
             entries[sequence][name] = expected[name]
         entries[sequence]["digest"] = np.void(bytes.fromhex(expected["digest"]))
@@ -160,7 +173,7 @@ def test_an_encoded_partition_is_read(vector: Vector, tmp_path: Path) -> None:
     for entry, plain in zip(entries, found, strict=True):
         header = decode_header(vector.data[entry["offset"] :], "vector").descriptor
         fields = {key: item.hex() if isinstance(item, bytes) else item for key, item in vars(header).items()}
-        assert fields == {key: entry[key] for key in fields}
+        assert fields == {key: entry.get(key, 0) for key in fields}
         assert digest(plain).hex() == entry["digest"]
 
 

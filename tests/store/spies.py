@@ -1,7 +1,7 @@
 """Counting what is read and written, below the store."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -53,7 +53,7 @@ class CountingFiles(Files):
         self.read_bytes += count
         return count
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Count and write."""
-        super().pwrite(descriptor, data, offset, path)
-        self.written_bytes += len(data)
+        super().pwrite(descriptor, buffers, offset, path)
+        self.written_bytes += sum(map(len, buffers))

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,11 +44,11 @@ class Watching(Files):
         self.frames_written: set[bool] = set()
         self.frames_read: set[bool] = set()
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Note and write."""
         if path.parent.name == "packs":
             self.frames_written.add(_is_direct(descriptor))
-        super().pwrite(descriptor, data, offset, path)
+        super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
         """Note and read."""
@@ -74,10 +74,10 @@ class Refusing(Watching):
             with translated(action, path):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Refuse, or write."""
         self._refuse(descriptor, "write", path)
-        super().pwrite(descriptor, data, offset, path)
+        super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
         """Refuse, or read."""
@@ -136,12 +136,12 @@ def test_other_failures_are_not_retried(store_path: Path) -> None:
     class Broken(Files):
         attempts = 0
 
-        def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
             if path.parent.name == "packs":
                 Broken.attempts += 1
                 with translated("write", path):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-            super().pwrite(descriptor, data, offset, path)
+            super().pwrite(descriptor, buffers, offset, path)
 
     with Store(NvmeTier(store_path, StoreConfig(slots=1), files=Broken())) as store:
         with pytest.raises(StorageError, match=os.strerror(errno.EIO)):

@@ -48,14 +48,15 @@ def test_a_missing_file_is_an_answer_and_no_translation() -> None:
 def test_a_write_goes_on_until_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may take a part only, and may take none when the device is full."""
     real = os.pwrite
-    monkeypatch.setattr(module.os, "pwrite", lambda fd, data, offset: real(fd, data[:7], offset))
+    monkeypatch.setattr(module.os, "pwritev", lambda fd, buffers, at: real(fd, b"".join(buffers)[:7], at))
     data = bytes(range(100))
     descriptor = FILES.open_new(tmp_path / "x")
-    FILES.pwrite(descriptor, memoryview(data), 3, tmp_path / "x")
+    parts = [memoryview(data[start:end]) for start, end in ((0, 10), (10, 10), (10, 13), (13, 15), (15, 100))]
+    FILES.pwrite(descriptor, parts, 3, tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == bytes(3) + data
-    monkeypatch.setattr(module.os, "pwrite", lambda *_: 0)
+    monkeypatch.setattr(module.os, "pwritev", lambda *_: 0)
     with pytest.raises(OutOfSpaceError, match="no more bytes"):
-        FILES.pwrite(descriptor, memoryview(data), 0, tmp_path / "x")
+        FILES.pwrite(descriptor, [memoryview(data)], 0, tmp_path / "x")
     os.close(descriptor)
 
 

@@ -18,7 +18,7 @@ from asymcheck.format.frame import HEADER_BYTES, check_frame, decode_header, fra
 from asymcheck.format.layout import parse_ring_name, ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, entry_of
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring import (
@@ -109,13 +109,10 @@ class RingReader:
             offset = block * registry.BLOCK_BYTES
             with contextlib.suppress(FormatError):
                 header = decode_header(self._memory[offset : offset + HEADER_BYTES], "ring")
-                frame = header.descriptor
-                fits = offset + frame_length(frame.stored_length) <= len(self._memory)
+                fits = offset + header.descriptor.frame_length <= len(self._memory)
                 stamped = (header.place_id, header.sequence) == (self.header.ring_id, offset // registry.BLOCK_BYTES)
-                if fits and stamped:
-                    sizes = (offset, frame.stored_length, frame.plain_length)
-                    numbers = (frame.kind, frame.codec, frame.digest_algorithm)
-                    found.append((frame.digest, frame.base_digest, *sizes, *numbers, bytes(5)))
+                if fits and stamped and not header.descriptor.payload_shift:
+                    found.append(entry_of(header.descriptor, offset))
         return np.array(found, dtype=ENTRY_DTYPE)
 
     def frame(self, offset: int, stored_length: int) -> memoryview:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
 from asymcheck.format import layout
+from asymcheck.format.pack import entry_length
 from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
@@ -53,7 +54,7 @@ class PackFile(OpenPack):
             TruncatedError: the file ends before the frame does.
         """
         entry = self.entries[sequence]
-        frame = slot.frame(int(entry["stored_length"]))
+        frame = slot.memory[: entry_length(entry)]
         direct = self._direct
         try:
             count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)

@@ -8,6 +8,7 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ import numpy as np
 from asymcheck.errors import StorageError
 from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
-from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import (
     ENTRY_DTYPE,
     Entries,
     PackHeader,
     encode_index,
     encode_pack_header,
+    entry_of,
     round_up,
 )
 from asymcheck.tiers.files import (
@@ -76,31 +78,40 @@ class PackWriter:
         """Stamp the frame whose payload lies in ``slot`` and write it at the next place; return that place."""
         sequence, offset = self._next_place(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
-        self._pwrite(frame, offset)
+        self._pwrite([frame], offset)
         emit("frame.written", self._path.name, len(frame))
         return self._location(offset, descriptor)
 
-    def write_frame(self, frame: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
-        """Write a whole frame that lies somewhere else, and stays as it is there, at the next place.
+    def write_in_place(self, payload: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
+        """Write a frame whose payload lies elsewhere, and stays as it is there, at the next place.
 
-        ``slot`` lends room for what precedes a large payload, or for a whole small frame; ``frame`` begins at a block
-        and its padding is zero.
+        Args:
+            payload: at an address that is congruent to the payload's offset in the frame modulo a block, unless the
+                frame is small.
+            descriptor: of the frame.
+            slot: lends room for three blocks, which hold what shares a block with the header or with padding; or for
+                a whole small frame, which is copied.
         """
+        start = descriptor.payload_offset
+        if start < registry.BLOCK_BYTES:
+            slot.payload(len(payload))[:] = payload
+            self.write(slot, descriptor)
+            return
         sequence, offset = self._next_place(descriptor)
-        stored = descriptor.stored_length
-        start = payload_offset(stored)
-        if start == registry.BLOCK_BYTES:
-            self._pwrite(slot.stamp_header(descriptor, self.pack_id, sequence), offset)
-            self._pwrite(frame[start:], offset + start)
-        else:
-            slot.payload(stored)[:] = frame[start : start + stored]
-            self._pwrite(slot.stamp(descriptor, self.pack_id, sequence), offset)
-        emit("frame.written", self._path.name, len(frame))
+        block = registry.BLOCK_BYTES
+        first = -descriptor.payload_shift % block
+        last = (len(payload) - first) % block
+        head = slot.stamp_header(descriptor, self.pack_id, sequence, first)
+        head[start:] = payload[:first]
+        tail = slot.memory[2 * block : 3 * block if last else 2 * block]
+        tail[:last], tail[last:] = payload[len(payload) - last :], bytes(len(tail) - last)
+        self._pwrite([head, payload[first : len(payload) - last], tail], offset)
+        emit("frame.written", self._path.name, descriptor.frame_length)
 
     def _next_place(self, descriptor: FrameDescriptor) -> tuple[int, int]:
         with self._lock:
             sequence, offset = len(self._entries), self._end
-            self._end += frame_length(descriptor.stored_length)
+            self._end += descriptor.frame_length
             self._entries.append((descriptor.digest, offset, descriptor))
         return sequence, offset
 
@@ -139,21 +150,7 @@ class PackWriter:
         )
 
     def _index(self) -> Entries:
-        rows = [
-            (
-                digest,
-                frame.base_digest,
-                offset,
-                frame.stored_length,
-                frame.plain_length,
-                frame.kind,
-                frame.codec,
-                frame.digest_algorithm,
-                bytes(5),
-            )
-            for digest, offset, frame in self._entries
-        ]
-        return np.array(rows, dtype=ENTRY_DTYPE)
+        return np.array([entry_of(frame, offset) for _, offset, frame in self._entries], dtype=ENTRY_DTYPE)
 
     def _trim(self, length: int) -> None:
         # A recycled file keeps its old tail, whose blocks the next life reuses; one that is mostly tail gives the
@@ -166,20 +163,20 @@ class PackWriter:
         # Not a slot: of its huge pages, which are zeroed first, this would need a corner.
         memory = memoryview(mmap.mmap(-1, round_up(len(data))))[: len(data)]
         memory[:] = data
-        self._pwrite(memory, offset)
+        self._pwrite([memory], offset)
 
-    def _pwrite(self, data: memoryview, offset: int) -> None:
+    def _pwrite(self, buffers: Sequence[memoryview], offset: int) -> None:
         direct = self._direct
         try:
-            self._files.pwrite(self._descriptor, data, offset, self._path)
+            self._files.pwrite(self._descriptor, buffers, offset, self._path)
         except StorageError as error:
-            # Some file systems accept the flag and refuse the first direct write (EINVAL): fall back to buffered
-            # writes.
-            if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
+            # Some file systems accept the flag and refuse the first direct write (EINVAL); from memory that a driver
+            # maps, none is possible (EFAULT): fall back to buffered writes.
+            if not direct or getattr(error.__cause__, "errno", None) not in (errno.EINVAL, errno.EFAULT):
                 raise
             self._direct = False
             clear_direct(self._descriptor)
-            self._files.pwrite(self._descriptor, data, offset, self._path)
+            self._files.pwrite(self._descriptor, buffers, offset, self._path)
 
     def close(self) -> None:
         """Release the lock; from now on only manifests and pins protect the pack. Closing twice is no error."""

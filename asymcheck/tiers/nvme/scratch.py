@@ -30,7 +30,7 @@ class Scratch:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write ``data``, whole blocks at a multiple of a block."""
-        self.files.pwrite(self.descriptor, data, offset, self.path)
+        self.files.pwrite(self.descriptor, [data], offset, self.path)
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer``."""

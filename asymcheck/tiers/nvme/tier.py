@@ -18,6 +18,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
+from asymcheck.format.registry import SHIFTED_PAYLOAD
 from asymcheck.format.versions import missing_writer_features
 from asymcheck.tiers.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
@@ -116,7 +117,7 @@ class NvmeTier(StoreTier):
         for path in (self.root, *self.root.absolute().parents):
             with contextlib.suppress(ReadOnlyStoreError):
                 self.files.sync_directory(path)
-        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER)
+        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
         temporary = self.root / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
         # link, not rename: of two processes that create one store, the second takes what the first wrote. The first may
         # even have removed the second's file by then, in a collection.
@@ -201,6 +202,11 @@ class NvmeTier(StoreTier):
     def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
         """Open a complete pack and find every frame that can be found in it; see :func:`open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s, thorough=True)
+
+    @property
+    def may_shift(self) -> bool:
+        """Whether payloads in packs of this store may be shifted to where direct I/O needs no copy (SPEC.md §7.1)."""
+        return SHIFTED_PAYLOAD in self.descriptor.reader_features
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
         """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 from pathlib import PurePosixPath
 
 from asymcheck.errors import MissingPartitionError, TruncatedError
-from asymcheck.format.frame import frame_length
+from asymcheck.format.pack import entry_length
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.remote.files import RemoteFiles
@@ -108,7 +108,7 @@ class RemotePack(OpenPack):
     def _span(self, sequence: int) -> tuple[int, int]:
         entry = self.entries[sequence]
         offset = int(entry["offset"])
-        return offset, offset + frame_length(int(entry["stored_length"]))
+        return offset, offset + entry_length(entry)
 
     def expect(self, frames: Sequence[int]) -> None:
         """Say which frames will be read: neighbours are fetched together, and before they are asked for."""

@@ -187,7 +187,7 @@ class TrainingServices:
         with contextlib.ExitStack() as held:
             with timed("adopt"):
                 taken = held.enter_context(
-                    adopting(tier, self._opened.catalog(), self._opened.encoder, Path(ring_folder), placing, run)
+                    adopting(tier, self._opened.catalog, self._opened.encoder, Path(ring_folder), placing, run)
                 )
             self._opened.in_memory = taken.packs
             # Before their memory is given back.

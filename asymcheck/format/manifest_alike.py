@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import secrets
 
+import numpy as np
 import pyarrow as pa
 
 from asymcheck.errors import StructureError
 from asymcheck.format.manifest_columns import SCHEMA
-from asymcheck.format.manifest_values import flattened, list_offsets
+from asymcheck.format.manifest_values import flattened, integer_column, list_offsets
 from asymcheck.format.strict_json import parse_json
 from asymcheck.types import Digest
 
@@ -71,7 +72,7 @@ class Alike:
         extents = batch.column("extents")
         flat = flattened(extents)
         fields = [self._column(f"extents.{one.name}", flat.field(one.name)) for one in _FIELDS]
-        starts = self._column("extents", pa.array(list_offsets(extents), type=pa.int32()))
+        starts = self._column("extents", integer_column(list_offsets(extents).astype(np.int32)))
         # Neither lists nor what is in them are null: that is one of the rules.
         values = pa.StructArray.from_arrays(fields, fields=_FIELDS)
         columns.append(pa.ListArray.from_arrays(starts, values, type=_EXTENTS))

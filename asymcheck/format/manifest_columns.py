@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
+from asymcheck.format.manifest_values import integer_column
 
 Column: TypeAlias = pa.Array
 """The values of one field, by row."""
@@ -66,7 +67,7 @@ def extents_column(
     """Return the column of extents: for row r those from ``starts[r]`` to ``starts[r + 1]`` of the other arrays."""
     fields = [
         pa.Array.from_buffers(_EXTENT.field("digest").type, len(digests), [None, pa.py_buffer(digests.tobytes())]),
-        *(pa.array(values) for values in (offsets, lengths, partition_lengths)),
+        *(integer_column(values) for values in (offsets, lengths, partition_lengths)),
     ]
     values = pa.StructArray.from_arrays(fields, fields=list(_EXTENT))
-    return pa.ListArray.from_arrays(pa.array(starts), values, type=SCHEMA.field("extents").type)
+    return pa.ListArray.from_arrays(integer_column(starts), values, type=SCHEMA.field("extents").type)

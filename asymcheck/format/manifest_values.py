@@ -1,7 +1,7 @@
 """Columns of a manifest as numpy arrays and Python values.
 
-Without ``pyarrow.compute``, on which many methods of Arrow's arrays rest: to import it takes tens of milliseconds, in
-every process that saves or restores.
+Many methods of Arrow's arrays import ``pyarrow.compute``, and ``pyarrow.array()`` of a numpy array imports
+``numpy.ma``. Both take tens of milliseconds in every process that saves or restores, so they are not used here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from asymcheck.format import registry
 
 _MANY = 4096
 """So many rows are worth that import."""
+
+
+def integer_column(values: npt.NDArray[np.signedinteger]) -> pa.Array:
+    """Return integers as a column of the same width, without a copy of contiguous ones."""
+    contiguous = np.ascontiguousarray(values)
+    kind = pa.from_numpy_dtype(contiguous.dtype)
+    return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
 
 
 def list_offsets(column: pa.ListArray) -> npt.NDArray[np.int64]:

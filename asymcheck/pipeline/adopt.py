@@ -61,7 +61,7 @@ class Adoption:
 @contextlib.contextmanager
 def adopting(
     tier: NvmeTier,
-    catalog: Catalog,
+    open_catalog: Callable[[], Catalog],
     encoder: Encoder,
     folder: Path,
     placing: Callable[[ManifestHeader], Place],
@@ -92,7 +92,8 @@ def adopting(
             ([path for path in rings if path not in own], partial(open_left, patient=run is None)),
         ):
             readers = [stack.enter_context(reader) for reader in _taken(tier, paths, take, adopted)]
-            _adopt_all(tier, catalog, encoder, placing, readers, adopted)
+            if readers:
+                _adopt_all(tier, open_catalog(), encoder, placing, readers, adopted)
             packs += [RingPack(reader) for reader in readers]
         yield Adoption(adopted, packs)
 

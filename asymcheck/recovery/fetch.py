@@ -19,6 +19,9 @@ from asymcheck.tiers.nvme import work_off
 from asymcheck.tiers.slots import Slot, SlotPool
 from asymcheck.types import Digest
 
+_ONE_THREAD_BYTES = 16 << 20
+"""Up to so many bytes the calling thread reads: to start others, and to wait for them, takes longer than they save."""
+
 Place = Callable[[Digest, memoryview], None]
 """Takes the checked plain bytes of a partition; called on worker threads; must not keep the view."""
 
@@ -38,14 +41,9 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
 
     ordered = sources.in_reading_order(digests)
     sources.expect(ordered)
-    work_off(
-        ordered,
-        read,
-        slots=slots,
-        payload_bytes=sources.largest(digests),
-        threads=threads,
-        name="fetch",
-    )
+    largest, total = sources.payload_bytes(digests)
+    threads = threads if total > _ONE_THREAD_BYTES else 1
+    work_off(ordered, read, slots=slots, payload_bytes=largest, threads=threads, name="fetch")
 
 
 def stored_length(copy: Copy) -> int:

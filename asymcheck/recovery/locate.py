@@ -177,7 +177,9 @@ class Sources:
             return False
         # Backwards: a pack that was scanned may hold a partition twice, and then the first frame of it counts.
         self._places[numbers[new][::-1]] = (len(self._numbered) << _FRAME_BITS) + frames[new][::-1]
-        self._missing -= len(np.unique(numbers[new]))
+        # Without np.unique(), which imports numpy.ma when it is called first.
+        found = np.sort(numbers[new])
+        self._missing -= 1 + int(np.count_nonzero(found[1:] != found[:-1]))
         self._numbered.append(pack)
         return True
 
@@ -326,14 +328,12 @@ class Sources:
         place = _NOWHERE if number < 0 else int(self._places[number])
         return None if place == _NOWHERE else self._copy(place)
 
-    def largest(self, digests: Sequence[Digest]) -> int:
-        """Return the bytes of payload of the longest frame among those of ``digests``."""
+    def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
+        """Return the bytes of payload of the longest frame among those of ``digests``, and of all of them."""
         places = self._places[self._needs.digests.numbers(as_column(digests))]
         packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
-        lengths = (
-            self._numbered[pack].entries["stored_length"][frames[packs == pack]].max() for pack in np.unique(packs)
-        )
-        return int(max(lengths, default=0))
+        lengths = [pack.entries["stored_length"][frames[packs == number]] for number, pack in enumerate(self._numbered)]
+        return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
 
     def other_copies(self, digest: Digest, damaged: Copy) -> Iterator[Copy]:
         """Yield further copies of a partition of which one is damaged, near ones first. Thread-safe."""
@@ -354,8 +354,10 @@ class Sources:
         """Tell the packs which frames will be read."""
         places = self._places[self._needs.digests.numbers(as_column(digests))]
         packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
-        for number in np.unique(packs).tolist():
-            self._numbered[number].expect(frames[packs == number].tolist())
+        for number, pack in enumerate(self._numbered):
+            wanted = frames[packs == number]
+            if len(wanted):
+                pack.expect(wanted.tolist())
 
     def close(self) -> None:
         """Close all packs."""

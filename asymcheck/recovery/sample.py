@@ -134,7 +134,7 @@ def _bytes_of(sources: Sources, places: list[_Place], most: int) -> bytes:
     found = bytearray()
     for place in places:
         extent = place.extent
-        slot = Slot(sources.largest([extent.digest]))
+        slot = Slot(sources.payload_bytes([extent.digest])[0])
         plain = read_any(sources, extent.digest, slot)
         # Whole elements of any dtype.
         found += plain[extent.offset : extent.offset + min(extent.length, max(most - len(found), 0) // 16 * 16)]

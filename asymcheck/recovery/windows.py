@@ -24,7 +24,7 @@ class PartitionCache:
     def __init__(self, sources: Sources, digests: Sequence[Digest]) -> None:
         """Read ``digests``, and no others, from ``sources``."""
         self._sources = sources
-        self._slot_bytes = sources.largest(digests)
+        self._slot_bytes = sources.payload_bytes(digests)[0]
         self._kept: OrderedDict[Digest, tuple[Slot, memoryview]] = OrderedDict()
 
     def read(self, digest: Digest) -> memoryview:

@@ -25,7 +25,7 @@ with asymcheck.Store.open(sys.argv[1]) as store:
         checkpointer.restore()
     store.load()
     store.checkpoints()
-print("pyarrow.compute" in sys.modules)
+print([name for name in ("pyarrow.compute", "numpy.ma") if name in sys.modules])
 """
 
 
@@ -55,8 +55,8 @@ def test_picked_rows(count: int, picks: list[int]) -> None:
     assert manifest_values.picked(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
 
 
-def test_a_small_state_is_saved_and_restored_without_the_slow_import(tmp_path: Path) -> None:
+def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:
     """In a new process, as a resumed training is one."""
     command = [sys.executable, "-c", _SAVE_AND_RESTORE, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

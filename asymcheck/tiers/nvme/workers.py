@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from asymcheck.tiers.slots import Slot, SlotPool
@@ -26,9 +27,26 @@ def work_off(
 ) -> None:
     """Call ``work`` for every item, on several threads; each has a slot with room for ``payload_bytes``.
 
+    One thread is enough for one item; it is the calling one.
+
     The first failure stops them all. When this returns or raises, for an interrupt too, no thread works any more, so
     that the caller may close what they wrote to.
     """
+    if min(threads, len(items)) > 1:
+        _work_off_by_threads(items, work, lambda: slots.slot(payload_bytes), threads, name)
+    elif items:
+        with slots.slot(payload_bytes) as slot:
+            for item in items:
+                work(item, slot)
+
+
+def _work_off_by_threads(
+    items: Sequence[_T],
+    work: Callable[[_T, Slot], None],
+    lend: Callable[[], AbstractContextManager[Slot]],
+    threads: int,
+    name: str,
+) -> None:
     todo: queue.SimpleQueue[_T] = queue.SimpleQueue()
     for item in items:
         todo.put(item)
@@ -39,7 +57,7 @@ def work_off(
         # Before the look at the failures: who adds one and then sees nobody busy knows that nothing will be begun.
         busy.append(None)
         try:
-            with slots.slot(payload_bytes) as slot:
+            with lend() as slot:
                 while not failures:
                     try:
                         item = todo.get_nowait()

@@ -11,7 +11,7 @@ from asymcheck.recovery.repair import Repaired
 from asymcheck.store import Store
 from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint
-from asymcheck.verify import Finding, Severity
+from asymcheck.verify import UNCHECKED, Finding, Severity
 
 _INCOMPLETE = "incomplete-checkpoint"
 
@@ -69,7 +69,7 @@ def verify(
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
     if as_json:
         found = {"store": store, "checkpoints": len(checkpoints), "deep": is_deep, "lost": sorted(_lost(findings))}
-        incomplete = sorted(_incomplete(findings))
+        incomplete = sorted(_named(findings, _INCOMPLETE))
         output.print_json({**found, "incomplete": incomplete, "findings": findings, "repaired": repaired})
     else:
         _report(findings, checkpoints, repaired, is_deep=is_deep)
@@ -88,8 +88,8 @@ def _lost(findings: list[Finding]) -> set[str]:
     return {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
 
 
-def _incomplete(findings: list[Finding]) -> set[str]:
-    return {name for finding in findings if finding.kind == _INCOMPLETE for name in finding.checkpoints}
+def _named(findings: list[Finding], kind: str) -> set[str]:
+    return {name for finding in findings if finding.kind == kind for name in finding.checkpoints}
 
 
 def _report(
@@ -118,23 +118,24 @@ def _show(findings: list[Finding], checkpoints: list[Checkpoint]) -> None:
     if not checkpoints:
         click.echo("no checkpoints to check")
         return
-    lost, incomplete = _lost(findings), _incomplete(findings)
+    lost, incomplete, unchecked = _lost(findings), _named(findings, _INCOMPLETE), _named(findings, UNCHECKED)
     verdict = f"{len(lost)} cannot be restored"
     if len(incomplete) == len(checkpoints):
         verdict = "none can be restored"
     elif not lost:
         # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
         unknown = any(item.severity is Severity.ERROR for item in findings)
-        whole = "complete one" if incomplete else "one"
+        whole = ("complete " if incomplete else "") + ("other one" if unchecked else "one")
         verdict = f"each {whole} can be restored, if it is named" if unknown else f"every {whole} can be restored"
         if any(one.store_ranks for one in checkpoints):
             verdict = "what the ranks of this store saved of them is whole"
     rest = f"; {len(incomplete)} incomplete" if incomplete else ""
+    rest += f"; {len(unchecked)} not checked" if unchecked else ""
     click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{rest}")
 
 
 def _consequences(finding: Finding) -> list[str]:
-    how = "incomplete" if finding.kind == _INCOMPLETE else "lost"
+    how = {_INCOMPLETE: "incomplete", UNCHECKED: "not checked"}.get(finding.kind, "lost")
     lost = [f"{how}: {name}" for name in finding.checkpoints]
     return [*lost, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else lost
 

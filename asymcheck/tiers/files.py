@@ -11,13 +11,16 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
+from typing import ParamSpec
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
 _POLL_S = 0.005
+_P = ParamSpec("_P")
 _REPLACE_ATTEMPTS = 8
 
 
@@ -141,7 +144,7 @@ class Files:
 
         It is locked, so that collection, which removes what a crash left, leaves it alone.
         """
-        descriptor = DESCRIPTORS.add(self.open_new(path))
+        descriptor = DESCRIPTORS.open(self.open_new, path)
         try:
             try_lock(descriptor, exclusive=True)
             self.pwrite(descriptor, [memoryview(data)], 0, path)
@@ -287,31 +290,49 @@ def is_same_file(descriptor: int, path: Path) -> bool:
 
 
 class Descriptors:
-    """Open descriptors that hold locks; a forked child closes them.
+    """Open descriptors that hold locks. A forked child closes its copies, which would keep the locks of a dead parent.
 
-    Or a data loader worker would keep its dead parent's locks.
+    A fork of Python waits until no descriptor is being opened or closed, so that the child knows all of them. A native
+    fork runs no handler: its child keeps copies, but :meth:`close` gives the lock back for every copy.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._open: set[int] = set()
+        # Reentrant: a signal handler may fork, or close a file, while the main thread opens another one.
+        self._forking = threading.RLock()
 
-    def add(self, descriptor: int) -> int:
-        """Remember a descriptor and return it."""
-        self._open.add(descriptor)
-        return descriptor
+    def open(self, opener: Callable[_P, int], *args: _P.args, **kwargs: _P.kwargs) -> int:
+        """Return the descriptor that ``opener`` opens, remembered before the process can fork."""
+        with self._forking:
+            descriptor = opener(*args, **kwargs)
+            self._open.add(descriptor)
+            return descriptor
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor that was added, and no other.
+        """Unlock and close a descriptor that was opened here, and no other.
 
         A number that was closed may be that of another file by now: who may close twice keeps it no longer than once.
         """
-        if descriptor in self._open:
-            self._open.discard(descriptor)
-            os.close(descriptor)
+        with self._forking:
+            if descriptor in self._open:
+                self._open.discard(descriptor)
+                # Some file systems have no locks.
+                with contextlib.suppress(OSError):
+                    unlock(descriptor)
+                os.close(descriptor)
+
+    def hold(self) -> None:
+        """Let no descriptor be opened or closed, before a fork."""
+        self._forking.acquire()
+
+    def release(self) -> None:
+        """Let descriptors be opened again, in the parent."""
+        self._forking.release()
 
     def close_in_child(self) -> None:
-        """Close all of them, in a forked child."""
+        """Close all of them, in a forked child. The locks stay: they are the parent's."""
+        self._forking = threading.RLock()
         for descriptor in tuple(self._open):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -319,4 +340,6 @@ class Descriptors:
 
 
 DESCRIPTORS = Descriptors()
-os.register_at_fork(after_in_child=DESCRIPTORS.close_in_child)
+os.register_at_fork(
+    before=DESCRIPTORS.hold, after_in_parent=DESCRIPTORS.release, after_in_child=DESCRIPTORS.close_in_child
+)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from asymcheck.codecs.chain import base_reader
-from asymcheck.errors import UNKNOWING, AsymcheckError, LockTimeoutError, MissingPartitionError
+from asymcheck.errors import UNKNOWING, AsymcheckError, BaseDamagedError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import check as check_tree
@@ -23,7 +23,7 @@ from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import OpenPack, StoreTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId, Progress
-from asymcheck.verify.findings import Finding, Severity
+from asymcheck.verify.findings import UNCHECKED, Finding, Severity
 from asymcheck.verify.lines import check_line
 from asymcheck.verify.wholes import Wholes
 
@@ -57,6 +57,7 @@ class _Checker:
         self.disputed: dict[tuple[Digest, int], _Need] = {}
         self.intact: set[Digest] = set()
         self.unlike: set[Digest] = set()
+        self.busy: set[PackId] = set()
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
         self.bases: dict[Digest, set[Digest]] = {}
         self.named: set[Digest] = set()
@@ -237,11 +238,14 @@ class _Checker:
         except UNKNOWING:
             raise
         except AsymcheckError as error:
-            if report:
-                # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
-                busy = isinstance(error, (LockTimeoutError, MissingPartitionError))
+            # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
+            busy = isinstance(error, (LockTimeoutError, MissingPartitionError))
+            is_locked = isinstance(error, LockTimeoutError) and pack_id not in self.busy
+            if report or is_locked:
                 kind, severity = ("busy-pack", Severity.HINT) if busy else ("damaged-pack", Severity.WARNING)
                 self._add(kind, severity, "I1", where, str(error))
+            if is_locked:
+                self.busy.add(pack_id)
             yield None
             return
         try:
@@ -269,6 +273,8 @@ class _Checker:
             except UNKNOWING:
                 raise
             except AsymcheckError as error:
+                if self.busy and isinstance(error, BaseDamagedError):
+                    continue  # The base may be stored in a locked pack.
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(name, []).append((place, str(error)))
             else:
@@ -295,6 +301,15 @@ class _Checker:
                 )
                 for where, message in places
             ]
+        missed = [
+            (name, need)
+            for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
+            if need is not self.needs[name]
+            or (name not in self.intact and name not in self.damaged and self._is_missed(name))
+        ]
+        if self.busy and missed:
+            self._unchecked(missed)
+            return
         self.findings += [
             Finding(
                 "missing-partition",
@@ -305,10 +320,19 @@ class _Checker:
                 tuple(sorted(need.checkpoints)),
                 tuple(need.tensors),
             )
-            for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
-            if need is not self.needs[name]
-            or (name not in self.intact and name not in self.damaged and self._is_missed(name))
+            for name, need in missed
         ]
+
+    def _unchecked(self, missed: Sequence[tuple[Digest, _Need]]) -> None:
+        """Report partitions that are in no pack that could be read: a locked pack may hold them, so none is lost."""
+        message = (
+            f"{len({name for name, _ in missed})} partitions could not be checked, because another process kept "
+            f"{len(self.busy)} packs locked; run verify again when that process has ended"
+        )
+        checkpoints = sorted(set[str]().union(*(need.checkpoints for _, need in missed)))
+        tensors = dict.fromkeys(tensor for _, need in missed for tensor in need.tensors)
+        where, shown = f"{layout.PACKS}/", tuple(tensors)[:_TENSORS_SHOWN]
+        self.findings.append(Finding(UNCHECKED, Severity.WARNING, "I2", where, message, tuple(checkpoints), shown))
 
     def _lack(self, name: Digest) -> str:
         is_there = name in self.intact or name in self.unlike

@@ -12,9 +12,13 @@ class Severity(str, enum.Enum):
     ERROR = "error"
     """A checkpoint cannot be restored, or the newest cannot be known."""
     WARNING = "warning"
-    """Something is damaged, but no checkpoint is lost."""
+    """Something is damaged, or could not be checked, but no checkpoint is known to be lost."""
     HINT = "hint"
     """Something that collection will clear away, or that only who trains can judge."""
+
+
+UNCHECKED = "unchecked-partitions"
+"""Kind of the finding that names checkpoints whose partitions may be stored in packs that were locked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,6 @@ class Finding:
     message: str
     """What is wrong."""
     checkpoints: tuple[str, ...] = ()
-    """Checkpoints that cannot be restored because of it, as ``<run> <checkpoint>``."""
+    """Checkpoints that cannot be restored because of it, or could not be checked, as ``<run> <checkpoint>``."""
     tensors: tuple[str, ...] = ()
     """Some of the tensors concerned."""

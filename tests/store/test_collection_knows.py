@@ -259,6 +259,26 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
         assert reader.restore().checkpoint.step == 2
 
 
+@pytest.mark.parametrize("deep", [True, False])
+def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Path, *, deep: bool) -> None:
+    """The store is intact: the check says what it could not look at, and finds nothing lost."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": noise(1)}, step=1)
+        (old,) = (store_path / "packs").iterdir()
+        store.save({"noise": noise(2)}, step=2)
+        (new,) = {*(store_path / "packs").iterdir()} - {old}
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(store_path, config=impatient, read_only=True) as reader:
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
+            assert held
+            busy, unchecked = reader.verify(deep=deep)
+        assert (busy.kind, busy.severity) == ("busy-pack", Severity.HINT)
+        assert (unchecked.kind, unchecked.severity) == ("unchecked-partitions", Severity.WARNING)
+        assert [name.split(" (")[0] for name in unchecked.checkpoints] == ["default step 2"]
+        assert "run verify again" in unchecked.message
+        assert reader.verify(deep=deep) == []
+
+
 def test_a_home_that_cannot_be_found_any_more_is_none(store_path: Path) -> None:
     """Its pack was looked at before its index was damaged; a scan finds other frames in it, or none there."""
     with Store.open(store_path, config=PLAIN) as store:

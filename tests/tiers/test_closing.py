@@ -60,7 +60,7 @@ def _opened_instead(end: Closing, path: Path) -> Iterator[int]:
     end()
     (number,) = before - DESCRIPTORS._open
     try:
-        yield DESCRIPTORS.add(os.dup2(spare, number))
+        yield DESCRIPTORS.open(os.dup2, spare, number)
     finally:
         os.close(spare)
         DESCRIPTORS.close(number)

@@ -139,7 +139,7 @@ def test_descriptors_are_closed_once(tmp_path: Path) -> None:
     """Twice would close a number that somebody else may have by then."""
     (tmp_path / "x").write_text("")
     known = Descriptors()
-    descriptor = known.add(FILES.open_read(tmp_path / "x"))
+    descriptor = known.open(FILES.open_read, tmp_path / "x")
     known.close(descriptor)
     other = FILES.open_read(tmp_path / "x")
     assert other == descriptor

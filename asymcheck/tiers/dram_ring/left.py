@@ -183,7 +183,7 @@ def remove_unread(path: Path) -> bool:
 def _held(path: Path) -> Iterator[int | None]:
     """Open and lock a file that may be no ring; yields None when somebody else has it, or it has lost its name."""
     with translated("open", path):
-        descriptor = DESCRIPTORS.add(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        descriptor = DESCRIPTORS.open(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         has_it = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
         yield descriptor if has_it else None

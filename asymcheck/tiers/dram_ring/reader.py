@@ -56,7 +56,7 @@ class RingReader:
         with translated("open", path):
             # A pipe of that name must not hold who looks at it.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            self._descriptor = DESCRIPTORS.add(os.open(path, flags))
+            self._descriptor = DESCRIPTORS.open(os.open, path, flags)
         try:
             self.is_owned = not try_lock(self._descriptor, exclusive=hold)
             if not hold:

@@ -72,7 +72,7 @@ class Ring:
         self.header = header
         self.path = folder / ring_name(header.store_id, header.ring_id)
         size = DATA_OFFSET + header.data_bytes
-        self._descriptor = DESCRIPTORS.add(self._create(size))
+        self._descriptor = self._create(size)
         try:
             with translated("map", self.path):
                 self._map = map_file(self._descriptor, size)
@@ -112,7 +112,7 @@ class Ring:
             self._reserve(descriptor, 0, min(size, _GROWS_BY))
         except BaseException:
             self.path.unlink(missing_ok=True)
-            os.close(descriptor)
+            DESCRIPTORS.close(descriptor)
             raise
         return descriptor
 
@@ -165,17 +165,18 @@ class Ring:
         while True:
             try:
                 with translated("create", self.path):
-                    descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    descriptor = DESCRIPTORS.open(os.open, self.path, flags, 0o600)
             except FileNotFoundError as error:
                 folder = self.path.parent
                 raise StorageError(f"{folder} is not there: make it, or give another ring_folder") from error
             if not wait_lock(descriptor, _LOCK_S, exclusive=True):
                 self.path.unlink(missing_ok=True)
-                os.close(descriptor)
+                DESCRIPTORS.close(descriptor)
                 raise LockTimeoutError(f"lock {self.path}: another process has held it for {_LOCK_S:g} seconds")
             if is_same_file(descriptor, self.path):
                 return descriptor
-            os.close(descriptor)
+            DESCRIPTORS.close(descriptor)
 
     def pin(self, link: Link) -> None:
         """Pin the memory for copies that come by a link; tried once, which is enough for all devices of one kind."""

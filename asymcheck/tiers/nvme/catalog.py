@@ -171,8 +171,8 @@ class Catalog:
         self._thread_lock = threading.Lock()
         self._owner = owners.this_process()
         self._marks = Marks(files, path / "open")
-        self._lock_descriptor = DESCRIPTORS.add(
-            os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_descriptor = DESCRIPTORS.open(
+            os.open, path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
         try:
             with self._writer_lock():

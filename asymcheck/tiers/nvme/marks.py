@@ -35,11 +35,11 @@ class Marks:
         """
         path = self._path(owners.this_process())
         try:
-            descriptor = DESCRIPTORS.add(self._files.open_new(path))
+            descriptor = DESCRIPTORS.open(self._files.open_new, path)
         except StorageError as error:
             if not isinstance(error.__cause__, FileExistsError):
                 raise
-            descriptor = DESCRIPTORS.add(self._files.open_existing(path))
+            descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         if not try_lock(descriptor, exclusive=True):
             DESCRIPTORS.close(descriptor)
             raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
@@ -82,7 +82,7 @@ class Marks:
         if owners.is_near(owner):
             return False
         try:
-            descriptor = DESCRIPTORS.add(os.open(self._path(owner), os.O_RDONLY | os.O_CLOEXEC))
+            descriptor = DESCRIPTORS.open(os.open, self._path(owner), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return True
         except OSError:

@@ -92,7 +92,7 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            descriptor = DESCRIPTORS.add(files.open_read(path))
+            descriptor = DESCRIPTORS.open(files.open_read, path)
         except FileNotFoundError as error:
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         try:
@@ -120,7 +120,7 @@ def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
     """
     path = directory / layout.pack_name(pack_id)
     try:
-        descriptor = DESCRIPTORS.add(files.open_read(path))
+        descriptor = DESCRIPTORS.open(files.open_read, path)
     except FileNotFoundError as error:
         raise MissingPartitionError(f"pack {path.name} does not exist") from error
     try:

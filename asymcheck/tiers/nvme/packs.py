@@ -199,7 +199,7 @@ def create_locked(files: Files, target: Path) -> int:
         StorageError: the file cannot be created.
     """
     for _ in range(_CREATE_ATTEMPTS):
-        descriptor = DESCRIPTORS.add(files.open_new(target))
+        descriptor = DESCRIPTORS.open(files.open_new, target)
         if wait_lock(descriptor, _LOOK_S, exclusive=True) and is_same_file(descriptor, target):
             return descriptor
         DESCRIPTORS.close(descriptor)
@@ -279,7 +279,7 @@ class Pool:
         None also for what is no file of the pool alone: a folder, a link, a file that has a second name elsewhere.
         """
         try:
-            descriptor = DESCRIPTORS.add(self._files.open_existing(path))
+            descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         except (FileNotFoundError, StorageError):
             return None
         if (

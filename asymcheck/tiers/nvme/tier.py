@@ -286,7 +286,7 @@ class NvmeTier(StoreTier):
     def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
         """Try to lock a file for the ``with`` block; yields whether it was had."""
         try:
-            descriptor = DESCRIPTORS.add(self.files.open_read(path))
+            descriptor = DESCRIPTORS.open(self.files.open_read, path)
         except FileNotFoundError:
             yield False
             return

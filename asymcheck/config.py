@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 __version__ = "0.1.0"
@@ -13,6 +14,10 @@ MIB = 1 << 20
 DEFAULT_RUN = "default"
 """The run that is meant when none is named."""
 
+
+RING_FOLDER_VARIABLE = "ASYMCHECK_RING_FOLDER"
+RING_FOLDER = "/dev/shm"
+"""Where rings are stored unless that variable of the environment, or the program, names another folder."""
 
 Compression = Literal["auto", "smallest", "off"]
 COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
@@ -131,6 +136,11 @@ class StoreConfig:
     """Knobs of the remote locations that the store is pushed to, pulled from, or read in."""
 
 
+def ring_folder_of(given: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of rings: ``given``, or what ``ASYMCHECK_RING_FOLDER`` names now, or ``/dev/shm``."""
+    return Path(given if given is not None else os.environ.get(RING_FOLDER_VARIABLE) or RING_FOLDER)
+
+
 @dataclasses.dataclass(frozen=True)
 class CaptureConfig:
     """Knobs of capture in the background."""
@@ -141,7 +151,7 @@ class CaptureConfig:
     A state that has grown, as by the first step of its optimizers, gets a new ring, when all before it is durable.
     With room for two, the newest complete state stays in memory while the next one is captured.
     """
-    ring_folder: str = os.environ.get("ASYMCHECK_RING_FOLDER", "/dev/shm")
+    ring_folder: str = dataclasses.field(default_factory=lambda: str(ring_folder_of(None)))
     """Where the ring lies: a file system in memory; ``ASYMCHECK_RING_FOLDER`` in the environment names another."""
     proof: Literal["full", "sampled", "off"] = "sampled"
     """How much is digested in ``step()`` and compared with what was captured.

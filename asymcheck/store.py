@@ -24,7 +24,7 @@ from asymcheck.arguments import (
     check_step,
     check_which,
 )
-from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
+from asymcheck.config import DEFAULT_RUN, StoreConfig, ring_folder_of
 from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
@@ -336,7 +336,7 @@ class Store:
         *,
         tensors: str = "*",
         run: str = DEFAULT_RUN,
-        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        ring_folder: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Restored:
         """Do as :meth:`stream` does with what killed processes left complete in memory, durable or not.
@@ -351,7 +351,9 @@ class Store:
         from asymcheck.recovery.ring_stream import RingWanted, stream_from_rings
 
         step = self._checked(run, step, tensors)
-        loaded = stream_from_rings(self._tier, Path(ring_folder), RingWanted(run, step, tensors), sink, progress)
+        loaded = stream_from_rings(
+            self._tier, ring_folder_of(ring_folder), RingWanted(run, step, tensors), sink, progress
+        )
         return self._restored(loaded, step=loaded.ref.step)
 
     def _restored(self, loaded: Loaded, step: int | str | None) -> Restored:
@@ -441,7 +443,7 @@ class Store:
 
     def collect_rings(
         self,
-        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        ring_folder: str | os.PathLike[str] | None = None,
         *,
         discard: bool = False,
         dry_run: bool = False,
@@ -455,7 +457,7 @@ class Store:
         Raises:
             StorageError: a ring could not be removed.
         """
-        return collect_rings(self._opened.writable(), Path(ring_folder), discard=discard, dry_run=dry_run)
+        return collect_rings(self._opened.writable(), ring_folder_of(ring_folder), discard=discard, dry_run=dry_run)
 
     def rebuild(self) -> Rebuilt:
         """Make the catalog again from packs and manifests alone; pins of living processes are kept.
@@ -496,7 +498,7 @@ class Store:
     def push(
         self,
         location: str | os.PathLike[str],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         run: str | None = None,
         everything: bool = False,
@@ -510,7 +512,7 @@ class Store:
         Args:
             location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; made when
                 nothing is there.
-            step: which checkpoint; None for the newest consistent one.
+            step: which checkpoint: a step, or ``save:DIGITS``; None for the newest consistent one.
             run: whose; ``"default"`` by default.
             everything: all complete checkpoints on the line, of ``run`` or of all runs; then no ``step`` is given.
             progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
@@ -532,7 +534,7 @@ class Store:
     def pull(
         self,
         location: str | os.PathLike[str],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         run: str | None = None,
         everything: bool = False,
@@ -689,7 +691,7 @@ class Store:
         self,
         run: str | None = None,
         *,
-        ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder,
+        ring_folder: str | os.PathLike[str] | None = None,
         check: bool = True,
     ) -> list[RingFile]:
         """Return the rings of this store in memory, of living processes and of killed ones, with what lies in them.
@@ -697,10 +699,10 @@ class Store:
         With ``check`` every frame of what killed processes left is read and verified. Nothing is changed.
         """
         self._tier.check_usable()
-        return survey_rings(self._tier, Path(ring_folder), _known_run(run), check=check)
+        return survey_rings(self._tier, ring_folder_of(ring_folder), _known_run(run), check=check)
 
     def only_in_memory(
-        self, run: str | None = None, *, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder
+        self, run: str | None = None, *, ring_folder: str | os.PathLike[str] | None = None
     ) -> list[RingCapture]:
         """Return, of each run, the newest capture that killed processes left complete in memory.
 
@@ -740,7 +742,7 @@ class Store:
             check_run_exists(self.location, layout.check_run(run), self.runs())
         return verify(self._tier, run, step, progress, deep=deep)
 
-    def measure(self, *, quick: bool = False, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder) -> Facts:
+    def measure(self, *, quick: bool = False, ring_folder: str | os.PathLike[str] | None = None) -> Facts:
         """Measure memory, codecs and the drive, in some ten seconds; with ``quick`` less well, in about one.
 
         Codecs are measured on tensors of the newest checkpoint. It writes some hundred MB into a file inside the store
@@ -758,7 +760,7 @@ class Store:
         else:
             samples, described = found.samples, f"step {found.ref.step} of run {found.run}"
         state_bytes = None if found is None else found.state_bytes
-        return measure(tier, samples, described, state_bytes, Path(ring_folder), quick=quick)
+        return measure(tier, samples, described, state_bytes, ring_folder_of(ring_folder), quick=quick)
 
     def close(self) -> None:
         """Finish what is being saved in the background, and close the store; closing twice is no error."""
@@ -776,10 +778,10 @@ class Store:
         self.close()
 
 
-def _selected_step(step: int | None, *, everything: bool) -> int | None:
+def _selected_step(step: int | str | None, *, everything: bool) -> int | str | None:
     if everything and step is not None:
         raise InvalidInputError(f"step {step!r:.100} with everything=True, which copies every step: give one of them")
-    return None if step is None else check_step(step)
+    return None if step is None else check_which(step)
 
 
 def _known_run(run: str | None) -> str | None:

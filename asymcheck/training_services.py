@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asymcheck.arguments import check_device, check_metrics, check_part, check_rank, check_step
-from asymcheck.config import CaptureConfig
+from asymcheck.config import CaptureConfig, ring_folder_of
 from asymcheck.errors import (
     UNKNOWING,
     CheckpointNotFoundError,
@@ -165,7 +164,7 @@ class TrainingServices:
 
     @contextlib.contextmanager
     def adopting(
-        self, ring_folder: str | os.PathLike[str] = CaptureConfig.ring_folder, *, run: str | None = None
+        self, ring_folder: str | os.PathLike[str] | None = None, *, run: str | None = None
     ) -> Iterator[list[Adopted]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
@@ -187,7 +186,9 @@ class TrainingServices:
         with contextlib.ExitStack() as held:
             with timed("adopt"):
                 taken = held.enter_context(
-                    adopting(tier, self._opened.catalog, self._opened.encoder, Path(ring_folder), placing, run)
+                    adopting(
+                        tier, self._opened.catalog, self._opened.encoder, ring_folder_of(ring_folder), placing, run
+                    )
                 )
             self._opened.in_memory = taken.packs
             # Before their memory is given back.

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import json_option
+from asymcheck.cli.options import json_option, step_option
 from asymcheck.config import StoreConfig
 from asymcheck.errors import InvalidInputError, SkippedCheckpointWarning
 from asymcheck.format import layout
@@ -27,7 +27,7 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
         json_option,
         click.option("--all", "everything", is_flag=True, help="All complete checkpoints on the line of training."),
         click.option("--run", default=None, help="Whose [default: 'default'; with --all: all]."),
-        click.option("--step", type=int, default=None, help="Which checkpoint [default: the newest consistent one]."),
+        step_option,
     ):
         command = option(command)
     return command
@@ -37,7 +37,7 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("store", type=click.Path())
 @click.argument("location")
 @_selection
-def push(store: str, location: str, step: int | None, run: str | None, everything: bool, as_json: bool) -> None:
+def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool, as_json: bool) -> None:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
     LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow knows. What
@@ -58,7 +58,7 @@ def push(store: str, location: str, step: int | None, run: str | None, everythin
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
 @_selection
-def pull(location: str, store: Path, step: int | None, run: str | None, everything: bool, as_json: bool) -> None:
+def pull(location: str, store: Path, step: int | str | None, run: str | None, everything: bool, as_json: bool) -> None:
     """Copy checkpoints from LOCATION into STORE, every byte verified; STORE is made when there is none.
 
     'asymcheck restore LOCATION --to FILE' and Store.open(LOCATION) read a checkpoint without that.
@@ -78,7 +78,7 @@ def pull(location: str, store: Path, step: int | None, run: str | None, everythi
     _report(done, "fetched", as_json=as_json)
 
 
-def _check_selection(location: str, step: int | None, run: str | None, *, everything: bool) -> None:
+def _check_selection(location: str, step: int | str | None, run: str | None, *, everything: bool) -> None:
     """Make sure that there is something to fetch: to open the store for writing makes one."""
     there = RemoteTier(parse_location(location), StoreConfig())
     with contextlib.closing(there), warnings.catch_warnings():
@@ -86,7 +86,7 @@ def _check_selection(location: str, step: int | None, run: str | None, *, everyt
         selected(there, None if run is None else layout.check_run(run), step, everything=everything)
 
 
-def _check_one(step: int | None, *, everything: bool) -> None:
+def _check_one(step: int | str | None, *, everything: bool) -> None:
     if everything and step is not None:
         raise click.UsageError("--all copies every step: leave out --step")
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import click
 
 from asymcheck.arguments import check_which
-from asymcheck.config import CaptureConfig
+from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best, Retention
 
@@ -36,7 +36,8 @@ def ring_folder_option(command: _F) -> _F:
     return click.option(
         "--ring-folder",
         type=click.Path(path_type=Path),
-        default=CaptureConfig.ring_folder,
+        default=RING_FOLDER,
+        envvar=RING_FOLDER_VARIABLE,
         show_default=True,
         help="Where rings lie: the ring_folder of the training's CaptureConfig.",
     )(command)
@@ -63,6 +64,15 @@ def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) 
         return check_which(int(text) if _STEP.fullmatch(text) else text)
     except InvalidInputError as error:
         raise click.BadParameter(str(error)) from error
+
+
+step_option = click.option(
+    "--step",
+    metavar="STEP",
+    callback=parse_which,
+    default=None,
+    help="Which checkpoint: a step, or save:DIGITS of one save of it [default: the newest consistent one].",
+)
 
 
 def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import json_option, parse_size, parse_which, ring_options
+from asymcheck.cli.options import json_option, parse_size, ring_options, step_option
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.store import Store
 
@@ -25,13 +25,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="*.safetensors, *.pt (.pth, .bin), or a folder: the layout of Hugging Face.",
 )
-@click.option(
-    "--step",
-    metavar="STEP",
-    callback=parse_which,
-    default=None,
-    help="Which checkpoint: a step, or save:DIGITS of one save of it [default: the newest consistent one].",
-)
+@step_option
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoint.")
 @click.option("--part", default=None, help="Only what lies under this key, for instance 'model', by its names there.")
 @click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")

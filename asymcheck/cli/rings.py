@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.pipeline.collect_rings import CollectedRing
 from asymcheck.store import Store
@@ -30,7 +30,7 @@ def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path
 def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> str:
     words = ["asymcheck", "restore", str(store), "--tier", "dram"]
     words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
-    words += [] if str(ring_folder) == CaptureConfig.ring_folder else ["--ring-folder", str(ring_folder)]
+    words += [] if ring_folder == ring_folder_of(None) else ["--ring-folder", str(ring_folder)]
     return shlex.join(words)
 
 

@@ -25,7 +25,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.migration.head_records import pull_heads
 from asymcheck.migration.tally import Moved, Tally
 from asymcheck.pipeline.commit import enter, finish, take_back
-from asymcheck.pipeline.packing import KnownPartitions, Packing
+from asymcheck.pipeline.packing import Packing
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.resolve import read_manifests
@@ -173,7 +173,7 @@ class _Pull:
                     self._packing,
                     names,
                     pin,
-                    lambda lost: self._fetch(sources, sorted(lost), manifest),
+                    lambda lost: self._fetch(sources, self._lacking(sorted(lost)), manifest),
                 )
             if not self._here.manifests.listing(run, ref).has(name.rank):
                 # What lay here before stays, whatever becomes of this: parts of it may be sound.
@@ -193,12 +193,8 @@ class _Pull:
         self._tally.reused_partitions += len(self._packing.reused)
 
     def _lacking(self, names: Sequence[Digest]) -> list[Digest]:
-        """Return what the store lacks, and claim the rest of it."""
-        known = KnownPartitions(self._here, self._catalog)
-        lacking = [name for name in names if not known.chain(name)]
-        for name in set(names).difference(lacking):
-            self._packing.claim(name)
-        return lacking
+        """Claim partitions; return those that the store lacks, which must be fetched and written."""
+        return [name for name in names if self._packing.claim(name)]
 
     def _fetch(self, sources: Sources, names: Collection[Digest], manifest: Manifest) -> None:
         lengths = manifest.partitions()
@@ -222,5 +218,4 @@ class _Pull:
                 slot.payload(len(data))[:] = data
                 writer.write(slot, descriptor)
 
-        if self._packing.claim(name):
-            self._packing.write(FrameDescriptor.identity(name, len(data)), write)
+        self._packing.write(FrameDescriptor.identity(name, len(data)), write)

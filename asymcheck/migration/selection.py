@@ -10,7 +10,7 @@ from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 
 
-def selected(tier: ReadTier, run: str | None, step: int | None, *, everything: bool) -> list[CheckpointFiles]:
+def selected(tier: ReadTier, run: str | None, step: int | str | None, *, everything: bool) -> list[CheckpointFiles]:
     """Return the newest consistent checkpoint, that of ``step``, or all complete ones on the line, oldest first.
 
     Raises:

@@ -45,7 +45,9 @@ def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, proc
     to start, and whoever cuts as before writes less.
     """
     limits = _limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
-    half = max(min(limits, default=2 * config.deferred_bytes_max) // 2 - registry.BLOCK_BYTES, _LEAST_BYTES)
+    if not limits:
+        return config
+    half = max(min(limits) // 2 - registry.BLOCK_BYTES, _LEAST_BYTES)
     most = 1 << half.bit_length() - 1
     if most >= config.deferred_bytes_max:
         return config

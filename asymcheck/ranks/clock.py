@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 
@@ -63,15 +64,22 @@ class Clock:
         )
 
 
-def missing_error(missing: Sequence[int], what: str, waited_s: float) -> RanksMissingError:
-    """Return what says that ranks did not come, and what to do."""
+class Remedy(enum.Enum):
+    """The advice about missing ranks, by what they were missed in."""
+
+    MEETING = (
+        "each rank has to make its Checkpointer and call the same methods in the same order; pass ranks=None to save "
+        "one rank alone"
+    )
+    ROUND = "look there for what ended or held it up"
+
+
+def missing_error(
+    missing: Sequence[int], what: str, waited_s: float, remedy: Remedy = Remedy.ROUND
+) -> RanksMissingError:
+    """Return the error that names the missing ranks, what they were missed in, and the remedy."""
     ranks = ", ".join(map(str, missing[:_SHOWN]))
     if len(missing) > _SHOWN:
         ranks += f" and {len(missing) - _SHOWN} more"
     noun = "rank" if len(missing) == 1 else "ranks"
-    remedy = "each rank has to make its Checkpointer and call the same methods in the same order"
-    if what != "finding each other":
-        remedy = "look there for what ended or held it up"
-    else:
-        remedy += "; pass ranks=None to save one rank alone"
-    return RanksMissingError(f"{what}: {noun} {ranks} did not answer within {waited_s:.1f} s; {remedy}", missing)
+    return RanksMissingError(f"{what}: {noun} {ranks} did not answer within {waited_s:.1f} s; {remedy.value}", missing)

@@ -10,7 +10,7 @@ from functools import partial
 
 from asymcheck.errors import RankFailedError
 from asymcheck.format.spans import Spans, spans_of
-from asymcheck.ranks.clock import Clock, missing_error
+from asymcheck.ranks.clock import Clock, Remedy, missing_error
 from asymcheck.ranks.homes import Home, grouped, refusal_of
 from asymcheck.ranks.keys import Keys, in_parts
 from asymcheck.ranks.ranks import Ranks
@@ -70,7 +70,7 @@ def _arrive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) -
         return False
 
     if not clock.wait(is_answered):
-        raise missing_error([0], "finding each other", clock.waited_s)
+        raise missing_error([0], "finding each other", clock.waited_s, Remedy.MEETING)
     keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
     said = json.loads(answer[len(json.loads(mine)["token"]) :])
     if said["refusal"]:
@@ -85,7 +85,7 @@ def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) 
     for some in in_parts(places):
         if not clock.wait(partial(keys.has, some)):
             missing = [rank for rank, place in enumerate(places, 1) if not keys.has([place])]
-            raise missing_error(missing or [0], "finding each other", clock.waited_s)
+            raise missing_error(missing or [0], "finding each other", clock.waited_s, Remedy.MEETING)
         found += map(json.loads, keys.get(some))
     terms = found[0]["terms"]
     others = [rank for rank, one in enumerate(found) if one["terms"] != terms]

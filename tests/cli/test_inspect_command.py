@@ -247,3 +247,16 @@ def test_what_names_no_checkpoint(call: Call, store: Path, step: str) -> None:
     outcome = call("inspect", store, "--step", step)
     assert outcome.status == 2
     assert "give a step, or save:DIGITS" in outcome.err
+
+
+def test_one_save_of_a_step_is_pushed_and_pulled(call: Call, store: Path, tmp_path: Path) -> None:
+    """Push and pull take what the other commands take."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"again": 1}, step=30, generation=2)
+        first = next(one for one in opened.checkpoints("default") if one.step == 30)
+    place, name = (tmp_path / "place").as_uri(), f"save:{first.save_id[:14]}"
+    assert f"sent default step 30 (generation {first.generation}" in call("push", store, place, "--step", name).out
+    assert call("pull", place, tmp_path / "new", "--step", name).status == 0
+    with asymcheck.Store.open(tmp_path / "new") as new:
+        assert [one.save_id for one in new.checkpoints("default")] == [first.save_id]
+    assert call("push", store, place, "--step", "save:x").status == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asymcheck import CaptureConfig, Store
 from asymcheck.cli import exits
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
@@ -30,3 +31,19 @@ def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_p
     leave_ring(there, folder)
     outcome = call("gc", there, "--ring-folder", folder)
     assert f"or asymcheck restore '{there}' --tier dram --ring-folder '{folder}'; --discard-rings" in outcome.out
+
+
+def test_the_environment_names_the_folder_of_rings_when_it_is_used(
+    call: Callable[..., Outcome], tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may set the variable after the import."""
+    folder = tmp_path / "rings"
+    folder.mkdir()
+    leave_ring(store, folder)
+    assert "no rings of store" in call("inspect", store, "--tier", "dram").out
+    monkeypatch.setenv("ASYMCHECK_RING_FOLDER", str(folder))
+    assert CaptureConfig().ring_folder == str(folder)
+    assert str(folder) in call("inspect", store, "--tier", "dram").out
+    with Store.open(store, read_only=True) as opened:
+        assert len(opened.rings()) == 1
+    assert "--ring-folder" not in call("inspect", store).err

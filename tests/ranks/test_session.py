@@ -16,6 +16,7 @@ import torch.distributed as dist
 from asymcheck import Ranks
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
 from asymcheck.ranks import KeyStore, Session
+from asymcheck.ranks.clock import Remedy, missing_error
 from asymcheck.ranks.homes import Home
 from asymcheck.ranks.ranks import find_ranks
 
@@ -398,3 +399,9 @@ def test_one_process_alone_has_no_ranks() -> None:
     assert find_ranks(Ranks(0, 1, dist.HashStore())) is None
     with pytest.raises(InvalidInputError, match="ranks="):
         find_ranks(json)
+
+
+def test_advice_on_missing_ranks_follows_from_what_they_were_missed_in() -> None:
+    """A message may have any text: only a meeting is helped by saving alone."""
+    assert "ranks=None" in str(missing_error([1], "the first save", 1.0, Remedy.MEETING))
+    assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0, Remedy.ROUND))

@@ -19,9 +19,11 @@ from asymcheck.errors import (
     StoreNotFoundError,
 )
 from asymcheck.format.manifest import Manifest
+from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
 from asymcheck.tiers.nvme import PackFile, Slot
 from asymcheck.tiers.nvme.manifests import ManifestFiles
+from asymcheck.types import Digest
 from tests.recovery.test_bases import delta_of, plain_of, swap, weights
 from tests.recovery.test_bases import save_steps as save_weights
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
@@ -299,3 +301,25 @@ def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
     ):
         opened.push(folder, 1)
     assert "attempt" not in str(caught.value)
+
+
+def test_a_pull_fetches_what_collection_takes_while_the_pull_looks(
+    store: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions of a deleted checkpoint are still stored here when the pull begins, and are gone when it claims."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(place, 1)
+        for step in (1, 2):
+            opened.delete(step)
+        claim, collected = Packing.claim, list[object]()
+
+        def claim_after_collection(packing: Packing, name: Digest) -> bool:
+            if not collected:
+                collected.append(opened.gc())
+            return claim(packing, name)
+
+        monkeypatch.setattr(Packing, "claim", claim_after_collection)
+        done = opened.pull(place, 1)
+        assert collected
+        assert done.reused_partitions == 0
+        check_state(opened.load(1), 1)

@@ -1,5 +1,6 @@
 """Damaged checkpoints and the training loop: which one it goes on from instead, and what is an error."""
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ def _save_random(checkpointer: Checkpointer, steps: range) -> None:
 
 
 def _flip(path: Path) -> None:
-    """Damage the first frame of a pack, behind its header."""
+    """Damage the payload of the first frame of a pack."""
     data = bytearray(path.read_bytes())
-    data[4096 + 4096 + 10] ^= 1
+    (start,) = struct.unpack_from("<I", data, 4096 + 72)
+    data[4096 + start + 10] ^= 1
     path.write_bytes(data)
 
 

@@ -17,21 +17,24 @@ def _address(slot: Slot) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(slot.memory))
 
 
+@pytest.mark.parametrize("shift", [0, 64, 4_095])
 @pytest.mark.parametrize("length", [1, 100, 3968, 3969, 65_535, 65_536, 65_537, 1_000_000])
-def test_a_stamped_frame_is_whole_and_clean(length: int) -> None:
+def test_a_stamped_frame_is_whole_and_clean(length: int, shift: int) -> None:
     """Whatever was in the slot before: header, payload and zeros up to the next block."""
     slot = Slot(1_000_000)
     slot.memory[:] = b"\xee" * len(slot.memory)
-    payload = slot.payload(length)
+    shift = shift if length >= 65_536 else 0
+    start = payload_offset(length, shift)
+    payload = slot.memory[start : start + length]
     payload[:] = bytes(i % 251 for i in range(length))
     plain = bytes(payload)
-    frame = slot.stamp(FrameDescriptor.identity(digest(payload), length), PACK, 5)
-    assert len(frame) == frame_length(length) == len(slot.frame(length))
+    frame = slot.stamp(FrameDescriptor.identity(digest(payload), length, shift), PACK, 5)
+    assert len(frame) == frame_length(length, shift)
     descriptor, found = check_frame(frame, PACK, 5, "frame")
     assert bytes(found) == plain
     assert descriptor.digest == digest(plain)
-    assert not any(frame[128 : payload_offset(length)])
-    assert not any(frame[payload_offset(length) + length :])
+    assert not any(frame[128:start])
+    assert not any(frame[start + length :])
 
 
 def test_memory_is_aligned_as_direct_access_asks() -> None:

@@ -25,6 +25,7 @@ from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.report import CheckpointReport, report_of
 from asymcheck.pruning import Upkeep
+from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
 
@@ -46,16 +47,23 @@ class SaveReporting:
     """Knows what became of the captures of one run, and reports it when that may interrupt the training loop."""
 
     def __init__(
-        self, run: str, *, raises: bool, on_checkpoint: Callable[[CheckpointReport], object] | None = None
+        self,
+        run: str,
+        distrust: Callable[[set[str]], object],
+        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        *,
+        raises: bool,
     ) -> None:
         """Report on ``run`` to ``on_checkpoint``, and by errors if it ``raises``, else by warnings.
+
+        ``distrust`` is called with the save ids of what may be torn.
 
         Raises:
             InvalidInputError: ``on_checkpoint`` is no function.
         """
         if on_checkpoint is not None and not callable(on_checkpoint):
             raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
-        self._run, self._on_checkpoint = run, on_checkpoint
+        self._run, self._on_checkpoint, self._distrust = run, on_checkpoint, distrust
         self.raises = raises
         """Whether it raises."""
         self.last_step: int | None = None
@@ -72,13 +80,21 @@ class SaveReporting:
         self.last_step = self._kept = step
 
     def wait(self, background: Background | None) -> int | None:
-        """Wait until everything begun is durable or lost, and do as :meth:`note`; raises nothing of that."""
+        """Wait until everything begun is durable or lost, and do as :meth:`note`."""
         if background is not None:
             background.wait("nvme")
         return self.note(background)
 
     def note(self, background: Background | None) -> int | None:
-        """Count what has become durable, or was lost, and return the last step that is not; raises nothing."""
+        """Count what has become durable, or was lost, and return the last step that is not.
+
+        Raises:
+            StorageError: some may be torn, and could not be taken off the line.
+        """
+        if background is not None and (suspects := background.prover.take_suspects()):
+            # What is still on its way would be committed on the new line.
+            background.wait("nvme")
+            self._distrust(suspects)
         for capture in () if background is None else background.settled():
             self._untold.append(capture)
             if capture.error is None:
@@ -171,6 +187,29 @@ class SaveReporting:
             message = f"run {self._run!r} has {number} up to step {max(steps)}: {what}"
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
+
+    def leave_suspects(self, store: Store, suspects: set[str], *, stay: bool) -> int | None:
+        """Abandon the checkpoints that may be torn, with what comes after them; return the generation that this opens.
+
+        With ``stay``, only warn of them.
+
+        Raises:
+            StorageError: the device refused.
+        """
+        line = sorted((one for one in store.checkpoints(self._run) if one.on_line), key=lambda one: one.ref)
+        first = next((number for number, one in enumerate(line) if one.save_id in suspects), None)
+        if first is None:
+            return None
+        parent = line[first - 1] if first else None
+        opened = None if stay else store.begin_generation(parent, run=self._run)
+        since = "" if parent is None else f", and training goes on from step {parent.step}"
+        what = "delete them, or a restore may choose them" if stay else f"they are abandoned{since}"
+        warn_user(
+            f"run {self._run!r}: the checkpoints of steps {', '.join(str(one.step) for one in line[first:])} may be "
+            f"torn, for a tensor changed outside an optimizer in a way that no version counter shows: {what}",
+            AbandonedCheckpointsWarning,
+        )
+        return opened
 
     def tell_of_ranks(self, step: int, error: RanksError) -> None:
         """Warn of a step that is not saved because other ranks do not come, or do something else."""

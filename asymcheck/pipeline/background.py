@@ -112,10 +112,11 @@ class Background:
         self._modules: list[nn.Module] = []
         self._flattener, self._ownership = Flattener(), Ownership()
         self._lanes = Lanes(config.staging_bytes)
-        self._prover = Prover(config.proof)
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
         self.statistics = Statistics()
+        self.prover = Prover(config.proof)
+        """Knows which captures may be torn."""
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Entered by what hooks of optimizers and modules do: a signal handler that closes has to wait."""
         self.on_commit: Callable[[], object] = lambda: None
@@ -178,7 +179,7 @@ class Background:
         columns = flat.columns
         timing, joint, turn = self._timed(state), self._joint, None
         owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
-        changing = self._prover.changing
+        changing = self.prover.changing
         deferred = tuple(
             [is_owned and name not in changing for is_owned, name in zip(owned, columns.names, strict=True)]
         )
@@ -239,7 +240,7 @@ class Background:
                 self._flusher.stored,
                 self._flusher.finished,
                 self._flusher.make_room_for,
-                self._prover,
+                self.prover,
             )
         self._warn_of_short_ring()
         return self._capturer
@@ -288,10 +289,10 @@ class Background:
         capturer, timing = self._capturer, self._timing
         if capturer is not None and timing is not None and not self._is_forked():
             with self.held:
-                began, compared_s = time.perf_counter(), self._prover.compared_s
+                began, compared_s = time.perf_counter(), self.prover.compared_s
                 if not capturer.fence():
                     return
-                compared_s = self._prover.compared_s - compared_s
+                compared_s = self.prover.compared_s - compared_s
                 # Of a device it is known when it has got there: it counts for the iteration in which that shows.
                 waited = time.perf_counter() - began + self._lanes.held_s()
                 iteration = timing.fenced(began, waited - compared_s)

@@ -371,7 +371,8 @@ class Capturer:
         """Read, or have gathered, what stays in the manifest and what the proof compares."""
         asides = capture.asides
         asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
-        self._prover.begin(capture.witnesses, capture.state.leaves, deferred, capture.transfers, asides)
+        save_id, leaves = capture.request.save_id, capture.state.leaves
+        self._prover.begin(capture.witnesses, save_id, leaves, deferred, capture.transfers, asides)
         asides.gather()
 
     def settle(self) -> None:

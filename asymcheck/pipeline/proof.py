@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -26,7 +27,7 @@ from asymcheck.format.digest import digest
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Partition, Piece
 from asymcheck.pipeline.transfers import Asides, Transfers
-from asymcheck.types import Digest
+from asymcheck.types import Digest, SaveId
 
 Proof = Literal["full", "sampled", "off"]
 """How much of the source is digested when a capture begins, to be compared with what was captured."""
@@ -40,6 +41,8 @@ _FIRST_DEVICE_BYTES = 4 << 30
 _WITNESSES = 16
 _WITNESS_BYTES = 4096
 """In each capture so many samples of that size are taken of what lies on devices."""
+_REMEMBERED = 1024
+"""Captures that can be called suspect later."""
 _NAMED = 3
 """Tensors that a message names."""
 
@@ -78,7 +81,12 @@ class Witnesses:
         self._found: dict[int, list[_Witness]] = {}
         self._marks: dict[int, int] = {}
         self._torn: dict[int, None] = {}
+        self._counted: set[int] = set()
         self._is_fenced = False
+        self.before: dict[int, int] = {}
+        """When the partitions that are compared whole were compared before."""
+        self.unseen: set[int] = set()
+        """Partitions whose bytes differ though no version does: earlier captures may be torn there, too."""
 
     def mark(self, leaves: Sequence[Leaf], numbers: Iterable[int]) -> None:
         """Note versions and addresses of the tensors of partitions, and keep the tensors until the fence."""
@@ -141,6 +149,11 @@ class Witnesses:
         for witness in self._found[number]:
             if digest(payload[witness.position :][: witness.piece.length]) != witness.digest:
                 self._torn[witness.piece.row] = None
+                self._note_differing(number, witness.piece.row)
+
+    def _note_differing(self, number: int, row: int) -> None:
+        if not self._moved([row]) and row not in self._counted:
+            self.unseen.add(number)
 
     def fence(self, *, compare: bool) -> list[str]:
         """Let the tensors change; return which have changed before, torn or not. With ``compare``, bytes tell, too."""
@@ -148,7 +161,7 @@ class Witnesses:
             return []
         self._is_fenced = True
         changed: dict[int, None] = {}
-        moved = self._moved(self._marks)
+        moved = self._counted = self._moved(self._marks)
         for number, partition in enumerate(self.partitions if moved else ()):
             rows = dict.fromkeys(piece.row for piece in partition.pieces if piece.row in moved)
             if rows and not self._is_proven(number):
@@ -167,6 +180,7 @@ class Witnesses:
         for witness in self._found[number]:
             leaf = self._leaves[witness.piece.row]
             if digest(_bytes_of(leaf, witness.piece)) != witness.digest:
+                self._note_differing(number, witness.piece.row)
                 yield witness.piece.row, None
             leaf.release()
 
@@ -195,10 +209,15 @@ class Prover:
         self._here: list[int] = []
         self._on_device: list[int] = []
         self._due: list[int] = []
+        self._begun = 0
+        self._proven: dict[int, int] = {}
+        self._unproven: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._suspects: set[str] = set()
 
     def begin(
         self,
         witnesses: Witnesses,
+        save_id: SaveId,
         leaves: Sequence[Leaf],
         numbers: Sequence[int],
         transfers: Transfers,
@@ -207,6 +226,7 @@ class Prover:
         """Take those of a capture of ``leaves``, of which partitions ``numbers`` are deferred."""
         if self._proof == "off":
             return
+        self._begun += 1
         witnesses.mark(leaves, numbers)
         self._meet(witnesses, numbers, transfers)
         if self._proof == "full":
@@ -214,7 +234,7 @@ class Prover:
             witnesses.take(numbers)
         elif self._full:
             self._full -= 1
-            witnesses.take(self._here)
+            self._prove(witnesses, self._here)
             # A device that fails costs its captures: whoever waits for the copies meets that again.
             with contextlib.suppress(RuntimeError):
                 transfers.catch_up(self._on_device)
@@ -223,8 +243,14 @@ class Prover:
             self._due = self._due or self._chance.sample(self._here, len(self._here))
             part = self._some(self._due, sum(self._partitions[number].length for number in self._here) / ROUND)
             del self._due[: len(part)]
-            witnesses.take(part)
+            self._unproven.append((self._begun, save_id.hex()))
+            self._prove(witnesses, part)
             witnesses.take_samples(asides, self._on_device, self._chance)
+
+    def _prove(self, witnesses: Witnesses, numbers: Sequence[int]) -> None:
+        witnesses.before = {number: self._proven[number] for number in numbers}
+        self._proven.update(dict.fromkeys(numbers, self._begun))
+        witnesses.take(numbers)
 
     def _some(self, numbers: Sequence[int], length: float) -> Sequence[int]:
         """Return the first of some partitions, of so many bytes together."""
@@ -242,12 +268,15 @@ class Prover:
         on_device = [number for number in numbers if transfers.is_on_device(number)]
         self._on_device = self._chance.sample(on_device, len(on_device))
         self._here = [number for number in numbers if not transfers.is_on_device(number)]
+        # Where the cut is another one, so much is known of each partition.
+        self._proven = dict.fromkeys(self._here, min(self._proven.values(), default=self._begun))
 
     def fence(self, witnesses: Witnesses) -> None:
         """Let the tensors of a capture change; warn of those that did before."""
         began = time.perf_counter()
         # With "full", what was captured is compared anyway, and to compare the source, too, would cost as much again.
         names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._told]
+        self._suspect(witnesses)
         self.compared_s += time.perf_counter() - began
         if names:
             self._told.update(names)
@@ -262,6 +291,7 @@ class Prover:
     def verdict(self, witnesses: Witnesses, step: int) -> TornCaptureError | None:
         """Return why the capture of ``step`` is given up; None when nothing of it was seen to be torn."""
         names = witnesses.torn
+        self._suspect(witnesses)
         self.changing.update(names)
         if not names:
             return None
@@ -271,6 +301,16 @@ class Prover:
             "changes them otherwise must come before step(), or call fence() first. What changed is copied inside "
             "step() from now on"
         )
+
+    def _suspect(self, witnesses: Witnesses) -> None:
+        """Note which captures may be torn where one has shown a change that leaves no version."""
+        since = min((witnesses.before.get(number, self._begun) for number in witnesses.unseen), default=self._begun)
+        self._suspects.update(save_id for begun, save_id in tuple(self._unproven) if begun > since)
+
+    def take_suspects(self) -> set[str]:
+        """Return the save ids of captures that may be torn unseen, once."""
+        suspects, self._suspects = self._suspects, set()
+        return suspects
 
 
 def _listed(names: Sequence[str]) -> str:

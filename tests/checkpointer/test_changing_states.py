@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import CaptureWarning, CheckpointNotFoundError
+from asymcheck.errors import AbandonedCheckpointsWarning, CaptureWarning, CheckpointNotFoundError
 from tests.checkpointer.loops import CONFIG, copy_late, copy_of, folder_for_rings
 from tests.store.equality import assert_same
 
@@ -211,6 +212,46 @@ def test_a_change_after_the_copy_is_seen_at_the_fence_and_costs_no_checkpoint(
 
     (warned,) = _train(store, net, config, change_late, lost_max=0)
     assert "model.1.weight" in warned
+
+
+@pytest.mark.parametrize("how", ["a numpy view", "one element of .data"])
+def test_checkpoints_before_a_change_was_found_are_off_the_line(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The change begins when not all bytes are compared any more: what may be torn is named, and never the newest."""
+    copy_late(monkeypatch)
+    net, expected, torn = _net(), {}, []
+    state: dict[str, object] = {"model": net.model, "optimizer": net.optimizer}
+    net.backward()
+    net.step()
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        Checkpointer(store, state, capture=config, on_error="warn") as checkpointer,
+    ):
+        for step in range(30):
+            checkpointer.step(step)
+            assert checkpointer._background is not None
+            # So that it takes some captures in this test until the change is met.
+            checkpointer._background.prover._chance.seed(1)
+            expected[step] = copy_of(state)
+            net.backward()
+            if step >= 8:
+                CHANGES[how](net)
+            net.step()
+    (abandoned,) = [str(one.message) for one in caught if one.category is AbandonedCheckpointsWarning]
+    assert "may be torn" in abandoned
+    for checkpoint in store.checkpoints():
+        loaded = store.load(f"save:{checkpoint.save_id}")
+        if checkpoint.on_line:
+            assert_same(loaded, expected[checkpoint.step], f"step {checkpoint.step}")
+        else:
+            with contextlib.suppress(AssertionError):
+                assert_same(loaded, expected[checkpoint.step], "torn")
+                continue
+            torn.append(checkpoint.step)
+            assert re.search(rf"\b{checkpoint.step}\b", abandoned)
+    assert torn, "the change was met at once"
+    assert_same(store.load(), expected[29], "the newest")
 
 
 def test_what_is_changed_after_wait_is_not_held_against_the_loop(store: Store, config: CaptureConfig) -> None:

@@ -11,12 +11,12 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
 
 
 def _background(*captures: Any) -> Any:  # noqa: ANN401 - stands for a Background
-    return SimpleNamespace(settled=lambda: captures)
+    return SimpleNamespace(settled=lambda: captures, prover=SimpleNamespace(take_suspects=set))
 
 
 def test_a_lost_step_is_not_the_last() -> None:
     """The newest that is durable is, when all that came after it were lost."""
-    last = SaveReporting("run", raises=True)
+    last = SaveReporting("run", lambda _suspects: None, raises=True)
     assert last.last_step is None
     for step in (6, 8, 10):
         last.begun(step)

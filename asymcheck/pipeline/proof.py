@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -199,6 +200,7 @@ class Prover:
         self.changing: set[str] = set()
         """Names of tensors that have changed while only optimizers may change them: they are not to be deferred."""
         self._told: set[str] = set()
+        self._lock = threading.Lock()
         self.compared_s = 0.0
         """Seconds in which fences compared."""
         # Not the module's own generator, whose state belongs to the training.
@@ -275,8 +277,10 @@ class Prover:
         """Let the tensors of a capture change; warn of those that did before."""
         began = time.perf_counter()
         # With "full", what was captured is compared anyway, and to compare the source, too, would cost as much again.
-        names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._told]
-        self._suspect(witnesses)
+        # An optimizer of another thread must not step while bytes are compared.
+        with self._lock:
+            names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._told]
+            self._suspect(witnesses)
         self.compared_s += time.perf_counter() - began
         if names:
             self._told.update(names)

@@ -12,6 +12,8 @@ from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError
 from asymcheck.pipeline import capturer
+from asymcheck.pipeline.proof import Prover, Witnesses
+from asymcheck.pipeline.transfers import Lanes, Transfers
 from tests.checkpointer.loops import (
     Loop,
     assert_every_step_is_right,
@@ -80,6 +82,30 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
                 goes_on.set()
                 other.join()
     assert_stored(store, expected)
+
+
+def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None:
+    """Else its step would be taken for a change outside an optimizer."""
+    prover, compares, goes_on = Prover("sampled"), threading.Event(), threading.Event()
+
+    class Compared(Witnesses):
+        def fence(self, *, compare: bool) -> list[str]:
+            if not compares.is_set():
+                compares.set()
+                assert compare
+                assert goes_on.wait(60)
+            return []
+
+    witnesses = Compared([], [], Transfers(Lanes(0), [], []), [])
+    first, other = (threading.Thread(target=prover.fence, args=(witnesses,)) for _ in range(2))
+    first.start()
+    assert compares.wait(60)
+    other.start()
+    other.join(0.1)
+    assert other.is_alive()
+    goes_on.set()
+    first.join()
+    other.join()
 
 
 def test_an_interrupt_in_a_fence_is_that_of_the_training(

@@ -76,8 +76,8 @@ class Checkpointer:
             every: number of steps between two checkpoints. ``"auto"`` measures what they cost and chooses, see
                 :attr:`interval`; an :class:`asymcheck.AutoInterval` says what it is to aim at. Of several ranks the
                 first chooses, for the slowest.
-            keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on the
-                thread that commits, the others are deleted and their packs freed, for later saves to overwrite.
+            keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on a
+                thread of its own, the others are deleted and their packs freed, for later saves to overwrite.
             push: which checkpoints go to a remote location, beside the training; see :attr:`pushed`.
                 ``keep`` leaves alone what is still to be sent, up to ``Push.hold`` checkpoints.
             run: whose checkpoints.
@@ -260,7 +260,8 @@ class Checkpointer:
         background.held = self._ending
         if session is None or session.is_first_here:
             # Of the ranks that save into one store, the first removes and pushes, when all have committed.
-            background.on_commit = partial(self._beside.after_commit, self._upkeep)
+            if self._upkeep is not None or self._beside.pushes:
+                background.on_commit = partial(self._beside.after_commit, self._upkeep)
             self._beside.start()
         self._ending.arm(background)
         return background

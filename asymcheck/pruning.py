@@ -169,7 +169,7 @@ class Pruner:
 
 
 class Upkeep:
-    """Prunes after each commit, on the thread that committed; what fails is kept for the training loop."""
+    """Prunes after each commit; what fails is kept for the training loop."""
 
     def __init__(self, make: Callable[[], Pruner]) -> None:
         """Prune with what ``make`` returns when the first checkpoint has been committed."""

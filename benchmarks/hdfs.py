@@ -30,7 +30,7 @@ import torch
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.format import layout
 from asymcheck.migration.pushing import Pushing
-from asymcheck.pipeline.manners import stand_back
+from asymcheck.threads import stand_back
 from benchmarks import environment, states, training
 from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row

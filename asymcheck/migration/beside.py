@@ -53,7 +53,7 @@ class Beside:
             self._is_open = True
 
     def after_commit(self, upkeep: Upkeep | None) -> None:
-        """Prune, then look what is to be sent; called on the thread that commits; never raises."""
+        """Prune, then look what is to be sent; called on a thread of its own; never raises."""
         if upkeep is not None:
             upkeep.after_commit()
         if self._pushing is not None and self._is_open:

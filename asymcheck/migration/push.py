@@ -34,9 +34,10 @@ from asymcheck.migration.tally import Moved, Tally
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.resolve import read_manifests
+from asymcheck.threads import begin
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.tiers.remote import RemoteTier, beside
+from asymcheck.tiers.remote import RemoteTier
 from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
@@ -144,6 +145,10 @@ def publish_heads(here: ReadTier, there: RemoteTier, run: str) -> None:
         raise HeadRecordError(f"{there.location}: {error}; remove that file there, and push again") from error
 
 
+_Staging = Callable[[], dict[ManifestName, PurePosixPath]]
+"""Waits for manifests that are written under temporary names, and returns those names."""
+
+
 class _Heads:
     """The head records of runs on their way, once each."""
 
@@ -203,7 +208,7 @@ class _Push:
         # Their bytes travel beside the packs: to close a file takes half a second there. The rename comes last.
         names, threads = list(data), min(self._there.config.remote.uploads, len(data))
         shares = [{name: data[name] for name in names[start::threads]} for start in range(threads)]
-        staging = [beside(partial(self._stage, share), "push-manifest") for share in shares]
+        staging: list[_Staging] = [begin(partial(self._stage, share), "push-manifest").result for share in shares]
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
             self._send_and_commit(manifests, data, staging, staged, heads)
@@ -226,7 +231,7 @@ class _Push:
         self,
         manifests: Sequence[Manifest],
         data: Mapping[ManifestName, bytes],
-        staging: list[Callable[[], dict[ManifestName, PurePosixPath]]],
+        staging: list[_Staging],
         staged: dict[ManifestName, PurePosixPath],
         heads: _Heads,
     ) -> None:
@@ -271,7 +276,7 @@ class _Push:
 
     def _unstage(
         self,
-        staging: Sequence[Callable[[], Mapping[ManifestName, PurePosixPath]]],
+        staging: Sequence[_Staging],
         staged: Mapping[ManifestName, PurePosixPath],
     ) -> None:
         """Remove what will not be published, as far as that can be done; collection removes the rest."""

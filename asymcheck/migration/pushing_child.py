@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from asymcheck.errors import AsymcheckError, GivenUpError
 from asymcheck.events import Interval, watch
 from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
-from asymcheck.pipeline.manners import NICE
 from asymcheck.store import Store
+from asymcheck.threads import NICE, begin
 from asymcheck.types import Checkpoint
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ class _Serving:
     def _obey(self, message: object) -> bool:
         """Do what is asked, or begin it; return whether it was to look."""
         if isinstance(message, Wait):
-            threading.Thread(target=self._wait, args=(message.number,), daemon=True).start()
+            begin(partial(self._wait, message.number), "push-wait")
         elif isinstance(message, Close):
-            threading.Thread(target=self._close, args=(message.limit_s,), daemon=True).start()
+            begin(partial(self._close, message.limit_s), "push-close")
         else:
             self._pushing.look()
         return isinstance(message, Look)

@@ -28,8 +28,8 @@ from asymcheck.migration.pushing import Pushing
 from asymcheck.migration.statistics import PushStatistics
 from asymcheck.migration.tally import Moved
 from asymcheck.pipeline.encoder import Encoder
-from asymcheck.pipeline.manners import stand_back
 from asymcheck.policies.pushing import Push, check_seconds, held
+from asymcheck.threads import stand_back
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier

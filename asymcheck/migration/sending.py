@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from asymcheck.errors import GivenUpError
@@ -15,6 +15,7 @@ from asymcheck.migration.choice import Frame
 from asymcheck.migration.reencode import Reencoder
 from asymcheck.migration.tally import Tally
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
+from asymcheck.threads import together
 from asymcheck.tiers.remote import RemoteTier, plan_pack
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import PackId, Progress
@@ -85,27 +86,18 @@ class Sending:
         return stream_batch_bytes(facts, uploads, _LEAST_BYTES, limit)
 
     def _send_groups(self, groups: Iterator[Sequence[Frame]], threads: int) -> set[PackId]:
-        taking, made, failures = threading.Lock(), list[PackId](), list[BaseException]()
+        taking, made = threading.Lock(), list[PackId]()
 
         def work() -> None:
             while not self._stopped:
-                try:
-                    with taking:
-                        group = next(groups, None)
-                    if group is None:
-                        return
-                    made.append(self._send_pack(group))
-                except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
-                    failures.append(error)
-                    self._stop()
+                with taking:
+                    group = next(groups, None)
+                if group is None:
+                    return
+                made.append(self._send_pack(group))
 
-        # They end with the process, whatever the location does: what waits for an answer must not hold its end.
-        workers = [threading.Thread(target=work, name=f"asymcheck-push-{i}", daemon=True) for i in range(threads)]
-        for worker in workers:
-            worker.start()
-        _join(workers, self._stop)
-        if failures:
-            raise failures[0]
+        # The threads end with the process, whatever the location does: a missing answer must not hold the exit.
+        together(work, threads, "push", self._stop)
         return set(made)
 
     def _stop(self) -> None:
@@ -168,18 +160,6 @@ class Sending:
                 # What is sent again after a failure counts again; it is for the eye.
                 self._done = min(self._done + count, self._total)
                 self._progress(self._done, self._total)
-
-
-def _join(workers: Sequence[threading.Thread], stop: Callable[[], None]) -> None:
-    """Wait for threads; an interrupt stops them, and is raised when they have ended."""
-    try:
-        for worker in workers:
-            worker.join()
-    except BaseException:
-        stop()
-        for worker in workers:
-            worker.join()
-        raise
 
 
 def _fitting(frames: Sequence[Frame], size: int) -> int:

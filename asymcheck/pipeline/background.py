@@ -119,8 +119,8 @@ class Background:
         """Knows which captures may be torn."""
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Entered by what hooks of optimizers and modules do: a signal handler that closes has to wait."""
-        self.on_commit: Callable[[], object] = lambda: None
-        """Called on a thread of the background after each commit; must not raise."""
+        self.on_commit: Callable[[], object] | None = None
+        """Called on a thread of its own after each commit; must not raise."""
         self.on_close: Callable[[Background], None] = lambda _closed: None
         """Called with this when it has been closed."""
 
@@ -232,9 +232,8 @@ class Background:
         if self._capturer is None:
             self._ring = self._make_ring(needed)
             self._flusher = RingFlusher(
-                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._joint
+                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._joint, self.on_commit
             )
-            self._flusher.on_commit = self.on_commit
             self._capturer = Capturer(
                 self._ring,
                 self._flusher.stored,

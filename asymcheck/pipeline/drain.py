@@ -100,10 +100,13 @@ class Drain:
             StorageError, UnsupportedFormatError: a pack that may have it cannot be read now, or not by this program.
         """
         self._frames[name] = (length, None)
+        self._reuse(name, f"partition {name.hex()} lies neither in the ring nor in the store")
+
+    def _reuse(self, name: Digest, problem: str) -> None:
         if self._packing.claim(name):
             if self._packing.unread is not None:
                 raise self._packing.unread
-            raise MissingPartitionError(f"partition {name.hex()} lies neither in the ring nor in the store", name)
+            raise MissingPartitionError(problem, name)
 
     def _put(
         self, name: Digest, length: int, frame: memoryview, contents: Contents | None, bases: Sequence[Base]
@@ -168,9 +171,9 @@ class Drain:
         for name in lost:
             length, frame = self._frames[name]
             if frame is None:
-                raise MissingPartitionError(
-                    f"partition {name.hex()} was collected during a save that reuses it; save again"
-                )
+                # Collection may have copied the partition into another pack.
+                self._reuse(name, f"partition {name.hex()} was collected during a save that reuses it; save again")
+                continue
             self._packing.expect(frame_length(length))
             self._put(name, length, frame, None, ())
 

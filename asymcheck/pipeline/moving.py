@@ -19,7 +19,7 @@ class Moving:
         self.capture = capture
         self.drain = drain
         self.streams = streams
-        self.writes: list[Future[None]] = []
+        self.writes: list[Future[bool]] = []
         self.manifest: Manifest
         """What it contains, once it is complete; of a checkpoint without a place on the line."""
         self.manifest_slot: RingSlot | None = None

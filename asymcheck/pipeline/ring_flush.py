@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from asymcheck.events import emit, tell, timed
 from asymcheck.format.digest import digest
@@ -22,7 +22,7 @@ from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import Rows, manifest_header
-from asymcheck.pipeline.workers import Workers
+from asymcheck.threads import Workers
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.types import CheckpointRef, Digest
@@ -31,6 +31,8 @@ Placing = Callable[[Capture], Place]
 """Says where on the line a capture goes; asked when all but its manifest is durable."""
 
 _WRITERS = 2
+_PATIENCE_S = 0.2
+"""How long frames of the next capture wait for a collection, whose freed packs are overwritten faster than new files."""
 
 
 class RingFlusher:
@@ -44,8 +46,12 @@ class RingFlusher:
         encoder: Encoder,
         placing: Placing,
         joint: Joint | None = None,
+        on_commit: Callable[[], object] | None = None,
     ) -> None:
-        """Start the threads; with ``joint``, other ranks save with this one, and that says where a capture goes."""
+        """Start the threads; with ``joint``, other ranks save with this one, and that says where a capture goes.
+
+        ``on_commit`` is called on a thread of its own after each commit. It must not raise.
+        """
         self._encoder, self._joint = encoder, joint
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
         self._bases = Bases(ring)
@@ -56,34 +62,33 @@ class RingFlusher:
         self._is_behind = False
         self._kept: list[Moving] = []
         self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
-        self.on_commit: Callable[[], object] = lambda: None
-        """Called on the commit thread when a capture is durable and nobody waits for it any more. Must not raise."""
         self._lock = threading.Lock()
-        self._writers: Workers[tuple[Future[None], Moving, int]] = Workers(self._work_off, "asymcheck-flush", _WRITERS)
-        self._committer: Workers[tuple[Moving, int | None]] = Workers(self._go_on, "asymcheck-commit", 1)
+        self._writers = Workers("asymcheck-flush", _WRITERS)
+        self._committer = Workers("asymcheck-commit")
+        self._on_commit = on_commit or (lambda: None)
+        self._upkeep = None if on_commit is None else Workers("asymcheck-upkeep")
+        self._kept_up: list[Future[object]] = []
 
     def stored(self, capture: Capture, number: int) -> None:
         """Take a partition that is complete in the ring. On the capture thread."""
-        self._committer.put((self._of(capture), number))
+        self._committer.submit(self._go_on, self._of(capture), number)
 
     def finished(self, capture: Capture) -> None:
         """Take a capture that is complete, or was given up. On the capture thread."""
-        try:
+        with _failing(capture):
             moving = self._of(capture)
             if capture.error is None:
                 self._complete(moving)
-        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-            capture.error = capture.error or error
         capture.complete.set()
         if capture in self._moving:
-            self._committer.put((self._moving[capture], None))
+            self._committer.submit(self._go_on, self._moving[capture], None)
         else:
             _end(capture)
 
-    def _note_failure(self, moving: Moving) -> None:
+    def _note_failure(self, moving: Moving, *writes: Future[bool]) -> None:
         """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
         with self._lock:
-            failures = [write.exception() for write in tuple(moving.writes) if write.done()]
+            failures = [write.exception() for write in writes or tuple(moving.writes) if write.done()]
             if moving.streams and moving.capture.error is None:
                 moving.capture.error = next(filter(None, failures), None)
 
@@ -99,6 +104,8 @@ class RingFlusher:
             self._is_behind = self._comes_soon(capture)
             self._writers.hurry(is_behind=self._is_behind)
             self._committer.hurry(is_behind=self._is_behind)
+            if self._upkeep is not None:
+                self._upkeep.hurry(is_behind=self._is_behind)
         return moving
 
     def _comes_soon(self, capture: Capture) -> bool:
@@ -155,23 +162,34 @@ class RingFlusher:
             pass
         return slot
 
-    def _go_on(self, item: tuple[Moving, int | None]) -> None:
-        moving, number = item
+    def _go_on(self, moving: Moving, number: int | None) -> None:
+        capture = moving.capture
         if number is not None:
-            self._queue_write(moving, number)
+            with _failing(capture):
+                self._queue_write(moving, number)
             return
-        self._queue_postponed(moving)
-        try:
-            self._settle(moving)
-        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-            moving.capture.error = moving.capture.error or error
-        self._retire(moving)
-        name = "capture.durable" if moving.capture.error is None else "capture.lost"
-        # An observer that raises has nothing to abort any more, and must not end this thread.
+        for task in (self._queue_postponed, self._settle, self._retire):
+            with _failing(capture):
+                task(moving)
+        _end(capture)
+        self._last = capture.began_s, capture.durable_s
+        # An observer that raises has nothing to abort any more.
         with contextlib.suppress(Exception):
-            emit(name, str(moving.ref), moving.capture.state_bytes)
-        if moving.capture.error is None:
-            self.on_commit()
+            emit("capture.durable" if capture.error is None else "capture.lost", str(moving.ref), capture.state_bytes)
+        if capture.error is None:
+            self._keep_up(moving)
+
+    def _keep_up(self, moving: Moving) -> None:
+        """Have done what follows a commit, on another thread, so that frames of the next capture are written meanwhile.
+
+        The store gets at most one commit ahead, because what is to be removed takes room. A capture that has left the
+        ring cannot write again what a collection takes away: where captures stream, the next one waits.
+        """
+        if self._upkeep is not None:
+            wait(self._kept_up)
+            self._kept_up = [self._upkeep.submit(self._on_commit)]
+            # Most collections end soon, and the next capture overwrites what they free.
+            wait(self._kept_up, None if moving.streams else _PATIENCE_S)
 
     def _queue_write(self, moving: Moving, number: int) -> None:
         with self._lock:
@@ -201,20 +219,9 @@ class RingFlusher:
             self._write_soon(moving, number)
 
     def _write_soon(self, moving: Moving, number: int) -> None:
-        # Not the last one of the list: a thread that makes room for the capture may have added another by then.
-        done: Future[None] = Future()
-        moving.writes.append(done)
-        self._writers.put((done, moving, number))
-
-    def _work_off(self, item: tuple[Future[None], Moving, int]) -> None:
-        done, moving, number = item
-        try:
-            self._write(moving, number)
-        except BaseException as error:  # noqa: BLE001 - carried to the commit thread
-            done.set_exception(error)
-            self._note_failure(moving)
-        else:
-            done.set_result(None)
+        write = self._writers.submit(self._write, moving, number)
+        moving.writes.append(write)
+        write.add_done_callback(lambda _: self._note_failure(moving, write))
 
     def _write(self, moving: Moving, number: int) -> bool:
         capture = moving.capture
@@ -281,15 +288,13 @@ class RingFlusher:
     def _settle(self, moving: Moving) -> None:
         """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
         capture = moving.capture
-        try:
+        # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
+        with _failing(capture):
             if self._joint is not None:
                 with timed("commit", 0, capture.named):
                     self._joint.commit(moving, self)
             else:
                 self._commit_alone(moving)
-        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
-            # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
-            capture.error = capture.error or error
         if capture.error is not None:
             moving.drain.abandon()
         elif moving.entry is not None:
@@ -343,8 +348,6 @@ class RingFlusher:
             self._kept = [kept for kept in self._kept if kept not in freed]
         for one in freed:
             self._free(one)
-        _end(capture)
-        self._last = capture.began_s, capture.durable_s
 
     def survives(self, capture: Capture) -> bool:
         """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
@@ -384,8 +387,19 @@ class RingFlusher:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""
         self._committer.close()
         self._writers.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)
+
+
+@contextlib.contextmanager
+def _failing(capture: Capture) -> Iterator[None]:
+    """Keep an error in the capture, from where it is raised in the training loop."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - as above
+        capture.error = capture.error or error
 
 
 def _end(capture: Capture) -> None:

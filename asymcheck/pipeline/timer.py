@@ -6,6 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from asymcheck.threads import begin
 
 
 class Timer:
@@ -17,7 +20,7 @@ class Timer:
         self._changed = threading.Condition()
         self._ahead: deque[tuple[int, float]] = deque()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: Future[None] | None = None
 
     def begin(self, times: Sequence[tuple[int, float]]) -> None:
         """Forget what was asked for before; call at these times of ``time.perf_counter()``, given in order."""
@@ -25,8 +28,7 @@ class Timer:
             self._ahead = deque(times)
             self._changed.notify_all()
         if self._thread is None and times:
-            self._thread = threading.Thread(target=self._run, name="asymcheck-timer", daemon=True)
-            self._thread.start()
+            self._thread = begin(self._run, "timer")
 
     def cancel(self) -> None:
         """Call no more; a call that is under way may still end after this."""
@@ -53,11 +55,11 @@ class Timer:
             self._reached(number)
 
     def stop(self) -> None:
-        """End the thread. May be called again."""
+        """End the thread, and raise what a call raised that ended the thread early. May be called again."""
         with self._changed:
             self._stopping = True
             self._ahead.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            thread, self._thread = self._thread, None
+            thread.result()

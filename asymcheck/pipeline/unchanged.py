@@ -9,13 +9,13 @@ the digest of an earlier capture whose frame is still there. Both captures then 
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.pipeline.capture import Capture
+from asymcheck.threads import together
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.types import Digest
 
@@ -120,14 +120,11 @@ def _digest_all(sources: Sequence[memoryview]) -> list[Digest]:
     threads = min(len(os.sched_getaffinity(0)), _THREADS_MAX, sum(map(len, sources)) // _ALONE_BYTES)
     found: list[Digest] = [Digest(b"")] * len(sources)
 
-    def work(first: int, step: int) -> None:
-        for number in range(first, len(sources), step):
+    numbers = iter(range(len(sources)))
+
+    def work() -> None:
+        for number in numbers:
             found[number] = digest(sources[number])
 
-    others = [threading.Thread(target=work, args=(first, threads)) for first in range(1, threads)]
-    for other in others:
-        other.start()
-    work(0, max(threads, 1))
-    for other in others:
-        other.join()
+    together(work, max(threads, 1), "digest", lambda: None)
     return found

@@ -68,7 +68,7 @@ LAYERS = (
     Layer(3, ("policies", "partition", "tiers", "codecs", "ranks", "arguments", "tracing"), siblings_may_meet=False),
     Layer(2, ("format",), siblings_may_meet=False),
     # What may meet on the ground floor is narrower than "anything", see `ground_floor`.
-    Layer(1, ("errors", "types", "config", "events"), siblings_may_meet=True),
+    Layer(1, ("errors", "types", "config", "events", "threads"), siblings_may_meet=True),
 )
 
 FLOOR_OF = {f"{PACKAGE}.{room}": layer for layer in LAYERS for room in layer.rooms}

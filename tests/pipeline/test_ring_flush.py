@@ -11,13 +11,13 @@ from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.ring_flush import RingFlusher
 
 
-class _Overtaken(list[Future[None]]):
+class _Overtaken(list[Future[bool]]):
     """A list that another thread appends to, too, before the first to do so goes on."""
 
     def __init__(self, other: Callable[[], object]) -> None:
         self._others = [other]
 
-    def append(self, future: Future[None]) -> None:
+    def append(self, future: Future[bool]) -> None:
         """Append, and be overtaken the first time."""
         super().append(future)
         if self._others:
@@ -26,12 +26,16 @@ class _Overtaken(list[Future[None]]):
 
 def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
     """The commit thread queues what is complete while a thread that makes room queues what was put off."""
-    queued: list[tuple[Future[None], Moving, int]] = []
+    queued: dict[int, Future[bool]] = {}
+
+    def submit(_write: object, _moving: Moving, number: int) -> Future[bool]:
+        queued[number] = Future()
+        return queued[number]
+
     flusher = RingFlusher.__new__(RingFlusher)
-    vars(flusher)["_writers"] = SimpleNamespace(put=queued.append)
+    vars(flusher)["_writers"] = SimpleNamespace(submit=submit)
     moving = cast(Moving, SimpleNamespace())
     moving.writes = _Overtaken(lambda: flusher._write_soon(moving, 1))
     flusher._write_soon(moving, 0)
-    assert sorted(number for _, _, number in queued) == [0, 1]
-    assert len({id(done) for done, _, _ in queued}) == 2
-    assert {id(done) for done, _, _ in queued} == {id(done) for done in moving.writes}
+    assert sorted(queued) == [0, 1]
+    assert {id(done) for done in queued.values()} == {id(done) for done in moving.writes}

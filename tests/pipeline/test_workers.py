@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from asymcheck.pipeline.workers import Workers
+from asymcheck.threads import Workers, together
 
 
 def _nice() -> int:
@@ -24,11 +24,11 @@ def test_threads_stand_back_unless_work_piles_up(count: int) -> None:
         seen.append(_nice())
         done.release()
 
-    workers = Workers(work, "test", count)
+    workers = Workers("test", count)
     for is_behind in (False, True, False):
         workers.hurry(is_behind=is_behind)
         for item in range(4):
-            workers.put(item)
+            workers.submit(work, item)
         for _ in range(4):
             assert done.acquire(timeout=30)
     workers.close()
@@ -46,9 +46,9 @@ def test_one_worker_keeps_the_order_whoever_takes_over() -> None:
         order.append(item)
         running.release()
 
-    workers = Workers(work, "test", 1)
+    workers = Workers("test")
     for item in range(2000):
-        workers.put(item)
+        workers.submit(work, item)
     workers.close()
     assert order == list(range(2000))
 
@@ -56,10 +56,45 @@ def test_one_worker_keeps_the_order_whoever_takes_over() -> None:
 def test_close_waits_for_everything() -> None:
     """Whoever is to do it, and whatever is said meanwhile."""
     done: list[int] = []
-    workers = Workers(done.append, "test", 2)
+    workers = Workers("test", 2)
     for item in range(1000):
-        workers.put(item)
+        workers.submit(done.append, item)
         workers.hurry(is_behind=item % 2 == 0)
     workers.close()
     assert sorted(done) == list(range(1000))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test")]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_a_task_that_raises_tells_who_waits_and_ends_no_thread(count: int, error: BaseException) -> None:
+    """All tasks after it are done, and close() returns."""
+
+    def fail() -> None:
+        raise error
+
+    workers = Workers("test", count)
+    failed = [workers.submit(fail) for _ in range(8)]
+    done = [workers.submit(os.getpid) for _ in range(8)]
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert all(one.exception() is error for one in failed)
+    assert all(one.result() == os.getpid() for one in done)
+
+
+def test_the_first_failure_stops_what_runs_together() -> None:
+    """It is raised when all threads have ended."""
+    stopped, ended = threading.Event(), list[None]()
+    numbers = iter(range(3))
+
+    def work() -> None:
+        if next(numbers) == 2:
+            raise RuntimeError("broken")
+        assert stopped.wait(30)
+        ended.append(None)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        together(work, 3, "test", stopped.set)
+    assert len(ended) == 2

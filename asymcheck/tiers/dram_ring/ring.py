@@ -138,7 +138,15 @@ class Ring:
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
 
     def _grow(self, start: int, size: int) -> None:
-        refused = None
+        try:
+            self._reserve_rest(start, size)
+        finally:
+            # Whatever happened: others wait for the end of this.
+            with self._changed:
+                self._growing = None
+                self._changed.notify_all()
+
+    def _reserve_rest(self, start: int, size: int) -> None:
         populate(self._address, start)
         for end in (*range(start + _GROWS_BY, size, _GROWS_BY), size):
             try:
@@ -146,16 +154,13 @@ class Ring:
                 populate(self._address + start, end - start)
                 self._reserve(self._descriptor, start, end)
             except AsymcheckError as error:
-                refused = error
+                self._refused = error
             with self._changed:
-                if self._closing or refused is not None:
-                    break
+                if self._closing or self._refused is not None:
+                    return
                 self._room.give_back(start, end - start)
                 self._changed.notify_all()
             start = end
-        with self._changed:
-            self._growing, self._refused = None, refused
-            self._changed.notify_all()
 
     def _open_locked(self) -> int:
         """Create the file and lock it before anything else: one without a lock is taken for the rest of a dead process.

@@ -1,6 +1,5 @@
 """The remote tier: what survives the loss of the node. The same packs and manifests, and no catalog."""
 
-from asymcheck.tiers.remote.ahead import beside
 from asymcheck.tiers.remote.location import RemoteLocation, is_uri, parse_location
 from asymcheck.tiers.remote.packs import RemotePack
 from asymcheck.tiers.remote.tier import RemoteTier
@@ -12,7 +11,6 @@ __all__ = [
     "RemoteLocation",
     "RemotePack",
     "RemoteTier",
-    "beside",
     "is_uri",
     "parse_location",
     "plan_pack",

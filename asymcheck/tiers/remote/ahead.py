@@ -7,9 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from asymcheck.errors import ClosedStoreError
+from asymcheck.threads import begin, carry_out
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -35,8 +37,7 @@ def ahead(items: Iterator[_T], name: str) -> Generator[_T, None, None]:
         except BaseException as error:  # noqa: BLE001 - carried to the thread that waits for it
             made.put(error)
 
-    worker = threading.Thread(target=work, name=f"asymcheck-{name}", daemon=True)
-    worker.start()
+    worker = begin(work, name)
     try:
         while (found := made.get()) is not None:
             if isinstance(found, BaseException):
@@ -46,28 +47,7 @@ def ahead(items: Iterator[_T], name: str) -> Generator[_T, None, None]:
     finally:
         stopped.set()
         room.release()
-        worker.join()
-
-
-def beside(call: Callable[[], _T], name: str) -> Callable[[], _T]:
-    """Begin ``call`` on a thread of its own; what is returned waits for its end, and returns or raises what it did."""
-    made: queue.SimpleQueue[tuple[_T] | BaseException] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            made.put((call(),))
-        except BaseException as error:  # noqa: BLE001 - as above
-            made.put(error)
-
-    threading.Thread(target=work, name=f"asymcheck-{name}", daemon=True).start()
-
-    def result() -> _T:
-        found = made.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found[0]
-
-    return result
+        worker.result()
 
 
 class Readers(Executor):
@@ -93,19 +73,12 @@ class Readers(Executor):
         """
         future: Future[_T] = Future()
 
-        def carry_out() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call(*args, **kwargs))
-                except BaseException as error:  # noqa: BLE001 - as above
-                    future.set_exception(error)
-
         with self._lock:
             if self._is_shut:
                 raise ClosedStoreError("the location was closed while something was read from it")
-            self._waiting.append((carry_out, future.cancel))
+            self._waiting.append((partial(carry_out, future, partial(call, *args, **kwargs)), future.cancel))
             if self._free:
-                threading.Thread(target=self._work, name=f"asymcheck-{self._name}", daemon=True).start()
+                begin(self._work, self._name)
                 self._free -= 1
         return future
 
@@ -115,8 +88,8 @@ class Readers(Executor):
                 if not self._waiting:
                     self._free += 1
                     return
-                carry_out, _ = self._waiting.popleft()
-            carry_out()
+                task, _ = self._waiting.popleft()
+            task()
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it; nobody waits
         """Begin nothing more; what has begun ends as it may."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import TypeVar
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import RemoteUnreachableError
+from asymcheck.threads import begin
 
 _T = TypeVar("_T")
 
@@ -22,25 +24,14 @@ def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
     Raises:
         RemoteUnreachableError: it took longer than ``seconds``.
     """
-    outcome: list[_T] = []
-    failure: list[BaseException] = []
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it
-            failure.append(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, name="asymcheck-remote", daemon=True).start()
-    if not ended.wait(seconds):
-        raise RemoteUnreachableError(f"{what}: no answer in {round(seconds, 3):g} s")
-    if failure:
+    done = begin(call, "remote")
+    try:
+        if not wait([done], seconds).done:
+            raise RemoteUnreachableError(f"{what}: no answer in {round(seconds, 3):g} s")
+        return done.result()
+    finally:
         # The error knows this frame, which must not know it: what the call held would stay until garbage is collected.
-        raise failure.pop()
-    return outcome[0]
+        del done
 
 
 def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:

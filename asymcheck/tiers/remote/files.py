@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,6 +27,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
+from asymcheck.threads import begin
 from asymcheck.tiers.remote import local
 from asymcheck.tiers.remote.clients import Writable, connect
 from asymcheck.tiers.remote.deadline import tried, within
@@ -243,7 +243,7 @@ class RemoteFiles:
             self.pace.closed(time.perf_counter() - began)
         except BaseException:
             # Whoever collected it as garbage would close it, and wait with that for servers that may never answer.
-            threading.Thread(target=_abandon, args=(file,), name="asymcheck-abandon", daemon=True).start()
+            begin(partial(_abandon, file), "abandon")
             raise
         return count
 

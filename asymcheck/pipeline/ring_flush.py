@@ -32,7 +32,7 @@ Placing = Callable[[Capture], Place]
 
 _WRITERS = 2
 _PATIENCE_S = 0.2
-"""How long frames of the next capture wait for a collection, whose freed packs are overwritten faster than new files."""
+"""How long frames of the next capture wait for a collection: freed packs are overwritten faster than new files."""
 
 
 class RingFlusher:

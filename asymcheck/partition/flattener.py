@@ -28,7 +28,6 @@ _GETTERS: tuple[Callable[[torch.Tensor], object], ...] = (
     attrgetter("device"),
     attrgetter("shape"),
     torch.Tensor.stride,
-    torch.Tensor.is_conj,
     torch.Tensor.is_neg,
 )
 
@@ -153,7 +152,10 @@ class _Kinds:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take tensors that were stored: they are dense, and not nested."""
-        self._known = [[*map(get, tensors)] for get in _GETTERS]
+        # Only complex numbers are conjugated, and dtypes are compared before.
+        is_complex = any(tensor.is_complex() for tensor in tensors)
+        self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
+        self._known = [[*map(get, tensors)] for get in self._getters]
         self._count = len(tensors)
 
     def are_those_of(self, tensors: Sequence[Any]) -> bool:
@@ -161,5 +163,7 @@ class _Kinds:
         return (
             len(tensors) == self._count
             and PLAIN_TENSORS.issuperset(map(type, tensors))
-            and all(all(map(eq, known, map(get, tensors))) for known, get in zip(self._known, _GETTERS, strict=True))
+            and all(
+                all(map(eq, known, map(get, tensors))) for known, get in zip(self._known, self._getters, strict=True)
+            )
         )

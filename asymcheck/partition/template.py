@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol, cast
 
 from asymcheck.format.tree import Node, join_name
@@ -132,6 +133,45 @@ class _Mapping:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """A dict of plain dicts that hold nothing but tensors, as the state of an optimizer: all are compared at once."""
+
+    node: Node
+    keys: list[str | int]
+    key_types: list[type]
+    lengths: list[int]
+    inner_keys: list[str | int]
+    inner_types: list[type]
+
+    @classmethod
+    def of(cls, mapping: _Mapping) -> Template:
+        """Return what takes the same as ``mapping``, which may be itself."""
+        rows = [child for child in mapping.children if type(child) is _Mapping]
+        if len(rows) < len(mapping.children) or mapping.tag != "d" or mapping.metadata is not None:
+            return mapping
+        if not all(row.has_tensors_alone and row.tag == "d" and row.metadata is None for row in rows):
+            return mapping
+        inner = [*chain.from_iterable(row.keys for row in rows)]
+        lengths = [len(row.keys) for row in rows]
+        return cls(mapping.node, mapping.keys, mapping.key_types, lengths, inner, [*map(type, inner)])
+
+    def take(self, walk: Walk, value: object) -> Node:
+        rows = [*value.values()] if type(value) is dict else []
+        if (
+            not {dict}.issuperset(map(type, rows))
+            or [*map(len, rows)] != self.lengths
+            or [*cast("dict[object, object]", value)] != self.keys
+            or [*map(type, cast("dict[object, object]", value))] != self.key_types
+            or [*chain.from_iterable(rows)] != self.inner_keys
+            or [*map(type, chain.from_iterable(rows))] != self.inner_types
+        ):
+            walk.is_as_before = False
+            return None
+        walk.visits += chain.from_iterable(map(dict.values, rows))
+        return self.node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Never:
     """What is never like before."""
 
@@ -168,7 +208,7 @@ def template_of(node: Node, name: str | None, depth: int) -> Template:
         return _Plain(node, name, depth)
     if not _are_plain(metadata):
         return _Never(node)
-    return _Mapping(
+    mapping = _Mapping(
         node=node,
         tag=tag,
         entries=content,
@@ -179,6 +219,7 @@ def template_of(node: Node, name: str | None, depth: int) -> Template:
         has_tensors_alone=all(type(child) is _Tensor for child in children),
         metadata=_Plain(rest[0], below(name, "_metadata"), depth, is_metadata=True) if rest else None,
     )
+    return _Table.of(mapping)
 
 
 def _are_plain(templates: Iterable[Template]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from asymcheck.events import Detail
+from asymcheck.events import Detail, tell
 from asymcheck.partition.plan import Partition
 from asymcheck.partition.roles import role_of
 from asymcheck.partition.schedule import Plan
@@ -105,6 +106,22 @@ class Capture:
     def partitions(self) -> Sequence[Partition]:
         """The partitions of the plan."""
         return self.plan.cut.partitions
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Keep the first error, which is raised in the training loop."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - as above
+            self.error = self.error or error
+
+    def end(self) -> None:
+        """Say that the checkpoint is durable, or lost."""
+        self.durable_s = time.perf_counter()
+        failed = {} if self.error is None else {"failed": type(self.error).__name__}
+        detail = {"save": self.request.save_id.hex(), **failed}
+        tell("checkpoint", self.began_s, self.durable_s, self.state_bytes, lambda: {**self.named(), **detail})
+        self.durable.set()
 
     def forget_sources(self) -> None:
         """Keep the tensors alive no longer, when all their bytes are in the ring, or none will be."""

@@ -128,7 +128,8 @@ class _Known:
         # As many as before, for as many objects have no row.
         if not all(map(eq, self._rest, map(identity_key, rest))):
             return False
-        moved = {row for row, (old, new) in enumerate(zip(self._keys, keys, strict=True)) if old != new}
+        # The flattener gives the very keys of before, which are not compared one by one.
+        moved = set[int]() if keys == self._keys else {row for row, key in enumerate(keys) if key != self._keys[row]}
         # Of an array, the key is which object it is: that may be another one by now, where the old one was.
         moved |= self._arrays
         if not moved:

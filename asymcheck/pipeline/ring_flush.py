@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
-from asymcheck.events import emit, tell, timed
+from asymcheck.events import emit, timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode, manifest_of
@@ -75,7 +75,7 @@ class RingFlusher:
 
     def finished(self, capture: Capture) -> None:
         """Take a capture that is complete, or was given up. On the capture thread."""
-        with _failing(capture):
+        with capture.failing():
             moving = self._of(capture)
             if capture.error is None:
                 self._complete(moving)
@@ -83,7 +83,7 @@ class RingFlusher:
         if capture in self._moving:
             self._committer.submit(self._go_on, self._moving[capture], None)
         else:
-            _end(capture)
+            capture.end()
 
     def _note_failure(self, moving: Moving, *writes: Future[bool]) -> None:
         """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
@@ -165,13 +165,13 @@ class RingFlusher:
     def _go_on(self, moving: Moving, number: int | None) -> None:
         capture = moving.capture
         if number is not None:
-            with _failing(capture):
+            with capture.failing():
                 self._queue_write(moving, number)
             return
         for task in (self._queue_postponed, self._settle, self._retire):
-            with _failing(capture):
+            with capture.failing():
                 task(moving)
-        _end(capture)
+        capture.end()
         self._last = capture.began_s, capture.durable_s
         # An observer that raises has nothing to abort any more.
         with contextlib.suppress(Exception):
@@ -289,7 +289,7 @@ class RingFlusher:
         """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
         capture = moving.capture
         # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
-        with _failing(capture):
+        with capture.failing():
             if self._joint is not None:
                 with timed("commit", 0, capture.named):
                     self._joint.commit(moving, self)
@@ -391,21 +391,3 @@ class RingFlusher:
             self._upkeep.close()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)
-
-
-@contextlib.contextmanager
-def _failing(capture: Capture) -> Iterator[None]:
-    """Keep an error in the capture, from where it is raised in the training loop."""
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001 - as above
-        capture.error = capture.error or error
-
-
-def _end(capture: Capture) -> None:
-    """Say that a capture is durable, or lost."""
-    capture.durable_s = time.perf_counter()
-    failed = {} if capture.error is None else {"failed": type(capture.error).__name__}
-    detail = {"save": capture.request.save_id.hex(), **failed}
-    tell("checkpoint", capture.began_s, capture.durable_s, capture.state_bytes, lambda: {**capture.named(), **detail})
-    capture.durable.set()

@@ -71,6 +71,7 @@ def state() -> State:
         "pair": [np.ones(2), torch.ones(2, dtype=torch.float64)],
         "step": 1,
         "history": {"loss": [0.5, 0.25], "at": (1, None)},
+        "table": {0: {0: torch.rand(2), "mean": torch.rand(2)}, 1: {"mean": torch.rand(2), "square": torch.rand(2)}},
         5: torch.rand(2),
     }
 
@@ -181,6 +182,24 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "a key": lambda value: _set(value, "new", torch.rand(1)),
     "no key": lambda value: value.pop("generator", None),
     "the order": _reordered,
+    "a tensor of a table": lambda value: value["table"][1].update(mean=torch.rand(2)),
+    "a plain value in a table": lambda value: value["table"][1].update(mean=0.5),
+    "a key in a table": lambda value: value["table"][1].update(new=torch.rand(2)),
+    "the name of a key in a table": lambda value: _set(
+        value["table"], 1, {"mean": torch.rand(2), "other": torch.rand(2)}
+    ),
+    "the order in a row of a table": lambda value: value["table"][1].update(mean=value["table"][1].pop("mean")),
+    "a key in another row of a table": lambda value: value["table"][0].update(square=value["table"][1].pop("square")),
+    "the type of a key in a table": lambda value: _set(
+        value["table"], 0, {False: torch.rand(2), "mean": torch.rand(2)}
+    ),
+    "the kind of a row of a table": lambda value: _set(value["table"], 1, OrderedDict(value["table"][1])),
+    "a row of a table that is a tensor": lambda value: _set(value["table"], 1, torch.rand(2)),
+    "a row of a table": lambda value: _set(value["table"], 2, {"mean": torch.rand(2)}),
+    "the order of a table": lambda value: _set(value["table"], 0, value["table"].pop(0)),
+    "the key of a row of a table": lambda value: _set(value["table"], 3, value["table"].pop(1)),
+    "the kind of a table": lambda value: _set(value, "table", OrderedDict(value["table"])),
+    "the versions of a row of a table": lambda value: _set(value["table"], 1, Part(value["table"][1])),
     "the type of a key": _bool_keys,
     "the kind of a mapping": lambda value: _set(value, "history", OrderedDict(value["history"])),
     "the kind of a list": lambda value: _set(value, "ema", tuple(value["ema"])),

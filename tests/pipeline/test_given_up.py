@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,6 +15,7 @@ from asymcheck import Store
 from asymcheck.errors import StorageError, TornCaptureError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
@@ -103,6 +105,7 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
         flusher = RingFlusher.__new__(RingFlusher)
         vars(flusher)["_joint"] = None
         capture = SimpleNamespace(error=error)
+        capture.failing = partial(Capture.failing, cast(Capture, capture))
         moving = SimpleNamespace(capture=capture, drain=drain, writes=[], put_off=[], entry=None)
         # One that came through would end all tests, and not this one alone.
         with contextlib.suppress(KeyboardInterrupt):

@@ -95,7 +95,7 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
         pruner = None if keep is None else partial(store.training.pruner, run, check_retention(keep))
-        self._reporting = SaveReporting(run, self._distrust, on_checkpoint, raises=check_on_error(on_error))
+        self._reporting = SaveReporting(run, self._abandon_suspects, on_checkpoint, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
         self._background: Background | None = None
@@ -145,8 +145,7 @@ class Checkpointer:
         self._report()
         return checkpoint
 
-    def _distrust(self, suspects: set[str]) -> None:
-        """Go on from before the checkpoints that may be torn; of several ranks, none can do that alone."""
+    def _abandon_suspects(self, suspects: set[str]) -> None:
         opened = self._reporting.leave_suspects(self._store, suspects, stay=self._together is not None)
         self._generation = opened or self._generation
 

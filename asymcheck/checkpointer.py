@@ -15,9 +15,9 @@ from asymcheck.migration.beside import begun
 from asymcheck.migration.statistics import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.ending import Ending
 from asymcheck.pipeline.pacing import pacer_of
 from asymcheck.pipeline.report import CheckpointReport
+from asymcheck.pipeline.signals import Ending
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention

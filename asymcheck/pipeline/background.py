@@ -28,13 +28,13 @@ from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.pipeline.encoder import Encoder
-from asymcheck.pipeline.interrupts import INTERRUPTS
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.ownership import Fences, Ownership, distributed, find
 from asymcheck.pipeline.proof import Prover
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
 from asymcheck.pipeline.ring_size import ROOM_FOR_CAPTURES, cut_for_ring, default_bytes
+from asymcheck.pipeline.signals import INTERRUPTS
 from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
 from asymcheck.pipeline.transfers import Lanes
@@ -122,6 +122,7 @@ class Background:
         self.on_commit: Callable[[], object] | None = None
         """Called on a thread of its own after each commit; must not raise."""
         self.on_close: Callable[[Background], None] = lambda _closed: None
+        INTERRUPTS.hold(self)
         """Called with this when it has been closed."""
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
@@ -372,6 +373,7 @@ class Background:
         self._timer.stop()
         self._end_ring()
         self._fences = self._unfenced = None
+        INTERRUPTS.release(self)
         self.on_close(self)
 
     def _end_ring(self) -> None:

@@ -21,8 +21,8 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.partition.leaves import copy_partition
 from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.interrupts import INTERRUPTS
 from asymcheck.pipeline.proof import Prover
+from asymcheck.pipeline.signals import INTERRUPTS
 from asymcheck.pipeline.unchanged import Unchanged
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 

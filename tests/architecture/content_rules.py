@@ -1,4 +1,4 @@
-"""Rules about what a module contains: size, names, docstrings, raises, suppressions, and no pickle."""
+"""Rules about what a module contains: names, docstrings, raises, suppressions, and no pickle."""
 
 import ast
 import builtins
@@ -8,11 +8,6 @@ from pathlib import PurePosixPath
 
 from tests.architecture.rules import Rule, Violation
 from tests.architecture.source_tree import PACKAGE, Module, SourceTree
-
-MAX_LINES = 400
-
-REFERENCES = {"asymcheck/store.py": 800}
-"""One class is the public interface: the docstrings of its methods are most of the module, and its code is calls."""
 
 EMPTY_NAMES = frozenset({"utils", "util", "helpers", "helper", "misc", "common", "manager"})
 
@@ -32,14 +27,6 @@ NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def modules_stay_small(tree: SourceTree) -> Iterator[Violation]:
-    """A shipped module of more than `MAX_LINES` lines, or than `REFERENCES` allows it."""
-    for module in tree.package:
-        most = REFERENCES.get(module.path, MAX_LINES)
-        if module.line_count > most:
-            yield Violation(module.path, most, f"{module.line_count} lines; at most {most}")
 
 
 def names_say_something(tree: SourceTree) -> Iterator[Violation]:
@@ -219,12 +206,6 @@ def suppressions_give_a_reason(tree: SourceTree) -> Iterator[Violation]:
 
 
 CONTENT_RULES = (
-    Rule(
-        "modules_stay_small",
-        "The class that is both API and engine is where code bases of this kind go wrong. At 400 lines a module has a "
-        "second subject; find it and give it a file.",
-        modules_stay_small,
-    ),
     Rule(
         "names_say_something",
         "A name that promises nothing attracts everything. Name the module for what is in it.",

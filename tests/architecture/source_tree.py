@@ -65,11 +65,6 @@ class Module:
         parts = PurePosixPath(self.path).with_suffix("").parts
         return ".".join(parts[:-1] if self.is_package else parts)
 
-    @property
-    def line_count(self) -> int:
-        """Newline-terminated lines, as `wc -l` counts them."""
-        return self.source.count("\n")
-
     @cached_property
     def imports(self) -> tuple[Import, ...]:
         """Every import anywhere in the file: at module level, in a function, under TYPE_CHECKING, by `import_module`.

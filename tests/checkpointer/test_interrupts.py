@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asymcheck.pipeline.interrupts import INTERRUPTS
+from asymcheck.pipeline.signals import INTERRUPTS
 from tests.checkpointer.loops import folder_for_rings
 from tests.zygote import REPOSITORY
 
+Interrupts = type(INTERRUPTS)
 POINTS = 150
 
 TRAINER = """
@@ -127,11 +132,12 @@ def called() -> Iterator[list[int]]:
 
 def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None:
     """All of them are called, in order, also when one raises; and then they are as they were."""
+    interrupts = Interrupts()
     handler = signal.getsignal(signal.SIGINT)
 
     def interrupted() -> None:
-        with INTERRUPTS:
-            with INTERRUPTS:
+        with interrupts:
+            with interrupts:
                 signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGUSR1)
             assert called == []
@@ -139,18 +145,91 @@ def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert called == [signal.SIGINT, signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGINT) is handler
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    interrupts.release(Holder())
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_that_the_program_sets_later_counts(called: list[int]) -> None:
+    """The next block defers it, and releasing puts it back, not the handler before it."""
+    later: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        later.append(number)
+
+    interrupts = Interrupts()
+    with interrupts:
+        pass
+    signal.signal(signal.SIGUSR1, note)
+    with interrupts:
+        signal.raise_signal(signal.SIGUSR1)
+        assert later == []
+    assert (later, called) == ([signal.SIGUSR1], [])
+    interrupts.release(Holder())
+    assert signal.getsignal(signal.SIGUSR1) is note
+
+
+def test_handlers_stay_replaced_while_a_checkpointer_is_open(called: list[int]) -> None:
+    """A capture does not set seven handlers anew: the first block does."""
+    interrupts, holder = Interrupts(), Holder()
+    interrupts.hold(holder)
+    handler = signal.getsignal(signal.SIGUSR1)
+    with interrupts:
+        replaced = signal.getsignal(signal.SIGUSR1)
+    interrupts.release(Holder())
+    assert replaced == signal.getsignal(signal.SIGUSR1) != handler
+    interrupts.release(holder)
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list[int]) -> None:
+    """``signal.siginterrupt(number, False)`` survives both replacements of the handler."""
+    interrupts = Interrupts()
+    signal.siginterrupt(signal.SIGUSR1, False)
+    with interrupts:
+        assert restarts(signal.SIGUSR1)
+    interrupts.release(Holder())
+    assert restarts(signal.SIGUSR1)
+    assert not restarts(signal.SIGINT)
+
+
+class Holder:
+    """An object that weak references can be made to."""
+
+
+def restarts(number: int) -> bool:
+    """Return whether the kernel restarts the system calls that a signal interrupts."""
+    before, after = os.pipe()
+
+    def write_later() -> None:
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        time.sleep(0.1)
+        os.write(after, b"x")
+
+    thread = threading.Thread(target=write_later)
+    libc = ctypes.CDLL(None, use_errno=True)
+    thread.start()
+    try:
+        # Not os.read(), which repeats the call by itself.
+        return bool(libc.read(before, ctypes.create_string_buffer(1), 1) == 1)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        thread.join()
+        os.close(before)
+        os.close(after)
 
 
 def test_they_come_where_they_are_let(called: list[int]) -> None:
     """Once; what has no handler of Python is left alone."""
-    with INTERRUPTS:
+    interrupts = Interrupts()
+    with interrupts:
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-        INTERRUPTS.come()
+        interrupts.come()
         signal.raise_signal(signal.SIGUSR1)
-        INTERRUPTS.come()
-        INTERRUPTS.come()
+        interrupts.come()
+        interrupts.come()
         assert called == [signal.SIGUSR1]
     assert called == [signal.SIGUSR1]

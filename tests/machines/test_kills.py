@@ -50,7 +50,7 @@ def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
     for _ in range(rounds):
         for path in tmp_path.glob("told-*.json"):
             path.unlink()
-        job = launch("trained", tmp_path, 200, world_size=2, PER_MACHINE=1, PATIENCE_S=60)
+        job = launch("trained", tmp_path, 200, world_size=2, PER_MACHINE=1)
         for rank in range(2):
             job.until(rank, f"told-{rank}.json")
         restored = check_restored(job, least)

@@ -44,7 +44,7 @@ def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int
         memory = tmp_path / f"memory-{rank}"
         memory.mkdir(exist_ok=True)
         machine = rank % stores
-        ranks = Ranks(rank, 2, keys, timeout_s=20.0, node=f"node-{machine}")
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{machine}")
         picky = Picky(room)
         weight = torch.zeros(3000)
         state = {"weight": weight, f"rank-{rank}": torch.ones(300), "picky": picky}

@@ -24,7 +24,7 @@ def failures(folder: Path) -> dict[str, object]:
     with opened(folder) as store:
         training = Training()
         state = training.state()
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30), on_error="warn") as ckpt, noted() as texts:
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60), on_error="warn") as ckpt, noted() as texts:
             training.train(0, 0)
             ckpt.save(0)
             training.train(1, 0)
@@ -45,7 +45,7 @@ def failures(folder: Path) -> dict[str, object]:
             training.train(4, 0)
             found["other steps"] = raised(lambda: ckpt.save(4 + RANK))
             found["told"] = list(texts)
-        late = ranks_of(folder, 30)
+        late = ranks_of(folder, 60)
         with checkpointer(folder, store, state, ranks=late, run="late", on_error="warn") as ckpt:
             ckpt.save(0)
             late.timeout_s = 1.5
@@ -78,7 +78,7 @@ def caught(folder: Path) -> dict[str, object]:
 
     with opened(folder) as store:
         found: dict[str, object] = {}
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30), on_checkpoint=refuse) as ckpt:
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60), on_checkpoint=refuse) as ckpt:
             refused |= {1} if RANK == 1 else {2}
             steps = []
             for step in range(7):
@@ -96,7 +96,7 @@ def caught(folder: Path) -> dict[str, object]:
             found["rolled back"] = [raised(ckpt.rollback), raised(lambda: ckpt.rollback().step)]
             refused |= {8} if RANK == 1 else set()
             found["saved"] = [raised(lambda: ckpt.save(8)), raised(lambda: ckpt.save(9).step)]
-        with checkpointer(folder, store, state, ranks=ranks_of(folder, 30)) as ckpt:
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60)) as ckpt:
             found["other steps"] = [raised(lambda: ckpt.restore(3 if RANK else None)), raised(lambda: ckpt.restore(3))]
             with noted() as texts:
                 ckpt.save(2)

@@ -118,7 +118,7 @@ def divergence(folder: Path) -> dict[str, object]:
     """A replica that changes on one rank alone."""
     with opened(folder) as store:
         training = Training()
-        with checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 30)) as ckpt, noted() as texts:
+        with checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60)) as ckpt, noted() as texts:
             for step in range(5):
                 training.train(step, 0)
                 if step == 3 and RANK == 1:
@@ -173,7 +173,7 @@ def killed(folder: Path) -> dict[str, object]:
         ckpt = checkpointer(folder, store, training.state(), ranks=ranks, on_error="warn")
         restored = ckpt.restore()
         # Processes may start at very different times; from here on they keep together.
-        ranks.timeout_s = 2.0
+        ranks.timeout_s = float(sys.argv[4])
         found = {"restored": None if restored is None else restored.step, "digest": training.digest(), "told": texts}
         tell(found)
         start = 0 if restored is None else restored.step + 1

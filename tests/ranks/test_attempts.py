@@ -50,7 +50,7 @@ def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged
     def restored(rank: int) -> tuple[Checkpoint | None, float]:
         state = {"w": torch.zeros(3000)}
         capture = CaptureConfig(ring_folder=str(tmp_path / "memory"))
-        ranks = Ranks(rank, 2, keys, timeout_s=20.0)
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0)
         with (
             Store.open(tmp_path / "store", config=CONFIG) as store,
             Checkpointer(store, state, capture=capture, ranks=ranks) as checkpointer,

@@ -56,7 +56,7 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
     chance = random.Random(7)
     least = -1
     for victim in (1, 0):
-        job = meeting.launch("killed", 2, tmp_path, "60")
+        job = meeting.launch("killed", 2, tmp_path, "60", "3")
         wait_for_one(tmp_path, least + 1)
         time.sleep(chance.random() * _SPAN_S)
         job.kill(victim)
@@ -68,7 +68,7 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
         check_restored(job, least)
         least = newest_complete(tmp_path)
 
-    job = meeting.launch("killed", 2, tmp_path, "3")
+    job = meeting.launch("killed", 2, tmp_path, "3", "60")
     told_last = job.wait()
     step = check_restored(job, least)
     assert not any("Lost" in text for one in told_last for text in cast(list[str], one["told"]))

@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 _TERMS = {"store": "a"}
 
 
-def ranks_of(store: KeyStore, world_size: int, timeout_s: float = 20.0) -> list[Ranks]:
+def ranks_of(store: KeyStore, world_size: int) -> list[Ranks]:
     """Return all ranks, with one store."""
-    return [Ranks(rank, world_size, store, timeout_s=timeout_s) for rank in range(world_size)]
+    return [Ranks(rank, world_size, store, timeout_s=60.0) for rank in range(world_size)]
 
 
 def each(count: int, work: Callable[[int], _T]) -> list[_T]:
@@ -35,10 +35,18 @@ def each(count: int, work: Callable[[int], _T]) -> list[_T]:
         return list(threads.map(work, range(count)))
 
 
-def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 20.0) -> list[Session]:
-    """Return the sessions of ranks that have found each other."""
-    ranks = ranks_of(store, world_size, timeout_s)
-    return each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 60.0) -> list[Session]:
+    """Return the sessions of ranks that have found each other; from then on they wait ``timeout_s`` for each other."""
+    ranks = ranks_of(store, world_size)
+    sessions = each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    set_timeout(sessions, timeout_s)
+    return sessions
+
+
+def set_timeout(sessions: list[Session], timeout_s: float) -> None:
+    """Let ranks wait this long for each other from now on."""
+    for session in sessions:
+        session._ranks.timeout_s = timeout_s
 
 
 def joined(reports: Sequence[bytes]) -> bytes:
@@ -168,7 +176,7 @@ def test_what_rank_0_cannot_decide_fails_for_all() -> None:
 
 def test_missing_ranks_are_named_on_all_others() -> None:
     """Also on those that began to wait before rank 0 did."""
-    sessions = sessions_of(dist.HashStore(), 4, timeout_s=0.3)
+    sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
 
     def work(number: int) -> tuple[int, ...]:
         with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not answer") as caught:
@@ -185,6 +193,7 @@ def test_a_rank_that_was_missing_is_waited_for_again() -> None:
         sessions[0].agree((1, 1), b"", joined, "test")
     with pytest.raises(RanksMissingError):
         sessions[1].agree((1, 1), b"", joined, "test")
+    set_timeout(sessions, 60.0)
     assert each(2, lambda rank: sessions[rank].agree((2, 1), b"%d" % rank, joined, "test")) == [b"0+1"] * 2
 
 
@@ -269,6 +278,7 @@ def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() 
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
     assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not answer")
     assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not answer")
+    set_timeout(sessions, 60.0)
     mismatch = "rank 0 saves step 1 where rank 1 saves step 2"
     for step in (2, 3):
         assert each(2, lambda rank: do(sessions[rank], step)) == [f"{step}+{step}"] * 2  # noqa: B023 - used at once
@@ -300,7 +310,7 @@ def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() 
 
 def test_rank_0_that_gives_up_what_it_has_begun_tells_all() -> None:
     """Those that have reported to it, and those that hear of it only now; and all are there for the next."""
-    sessions = sessions_of(dist.HashStore(), 3, timeout_s=2.0)
+    sessions = sessions_of(dist.HashStore(), 3)
     number, _ = sessions[0].begin("saves", 1, 1, lambda: None, "save of step 1")
     assert sessions[1].follow("saves", 1, "save of step 1") == (number, None)
     sessions[0].give_up(number, InvalidInputError("no memory"))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, StorageError, UnsupportedFormatError
 from asymcheck.format import layout
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.commit import remove
 from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.retention import Retention, Verdict, judge
 from asymcheck.recovery.describe import describe_by, known_line
 from asymcheck.recovery.line import Line

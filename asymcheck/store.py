@@ -48,8 +48,8 @@ from asymcheck.migration.tally import Moved
 from asymcheck.opened_store import OpenedStore
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
-from asymcheck.pipeline.commit import remove
 from asymcheck.pipeline.request import Place, SaveRequest
+from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.facts import Facts
 from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.policies.retention import Retention

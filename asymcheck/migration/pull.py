@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -18,22 +19,20 @@ from asymcheck.errors import (
     StorageError,
     TooManyFilesError,
 )
-from asymcheck.format.catalog import pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.head_records import pull_heads
 from asymcheck.migration.tally import Moved, Tally
-from asymcheck.pipeline.commit import enter, finish, take_back
-from asymcheck.pipeline.packing import Packing
+from asymcheck.pipeline.encoder import Encoder
+from asymcheck.pipeline.transaction import CommitTransaction
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.resolve import read_manifests
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
-from asymcheck.tiers.owners import hold, let_go
 from asymcheck.tiers.remote import RemoteTier
-from asymcheck.types import CheckpointRef, Digest, Progress
+from asymcheck.types import Digest, Progress
 
 _NO_OTHER_EITHER = (
     OutOfSpaceError,
@@ -142,80 +141,55 @@ def copy_one(
 
 
 class _Pull:
-    """One rank's part of a checkpoint on its way."""
+    """Copies one rank's part of a checkpoint."""
 
     def __init__(
         self, there: RemoteTier, here: NvmeTier, catalog: Catalog, tally: Tally, progress: Progress | None
     ) -> None:
-        self._there = there
-        self._here = here
-        self._catalog = catalog
-        self._packing = Packing(here, catalog)
-        self._tally = tally
-        self._progress = progress
+        self._there, self._here, self._catalog = there, here, catalog
+        self._tally, self._progress = tally, progress
         self._done = 0
         self._lock = threading.Lock()
 
     def carry_out(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
         """Fetch what the store lacks, and commit."""
         run, ref = listing.run, listing.ref
-        pin = pin_key(ref.save_id, name.rank)
-        published: CheckpointRef | None = None
-        hold(pin)
-        try:
+        # Frames are stored as they come: to encode them is for a save.
+        encoder = Encoder("off", "nvme")
+        with CommitTransaction(self._here, self._catalog, encoder, ref.save_id, name.rank) as transaction:
             data = self._there.manifests.read_bytes(run, ref, name)
             with Sources(self._there, Needs.of_manifests([manifest]), manifest.header.packs) as sources:
-                names = list(manifest.partitions())
-                self._fetch(sources, self._lacking(names), manifest)
-                enter(
-                    self._here,
-                    self._catalog,
-                    self._packing,
-                    names,
-                    pin,
-                    lambda lost: self._fetch(sources, self._lacking(sorted(lost)), manifest),
-                )
-            if not self._here.manifests.listing(run, ref).has(name.rank):
-                # What lay here before stays, whatever becomes of this: parts of it may be sound.
-                published = ref
-            self._here.manifests.publish(run, ref, name.rank, name.world_size, data)
-            finish(self._catalog, run, ref, name, len(data), pin)
-        except BaseException:
-            take_back(self._here, self._catalog, run, name.rank, published, pin)
-            raise
-        finally:
-            let_go(pin)
-            self._packing.abandon()
-        self._tally.packs += len(self._packing.packs)
-        self._tally.moved_bytes += self._packing.written_bytes
-        self._tally.plain_bytes += self._packing.written_bytes
-        self._tally.moved_partitions += len(self._packing.written)
-        self._tally.reused_partitions += len(self._packing.reused)
+                fetch_lacking = partial(self._fetch_lacking, transaction, sources, manifest.partitions())
+                fetch_lacking(names := list(manifest.partitions()))
+                transaction.seal(names, lambda lost: fetch_lacking(sorted(lost)))
+            # A manifest that was here before stays, whatever becomes of this: parts of it may be sound.
+            transaction.publish(run, ref, name.world_size, data, keep_existing=True)
+        packing = transaction.packing
+        self._tally.packs += len(packing.packs)
+        self._tally.moved_bytes += packing.written_bytes
+        self._tally.plain_bytes += packing.written_bytes
+        self._tally.moved_partitions += len(packing.written)
+        self._tally.reused_partitions += len(packing.reused)
 
-    def _lacking(self, names: Sequence[Digest]) -> list[Digest]:
-        """Claim partitions; return those that the store lacks, which must be fetched and written."""
-        return [name for name in names if self._packing.claim(name)]
-
-    def _fetch(self, sources: Sources, names: Collection[Digest], manifest: Manifest) -> None:
-        lengths = manifest.partitions()
-        total = sum(lengths[name] for name in names)
-        self._packing.expect(sum(frame_length(lengths[name]) for name in names))
+    def _fetch_lacking(
+        self, transaction: CommitTransaction, sources: Sources, lengths: Mapping[Digest, int], names: Sequence[Digest]
+    ) -> None:
+        lacking = [name for name in names if transaction.claim(name)]
+        total = sum(lengths[name] for name in lacking)
+        transaction.expect(sum(frame_length(lengths[name]) for name in lacking))
         self._done = 0
 
         def place(name: Digest, data: memoryview) -> None:
-            self._store(name, data)
+            transaction.write(FrameDescriptor.identity(name, len(data)), partial(self._write, data))
             if self._progress is not None:
                 with self._lock:
                     self._done += len(data)
                     self._progress(self._done, total)
 
-        if names:
-            fetch(sources, list(names), place, self._there.slots, self._there.config.slots)
+        if lacking:
+            fetch(sources, lacking, place, self._here.slots, self._here.config.slots)
 
-    def _store(self, name: Digest, data: memoryview) -> None:
-        def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
-            with self._here.slots.slot(len(data)) as slot:
-                slot.payload(len(data))[:] = data
-                writer.write(slot, descriptor)
-
-        self._packing.write(FrameDescriptor.identity(name, len(data)), write)
+    def _write(self, data: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+        with self._here.slots.slot(len(data)) as slot:
+            slot.payload(len(data))[:] = data
+            writer.write(slot, descriptor)

@@ -13,10 +13,10 @@ from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest, ManifestHeader
 from asymcheck.format.ring import COMPLETE
 from asymcheck.format.spans import ranks_in
-from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.ring_store import is_of_a_copy
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.tiers.dram_ring import (
     RingPack,
     RingReader,
@@ -210,24 +210,20 @@ def _adopt_one(
             problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
             adopted.append(Adopted(header.run, header.ref.step, None, problem))
         return
-    drain = Drain(tier, catalog, encoder, header.ref.save_id, header.rank)
+    transaction = RingTransaction(tier, catalog, encoder, header.ref.save_id, header.rank)
     try:
-        # Asked first, too: what has no place in the store need not be written at each start.
-        placing(header)
-        _check_line(tier, header)
-        _add_all(tier, drain, one)
-        ref = drain.commit(one.manifest, placing)
+        with transaction:
+            # Asked first, too: what has no place in the store need not be written at each start.
+            placing(header)
+            _check_line(tier, header)
+            _add_all(tier, transaction, one)
+            ref = transaction.commit_capture(one.manifest, partial(placing, header))
     except MissingPartitionError as error:
-        drain.abandon()
         adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
     except (FormatError, InvalidInputError) as error:
         # Nothing is wrong with the capture, but with the store, as with a head record: that may be mended.
-        drain.abandon()
         kept.rings.add(one.reader)
         adopted.append(Adopted(header.run, header.ref.step, None, f"{error}; {_STAYS}"))
-    except BaseException:
-        drain.abandon()
-        raise
     else:
         adopted.append(Adopted(header.run, header.ref.step, ref, ""))
 
@@ -253,16 +249,16 @@ def _is_same(one: ManifestHeader, other: ManifestHeader) -> bool:
     return (one.run, one.ref, one.world_size) == (other.run, other.ref, other.world_size)
 
 
-def _add_all(tier: NvmeTier, drain: Drain, one: _Found) -> None:
+def _add_all(tier: NvmeTier, transaction: RingTransaction, one: _Found) -> None:
     lengths, offsets = one.manifest.partitions(), one.reader.offsets()
-    drain.expect(sum(frame_length(length) for length in lengths.values()))
+    transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
     def add(name: Digest, _slot: Slot) -> None:
         found = one.reader.intact(offsets.get(name, []), name, lengths[name])
         if found is not None:
-            drain.add(name, lengths[name], one.reader.frame(found[0], lengths[name]))
+            transaction.add_frame(name, lengths[name], one.reader.frame(found[0], lengths[name]))
         else:
-            drain.reuse(name, lengths[name])
+            transaction.reuse(name, lengths[name])
 
     # They are written from where they lie.
     work_off(list(lengths), add, slots=tier.slots, payload_bytes=0, threads=tier.config.slots, name="adopt")

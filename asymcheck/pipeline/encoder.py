@@ -9,7 +9,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asymcheck.codecs.container import Segment, segment_of
 from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_derived, encode_planes
@@ -199,6 +199,11 @@ class Encoder:
             codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
             self._reasons.setdefault(contents.role, {})[codec] = move.why
         return encoded
+
+
+def encoding_record(reasons: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
+    """Return the part of a manifest's ``plan`` that tells people why tensors are stored so, by role and codec."""
+    return {"encoding": dict(reasons)} if reasons else {}
 
 
 def _is_no_original(base: Base | None, ratio: float) -> bool:

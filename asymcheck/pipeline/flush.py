@@ -21,8 +21,7 @@ from asymcheck.partition.originals import Originals
 from asymcheck.partition.plan import Partition
 from asymcheck.pipeline.bases import original_of
 from asymcheck.pipeline.encoder import Base, Contents, Encoder, contents_of
-from asymcheck.pipeline.mover import Mover
-from asymcheck.pipeline.packing import Packing
+from asymcheck.pipeline.transaction import CommitTransaction
 from asymcheck.tiers.nvme import NvmeTier, PackWriter, Slot, work_off
 from asymcheck.types import Digest
 
@@ -35,13 +34,14 @@ _SHOWN = 4
 class Flusher:
     """Writes partitions of one state, several in flight."""
 
-    def __init__(self, tier: NvmeTier, packing: Packing, encoder: Encoder, leaves: Sequence[Leaf]) -> None:
-        """Put partitions of ``leaves`` into the packs of ``packing``, as ``encoder`` says."""
+    def __init__(
+        self, tier: NvmeTier, transaction: CommitTransaction, encoder: Encoder, leaves: Sequence[Leaf]
+    ) -> None:
+        """Add partitions of ``leaves`` to ``transaction``; ``encoder`` tells which bases to look for."""
         self._encoder = encoder
-        self._mover = Mover(packing, tier.slots, encoder, "dram")
+        self._transaction = transaction
         self._dtypes = [leaf.dtype for leaf in leaves]
         self._tier = tier
-        self._packing = packing
         self._leaves = leaves
         self._lock = threading.Lock()
         # Copies that run at once take memory bandwidth from each other and from the device; half of the cores are
@@ -52,10 +52,11 @@ class Flusher:
         """Digest all partitions and write those that the store lacks; return their digests in order.
 
         Raises:
-            StorageError: the device refused; every pack of this save has been abandoned.
+            StorageError: the device refused.
+            TornCaptureError: the state changed meanwhile.
         """
         digests: list[Digest | None] = [None] * len(partitions)
-        self._packing.expect(sum(frame_length(partition.length, BLOCK_BYTES - 1) for partition in partitions))
+        self._transaction.expect(sum(frame_length(partition.length, BLOCK_BYTES - 1) for partition in partitions))
         left = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
@@ -91,22 +92,18 @@ class Flusher:
                     self._leaves[piece.row].release()
 
         before = self._versions()
-        try:
-            for numbers in (others, sorted(copies)):
-                work_off(
-                    numbers,
-                    store,
-                    slots=self._tier.slots,
-                    payload_bytes=max((partitions[number].length for number in numbers), default=0),
-                    threads=self._tier.config.slots,
-                    name="flush",
-                )
-            changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]
-            if changed:
-                raise _torn(changed)
-        except BaseException:
-            self._packing.abandon()
-            raise
+        for numbers in (others, sorted(copies)):
+            work_off(
+                numbers,
+                store,
+                slots=self._tier.slots,
+                payload_bytes=max((partitions[number].length for number in numbers), default=0),
+                threads=self._tier.config.slots,
+                name="flush",
+            )
+        changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]
+        if changed:
+            raise _torn(changed)
         return [name for name in digests if name is not None]
 
     def _versions(self) -> list[int | None]:
@@ -149,7 +146,7 @@ class Flusher:
             writer.write_in_place(lying, descriptor, slot)
 
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._mover.put(name, lying, contents, write, shift=_shift_of(lying))
+            is_new = self._transaction.add(name, lying, contents, write, shift=_shift_of(lying))
         if not np.array_equal(sample, before):
             raise _torn([self._leaves[partition.pieces[0].row]])
         return name
@@ -166,7 +163,7 @@ class Flusher:
     def _put(self, partition: Partition, number: int, slot: Slot, name: Digest, bases: Sequence[Base]) -> None:
         is_new, contents = True, self._contents(partition)
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._mover.put(name, slot.payload(partition.length), contents, partial(_write, slot), bases)
+            is_new = self._transaction.add(name, slot.payload(partition.length), contents, partial(_write, slot), bases)
 
     def _contents(self, partition: Partition) -> Contents:
         return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)

@@ -160,13 +160,13 @@ class Joint:
                 self._write_own(moving, writes)
             for number in moving.put_off:
                 writes.now(moving, number)
-            moving.drain.enter()
+            moving.transaction.seal_frames()
             place, is_void, metrics = self._all_stored(capture, at)
             at = (turn.number, _COMMITTED)
             self._take_from_others(moving, writes, is_void=is_void)
             elsewhere = self._replicas.elsewhere(capture)
-            ref = moving.drain.commit(moving.manifest, lambda _header: place, elsewhere, metrics)
-            self._all_committed(moving, at)
+            ref = moving.transaction.commit_capture(moving.manifest, lambda: place, elsewhere, metrics)
+            self._all_committed(capture, ref, at)
             moving.ref = ref
         except (RankFailedError, RanksMissingError):
             # All know.
@@ -189,7 +189,7 @@ class Joint:
         capture = moving.capture
         own = [number for number in moving.held if not self._replicas.is_of_other(capture, number)]
         moving.held = [number for number in moving.held if self._replicas.is_of_other(capture, number)]
-        moving.drain.expect(sum(frame_length(capture.partitions[number].length) for number in own))
+        moving.transaction.expect(sum(frame_length(capture.partitions[number].length) for number in own))
         writes.soon(moving, own)
         writes.wait(moving)
 
@@ -229,15 +229,14 @@ class Joint:
     def _take_from_others(self, moving: Moving, writes: Writes, *, is_void: bool) -> None:
         """Take what others have written; write what is not there, for then it was no copy."""
         for number in moving.held:
-            moving.drain.expect(frame_length(moving.capture.partitions[number].length))
+            moving.transaction.expect(frame_length(moving.capture.partitions[number].length))
             if writes.now(moving, number):
                 self._replicas.differs(moving.capture, number, is_void=is_void)
             else:
                 self._replicas.is_equal(moving.capture, number)
 
-    def _all_committed(self, moving: Moving, at: tuple[int, int]) -> None:
+    def _all_committed(self, capture: Capture, ref: CheckpointRef, at: tuple[int, int]) -> None:
         """Wait until the manifests of all ranks are there: from now on the checkpoint is durable."""
-        capture, ref = moving.capture, moving.drain.ref
 
         def decide(reports: Sequence[bytes]) -> bytes:
             # Of many ranks nearly all say the same: that nothing is to be said.
@@ -253,8 +252,7 @@ class Joint:
         is_outdated = bool(diverged) or not self._replicas.knows(capture)
         mine = {"is_outdated": is_outdated, "diverged": diverged, "pace": pace}
         said = self._committing.agree(at, json.dumps(mine).encode(), decide, self._what(capture, "commit"))
-        if ref is not None:
-            # Rank 0 tells of all: its output is the one that is looked at. Others, of what is theirs.
-            found, rank = json.loads(said), self._session.rank
-            told = found if self.is_first else [*diverged, *(one for one in found if one["owner"] == rank)]
-            capture.diverged = [Divergence(**one).text(self._manifests, self._run, ref) for one in told]
+        # Rank 0 tells of all: its output is the one that is looked at. Others, of what is theirs.
+        found, rank = json.loads(said), self._session.rank
+        told = found if self.is_first else [*diverged, *(one for one in found if one["owner"] == rank)]
+        capture.diverged = [Divergence(**one).text(self._manifests, self._run, ref) for one in told]

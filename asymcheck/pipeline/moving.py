@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from asymcheck.format.manifest import Manifest
 from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.tiers.dram_ring import RingSlot
 from asymcheck.types import CheckpointRef
 
@@ -14,10 +14,10 @@ from asymcheck.types import CheckpointRef
 class Moving:
     """One capture between ring and store."""
 
-    def __init__(self, capture: Capture, drain: Drain, *, streams: bool) -> None:
+    def __init__(self, capture: Capture, transaction: RingTransaction, *, streams: bool) -> None:
         """Begin to move; one that ``streams`` leaves the ring as it is written, and is never complete in it."""
         self.capture = capture
-        self.drain = drain
+        self.transaction = transaction
         self.streams = streams
         self.writes: list[Future[bool]] = []
         self.manifest: Manifest

@@ -16,12 +16,12 @@ from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.format.registry import CODEC_DERIVED
 from asymcheck.pipeline.bases import Bases
 from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.encoder import Base, Encoder
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.request import Place
 from asymcheck.pipeline.rows import Rows, manifest_header
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.threads import Workers
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
@@ -96,10 +96,11 @@ class RingFlusher:
         moving = self._moving.get(capture)
         if moving is None:
             bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
-            drain = Drain(self._tier, self._catalog, self._encoder, capture.request.save_id, capture.request.rank)
+            request = capture.request
+            transaction = RingTransaction(self._tier, self._catalog, self._encoder, request.save_id, request.rank)
             shared = sum(frame_length(capture.partitions[number].length) for number in capture.reused)
-            drain.expect(bytes_in_ring - shared)
-            moving = Moving(capture, drain, streams=bytes_in_ring > self._ring.header.data_bytes)
+            transaction.expect(bytes_in_ring - shared)
+            moving = Moving(capture, transaction, streams=bytes_in_ring > self._ring.header.data_bytes)
             self._moving[capture] = moving
             self._is_behind = self._comes_soon(capture)
             self._writers.hurry(is_behind=self._is_behind)
@@ -233,10 +234,10 @@ class RingFlusher:
             detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - told at the end
             with timed("write", slot.length, detail), self._bases_of(moving, number) as bases:
                 frame, contents = self._ring.frame(slot), capture.contents(number)
-                is_new = moving.drain.add(name, slot.length, frame, contents, bases, keep=False)
+                is_new = moving.transaction.add_frame(name, slot.length, frame, contents, bases, keep=False)
         with self._lock:
             if not moving.streams:
-                moving.drain.keep(name, slot.length, self._ring.frame(slot))
+                moving.transaction.keep(name, slot.length, self._ring.frame(slot))
                 moving.stored.append(number)
                 return is_new
         capture.slots[number] = None
@@ -273,7 +274,7 @@ class RingFlusher:
             moving.streams = True
             numbers, moving.stored = moving.stored, []
             put_off, moving.put_off, moving.held = [*moving.put_off, *moving.held], [], []
-            moving.drain.keep_none()
+            moving.transaction.keep_none()
         self._queue_postponed(moving)
         self._note_failure(moving)
         for number in numbers:
@@ -296,7 +297,7 @@ class RingFlusher:
             else:
                 self._commit_alone(moving)
         if capture.error is not None:
-            moving.drain.abandon()
+            moving.transaction.abort()
         elif moving.entry is not None:
             self._ring.mark_durable(moving.entry)
 
@@ -306,7 +307,7 @@ class RingFlusher:
         for number in moving.put_off:
             self.now(moving, number)
         with timed("commit", 0, capture.named):
-            moving.ref = moving.drain.commit(moving.manifest, lambda _header: self._placing(capture))
+            moving.ref = moving.transaction.commit_capture(moving.manifest, lambda: self._placing(capture))
 
     def soon(self, moving: Moving, numbers: Sequence[int]) -> None:
         """Begin to write partitions of a capture. For the commit thread, as the next two."""
@@ -334,7 +335,8 @@ class RingFlusher:
         """Give up what is not needed any more, and tell who waits."""
         capture = moving.capture
         capture.ref = None if capture.error is not None else moving.ref
-        capture.written_bytes, capture.new_bytes = moving.drain.written_bytes, moving.drain.new_bytes
+        packing = moving.transaction.packing
+        capture.written_bytes, capture.new_bytes = packing.written_bytes, packing.new_bytes
         del self._moving[capture]
         with self._lock:
             moving.settled = True

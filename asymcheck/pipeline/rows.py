@@ -47,11 +47,6 @@ def manifest_header(
     )
 
 
-def encoding_record(reasons: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
-    """Return what a manifest's ``plan`` says, for people, of why tensors are stored so, by role and codec."""
-    return {"encoding": dict(reasons)} if reasons else {}
-
-
 class Rows:
     """Makes the rows of manifests: tensors with where their bytes lie.
 

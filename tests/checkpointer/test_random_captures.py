@@ -23,7 +23,7 @@ from asymcheck.errors import (
     TornCaptureError,
 )
 from asymcheck.pipeline import capturer
-from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.pipeline.transfers import Transfers
 from asymcheck.tiers.dram_ring import Ring
 from tests.checkpointer.loops import CONFIG, copy_of, folder_for_rings
@@ -45,7 +45,12 @@ class Delays:
         self.often, self.most_s = 0.0, 0.0
         self.open = threading.Event()
         self.open.set()
-        for owner, name in ((Transfers, "copy"), (Ring, "complete"), (Drain, "add"), (Drain, "commit")):
+        for owner, name in (
+            (Transfers, "copy"),
+            (Ring, "complete"),
+            (RingTransaction, "add_frame"),
+            (RingTransaction, "commit_capture"),
+        ):
             monkeypatch.setattr(owner, name, self._late(getattr(owner, name)))
         monkeypatch.setattr(capturer, "copy_partition", self._late(capturer.copy_partition))
 

@@ -190,7 +190,7 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
         raise OutOfSpaceError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("asymcheck.pipeline.ring_flush.Drain", refuse)
+        patch.setattr("asymcheck.pipeline.ring_flush.RingTransaction", refuse)
         checkpointer.step(0)
         with pytest.raises(LostCheckpointError, match="no memory"):
             checkpointer.wait()

@@ -12,7 +12,7 @@ import pytest
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline import collect, commit, needed
+from asymcheck.pipeline import collect, needed, transaction
 from asymcheck.pipeline.packing import Packing
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import CheckpointFiles
@@ -51,7 +51,7 @@ def manifests_before_packs() -> None:
         return
 
     Packing.seal = seal  # type: ignore[method-assign]  # as above
-    commit._check_stored = lambda _names, _flusher: None
+    transaction._check_stored = lambda _names, _flusher: None
 
 
 def packs_before_manifests_in_deletion() -> None:

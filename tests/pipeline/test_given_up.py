@@ -16,12 +16,12 @@ from asymcheck.errors import StorageError, TornCaptureError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.joint import Joint
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.pipeline.ring_flush import RingFlusher
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.tiers.files import DESCRIPTORS
 from asymcheck.tiers.nvme import NvmeTier, PackWriter
 from asymcheck.tiers.owners import is_let_go, this_process
@@ -96,21 +96,21 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
     descriptor = FrameDescriptor.identity(digest(data), len(data))
     with Store.open(store_path) as store:
         tier, catalog, before = store._opened.nvme, store._opened.catalog(), set(DESCRIPTORS._open)
-        drain = Drain(tier, catalog, store._opened.encoder, new_save_id(), 0)
-        drain.expect(frame_length(len(data)))
+        transaction = RingTransaction(tier, catalog, store._opened.encoder, new_save_id(), 0)
+        transaction.expect(frame_length(len(data)))
         with tier.slots.slot(len(data)) as slot:
             slot.payload(len(data))[:] = data
-            drain.add(descriptor.digest, len(data), slot.stamp(descriptor, PackId(bytes(16)), 0))
+            transaction.add_frame(descriptor.digest, len(data), slot.stamp(descriptor, PackId(bytes(16)), 0))
         assert len(os.listdir(tier.packs)) == 1
         flusher = RingFlusher.__new__(RingFlusher)
         vars(flusher)["_joint"] = None
         capture = SimpleNamespace(error=error)
         capture.failing = partial(Capture.failing, cast(Capture, capture))
-        moving = SimpleNamespace(capture=capture, drain=drain, writes=[], put_off=[], entry=None)
+        moving = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
         # One that came through would end all tests, and not this one alone.
         with contextlib.suppress(KeyboardInterrupt):
             flusher._settle(cast(Moving, moving))
         assert capture.error is error
         assert os.listdir(tier.packs) == []
         assert before == DESCRIPTORS._open
-        assert is_let_go(drain._pin, this_process())
+        assert is_let_go(transaction._pin, this_process())

@@ -13,7 +13,7 @@ import torch
 
 import asymcheck
 from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
-from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.transaction import RingTransaction
 from tests.ranks.launched import RANK, checkpointer, noted, opened, ranks_of
 from tests.ranks.training import Training
 
@@ -110,15 +110,15 @@ def caught(folder: Path) -> dict[str, object]:
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Let packs not be entered."""
-    enter = Drain.enter
+    seal_frames = RingTransaction.seal_frames
 
-    def refused(_self: Drain) -> None:
+    def refused(_self: RingTransaction) -> None:
         message = "the disk of this test is full"
         raise OutOfSpaceError(message)
 
-    Drain.enter = refused  # type: ignore[method-assign]  # a fault
+    RingTransaction.seal_frames = refused  # type: ignore[method-assign]  # a fault
     yield
-    Drain.enter = enter  # type: ignore[method-assign]  # as above
+    RingTransaction.seal_frames = seal_frames  # type: ignore[method-assign]  # as above
 
 
 @contextlib.contextmanager

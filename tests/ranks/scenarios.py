@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import asymcheck
 from asymcheck.errors import AsymcheckError
-from asymcheck.pipeline.drain import Drain
+from asymcheck.pipeline.transaction import RingTransaction
 from tests.ranks.failing import caught, failures
 from tests.ranks.launched import RANK, Scenario, checkpointer, noted, opened, process_group, ranks_of
 from tests.ranks.training import Training, digest_of
@@ -213,7 +213,7 @@ def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[in
     ckpt.restore()
     note(folder, 0, train(0))
     ckpt.save(0)
-    Drain.enter = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
+    RingTransaction.seal_frames = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
     note(folder, 1, train(1))
     ckpt.step(1)
     ckpt.wait("dram")

@@ -21,8 +21,10 @@ from asymcheck.errors import (
 )
 from asymcheck.migration.pull import pull
 from asymcheck.pipeline.request import new_save_id
+from asymcheck.pipeline.transaction import CommitTransaction
+from asymcheck.tiers.nvme import ManifestFiles
 from asymcheck.tiers.remote import RemoteTier, parse_location
-from asymcheck.types import Part
+from asymcheck.types import CheckpointRef, Part
 from tests.cli.conftest import run_command
 from tests.remote.conftest import CONFIG, check_state, lose_packs, packs_of, save_steps, state_of
 
@@ -102,12 +104,23 @@ def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, m
     """Between the manifests that it writes, and within one: nothing of what was here is gone, and the next goes on."""
     lose_packs(pushed)
 
+    publish = ManifestFiles.publish
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for place in ("asymcheck.migration.pull.enter", "asymcheck.migration.pull.finish"):
+    def interrupted_later(
+        files: ManifestFiles, run: str, ref: CheckpointRef, rank: int, size: int, data: bytes
+    ) -> None:
+        publish(files, run, ref, rank, size, data)
+        raise KeyboardInterrupt
+
+    for owner, name, fault in (
+        (CommitTransaction, "seal", interrupted),
+        (ManifestFiles, "publish", interrupted_later),
+    ):
         with monkeypatch.context() as patched:
-            patched.setattr(place, interrupted)
+            patched.setattr(owner, name, fault)
             with Store.open(pushed, config=CONFIG, remote=folder) as opened, pytest.raises(KeyboardInterrupt):
                 opened.repair()
         with Store.open(pushed, config=CONFIG) as opened:

@@ -1,4 +1,4 @@
-"""Drains: what a capture takes from the store, and what it says when that cannot be had."""
+"""Ring transactions: partitions that a capture takes from the store, and the error when the store cannot give them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asymcheck.errors import (
     TruncatedError,
     UnsupportedFeatureError,
 )
-from asymcheck.pipeline.drain import Drain
 from asymcheck.pipeline.request import new_save_id
+from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Digest, PackId
 
@@ -44,13 +44,13 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         store.save({"w": torch.rand(100_000)}, step=0)
         (tensor,) = store.tensors()[1]
         name = Digest(bytes.fromhex(tensor.partitions[0].digest))
-        drains = [
-            Drain(store._opened.nvme, store._opened.catalog(), store._opened.encoder, new_save_id(), 0)
+        transactions = [
+            RingTransaction(store._opened.nvme, store._opened.catalog(), store._opened.encoder, new_save_id(), 0)
             for _ in range(2)
         ]
-        drains[0].reuse(name, tensor.partitions[0].length)
+        transactions[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
         with pytest.raises(told):
-            drains[1].reuse(name, tensor.partitions[0].length)
-        for drain in drains:
-            drain.abandon()
+            transactions[1].reuse(name, tensor.partitions[0].length)
+        for transaction in transactions:
+            transaction.abort()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck.errors import CaptureWarning
-from asymcheck.tiers.gpu_staging.cuda import cuda_link
+from asymcheck.tiers.gpu_staging import cuda_link
 
 DEVICE = torch.device("cuda", 1)
 

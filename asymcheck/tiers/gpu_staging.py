@@ -1,18 +1,107 @@
-"""CUDA: the link is a stream of its own, marks are events, and the ring's memory is pinned where it lies."""
+"""The GPU staging tier: a bounded buffer in the memory of a device, and the link that copies from there to the ring.
+
+A device works off two queues beside the program. One queue is the training's own, the other only copies. A *mark* is a
+point in either queue: everything that was queued before it. Only :meth:`Mark.wait` waits for a device.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
 from asymcheck.errors import CaptureWarning, warn_user
-from asymcheck.tiers.gpu_staging.link import Link, Mark
+from asymcheck.tiers.room import Room
 
+_ALIGNED_TO = 512
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Bytes of a staging buffer."""
+
+    memory: torch.Tensor
+    """uint8, as long as was asked for."""
+    start: int
+    """Bytes from the start of the buffer."""
+    taken: int
+    """Bytes of the buffer that it keeps."""
+
+
+class Staging:
+    """A buffer on one device. Thread-safe."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """Allocate ``size`` bytes now, and never more; none at all if the device has not got them."""
+        try:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.cuda.OutOfMemoryError:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._room = Room(0, self._buffer.numel())
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free."""
+        with self._lock:
+            return self._room.free_bytes
+
+    def take(self, length: int) -> Region | None:
+        """Return ``length`` bytes of the buffer; None when it has no such piece free."""
+        taken = max(1, -(-length // _ALIGNED_TO)) * _ALIGNED_TO
+        with self._lock:
+            start = self._room.take(taken)
+        return None if start is None else Region(self._buffer[start : start + length], start, taken)
+
+    def give_back(self, region: Region) -> None:
+        """Free a region, once. What was queued for the device may still write to it only if nothing reads it."""
+        with self._lock:
+            self._room.give_back(region.start, region.taken)
+
+
+class Mark(Protocol):
+    """A point in a queue of a device."""
+
+    def passed(self) -> bool:
+        """Tell whether the device has got there."""
+
+    def wait(self) -> None:
+        """Return when the device has got there. Releases the GIL."""
+
+    def seconds_after(self, earlier: Mark) -> float:
+        """Return the seconds from an earlier mark to this one, when both have passed."""
+
+
+class Link(Protocol):
+    """One device."""
+
+    def mark(self) -> Mark:
+        """Return the present point in the training's queue, of the calling thread."""
+
+    def queue(self, work: Callable[[], None], after: Mark) -> Mark:
+        """Let what ``work`` asks of the device go to the queue for copies, after a mark; return the mark of its end."""
+
+    def is_recorded(self) -> bool:
+        """Tell whether what the calling thread queues now is only recorded, to be done later: a CUDA graph."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Let what ``work`` asks of the device go to the training's queue."""
+
+    def pin(self, memory: memoryview) -> bool:
+        """Pin host memory, for copies at full speed and beside the program; return whether it is pinned."""
+
+    def unpin(self, memory: memoryview) -> None:
+        """Undo :meth:`pin`."""
+
+    def hold(self, until: Mark) -> None:
+        """Let nothing that is queued from now on in the training's queue begin before a mark; the program goes on."""
 
 
 class _CudaMark:
@@ -21,23 +110,19 @@ class _CudaMark:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Blocking: who waits sleeps, and does not spin on a core that the training needs.
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
-        self._event.record(torch.cuda.current_stream(device))
-
-    @property
-    def event(self) -> torch.cuda.Event:
-        return self._event
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
         with _on(self._device):
-            return bool(self._event.query())
+            return bool(self.event.query())
 
     def wait(self) -> None:
         with _on(self._device):
-            self._event.synchronize()
+            self.event.synchronize()
 
     def seconds_after(self, earlier: Mark) -> float:
-        return float(_event_of(earlier).elapsed_time(self._event)) / 1000
+        return float(_event_of(earlier).elapsed_time(self.event)) / 1000
 
 
 class _CudaLink:

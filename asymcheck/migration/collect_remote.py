@@ -13,7 +13,7 @@ from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.base_frames import bases_in
 from asymcheck.tiers.pack_index import digests_of
 from asymcheck.tiers.remote import RemoteTier
-from asymcheck.tiers.remote.files import Entry
+from asymcheck.tiers.remote.contract import Entry
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 

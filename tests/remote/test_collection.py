@@ -17,7 +17,8 @@ from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format import layout
 from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.remote import RemoteTier, parse_location
-from asymcheck.tiers.remote.files import Entry, RemoteFiles
+from asymcheck.tiers.remote.contract import Entry
+from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.types import PackId
 from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of
 

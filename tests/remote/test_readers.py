@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import ClosedStoreError, StorageError
-from asymcheck.tiers.remote.ahead import Readers
+from asymcheck.tiers.remote.packs import Readers
 from tests.zygote import REPOSITORY
 
 HANGS = """
@@ -49,7 +49,7 @@ def test_no_more_than_so_many_read_at_the_same_time() -> None:
             running -= 1
         return number
 
-    assert list(Readers(3, "test").map(read, range(30))) == list(range(30))
+    assert list(Readers(3).map(read, range(30))) == list(range(30))
     assert most == 3
 
 
@@ -61,7 +61,7 @@ def test_the_next_one_is_read_after_one_that_failed() -> None:
             raise StorageError("it cannot be read")
         return number
 
-    readers = Readers(1, "test")
+    readers = Readers(1)
     failing, other = readers.submit(read, 0), readers.submit(read, 1)
     with pytest.raises(StorageError, match="cannot be read"):
         failing.result(60)
@@ -76,7 +76,7 @@ def test_after_the_end_nothing_is_begun() -> None:
         begun.set()
         return released.wait(60)
 
-    readers = Readers(1, "test")
+    readers = Readers(1)
     first, second = readers.submit(read), readers.submit(read)
     assert begun.wait(60)
     readers.shutdown(cancel_futures=True)

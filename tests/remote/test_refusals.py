@@ -11,8 +11,7 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import ReadOnlyStoreError, RemoteUnreachableError, StorageError, TooManyFilesError
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.refusals import refusal
+from asymcheck.tiers.remote.files import RemoteFiles, refusal
 from tests.remote.conftest import CONFIG
 
 
@@ -49,7 +48,7 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
         opened.push(folder, 2)
     do: Callable[..., object] = RemoteFiles._do
 
-    def denied(_: object) -> object:
+    def denied() -> object:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def refused(self: RemoteFiles, action: str, path: PurePath, call: Callable[..., object], *rest: float) -> object:

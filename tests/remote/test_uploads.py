@@ -14,9 +14,10 @@ from asymcheck import Part, RemoteConfig, Store, StoreConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.pipeline.request import new_save_id
-from asymcheck.tiers.remote.deadline import Rate, within
+from asymcheck.tiers.remote.deadline import within
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.manifests import RemoteManifests
+from asymcheck.tiers.remote.pace import Rate
 from asymcheck.tiers.remote.ranges import Kept, Memory
 from asymcheck.types import CheckpointRef
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of

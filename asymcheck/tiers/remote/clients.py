@@ -1,22 +1,21 @@
-"""Clients: which pyarrow file system serves a location."""
+"""The client that serves a location: a folder, HDFS by hdfs-native, or a file system of pyarrow."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import importlib.util
-import os
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Literal, Protocol, cast
+from pathlib import PurePosixPath
+from typing import Literal, cast
 from urllib.parse import urlencode, urlsplit
 
-from pyarrow import NativeFile, fs
+from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.tiers.remote import hdfs_native, local
+from asymcheck.tiers.remote.contract import Client, Entry, Readable, Writable
 from asymcheck.tiers.remote.deadline import within
 from asymcheck.tiers.remote.location import RemoteLocation, unknown_scheme
 
@@ -26,95 +25,84 @@ _KNOCK_S = 3.0
 _INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH say where)"
 
 
-class Writable(Protocol):
-    """A file being written."""
+class PyarrowClient(Client):
+    """A file system of pyarrow: HDFS by libhdfs, or an object store."""
 
-    def write(self, data: bytes | memoryview) -> object:
-        """Write all of it."""
+    def __init__(self, filesystem: fs.FileSystem, kind: Literal["libhdfs", "other"], top: str) -> None:
+        self._filesystem = filesystem
+        self.kind = kind
+        self.top = top
 
-    def close(self) -> None:
-        """Make it complete."""
+    def look(self, path: str) -> Entry | None:
+        """Return what lies at a path; None when nothing does."""
+        info = self._filesystem.get_file_info(path)
+        if info.type == fs.FileType.NotFound:
+            self._check_root()
+            return None
+        return self._entry(info)
 
+    def _check_root(self) -> None:
+        """Make sure that nothing was found because nothing is there: libhdfs also says so when the NameNode is down."""
+        root = PurePosixPath(self.top).parts[0]
+        if self._filesystem.get_file_info(root).type == fs.FileType.NotFound:
+            raise RemoteUnreachableError(f"look at {self.top}: not even the root was found; is it reachable?")
 
-class Readable(Protocol):
-    """A complete file, read by position."""
+    def children(self, path: str) -> list[Entry]:
+        """Return what lies in a directory."""
+        return self._select(path, recursive=False)
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
+    def walk(self, path: str) -> list[Entry]:
+        """Return what lies in a directory and below, by one request where the file system can do that."""
+        return self._select(path, recursive=True)
 
-    def read_into(self, memory: memoryview, offset: int) -> int:
-        """Read from ``offset`` into ``memory``; return how many bytes, fewer at the end, and perhaps before."""
+    def _select(self, path: str, *, recursive: bool) -> list[Entry]:
+        found = self._filesystem.get_file_info(fs.FileSelector(path, recursive=recursive, allow_not_found=True))
+        if not found:
+            self._check_root()
+        return [self._entry(info) for info in found]
 
-
-class _ByPyarrow:
-    """One of pyarrow's files."""
-
-    def __init__(self, file: NativeFile) -> None:
-        self._file = file
-        self.size: int = file.size()
-
-    def read_into(self, memory: memoryview, offset: int) -> int:
-        self._file.seek(offset)
-        return int(self._file.readinto(memory))
-
-
-@dataclasses.dataclass(frozen=True)
-class Client:
-    """A pyarrow file system, and what it promises."""
-
-    filesystem: fs.FileSystem
-    """The file system."""
-    kind: Literal["local", "hdfs-native", "libhdfs", "other"]
-    """Which one it is."""
-    top: str
-    """What it calls the location: a path, or of others than these three, what pyarrow makes of the URI."""
-
-    def create(self, path: str) -> Writable:
-        """Open a new file for writing.
-
-        Of hdfs-native its own: through pyarrow each piece would be copied once more. In a folder what is written lasts.
-        """
-        if self.kind == "local":
-            return local.LastingFile(path)
-        if self.kind == "hdfs-native":
-            return cast("Writable", self.filesystem.handler.create(path))
-        return cast("Writable", self.filesystem.open_output_stream(path))
+    def _entry(self, info: fs.FileInfo) -> Entry:
+        # libhdfs leaves out what stands before a path; others have none that begins with a slash.
+        path = PurePosixPath(PurePosixPath(self.top).root, info.path)
+        is_file = info.type == fs.FileType.File
+        return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[Readable]:
-        """Open a file, for the block of a ``with`` or, with those that keep files, for longer."""
-        if self.kind == "hdfs-native":
-            yield self.filesystem.handler.open(path)
-            return
-        with self.filesystem.open_input_file(path) as file:
-            yield _ByPyarrow(file)
-
-    @property
-    def keeps_files(self) -> bool:
-        """Whether what was opened for reading may be kept for as long as one likes: nothing is held open for it."""
-        return self.kind == "hdfs-native"
-
-    @property
-    def removes_empty(self) -> bool:
-        """Whether it can remove a directory only if that is empty; pyarrow's own way takes what is in it, too."""
-        return self.kind in ("local", "hdfs-native")
-
-    def remove_empty(self, path: str) -> None:
-        """Remove a directory; one that is not empty stays."""
-        if self.kind == "hdfs-native":
-            self.filesystem.handler.remove_empty(path)
-            return
+        """Open a complete file."""
         try:
-            os.rmdir(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            file = self._filesystem.open_input_file(path)
+        except FileNotFoundError:
+            self._check_root()
+            raise
+        with file:
+            yield local.SeekableFile(file, file.size())
 
-    @property
-    def is_frank(self) -> bool:
-        """Whether "not found" means that; libhdfs says so, too, when the NameNode is down."""
-        return self.kind in ("local", "hdfs-native")
+    def create(self, path: str) -> Writable:
+        """Open a new file for writing."""
+        return cast("Writable", self._filesystem.open_output_stream(path))
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and those that lead to it."""
+        self._filesystem.create_dir(path, recursive=True)
+
+    def publish(self, source: str, target: str) -> bool:
+        """Rename a file. Most of these replace a target in silence: of two programs at once, the later one wins."""
+        if self.look(target) is not None:
+            return False
+        self.rename(source, target)
+        return True
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file."""
+        self._filesystem.move(source, target)
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        self._filesystem.delete_file(path)
+
+    def delete_empty(self, path: str) -> None:
+        """Do nothing: pyarrow removes a directory with its content, which another program may be writing."""
 
 
 def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
@@ -129,17 +117,17 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
     if location.scheme == "file":
         if options:
             raise InvalidInputError(f"location {location}: a local file system has no option {next(iter(options))!r}")
-        return Client(fs.LocalFileSystem(), "local", location.path)
+        return local.LocalClient(location.path)
     if location.scheme == "hdfs":
         has_native = importlib.util.find_spec("hdfs_native") is not None
         if config.client == "hdfs-native" and not has_native:
             raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
         _knock(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
-            return Client(_native(location, options), "hdfs-native", location.path)
-        return Client(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
+            return _native(location, options)
+        return PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
     filesystem, top = _by_pyarrow(location, options, config.deadline_s)
-    return Client(filesystem, "other", top)
+    return PyarrowClient(filesystem, "other", top)
 
 
 def _check_numbers(location: RemoteLocation, options: Mapping[str, str]) -> None:
@@ -196,9 +184,9 @@ def _knock(location: RemoteLocation, deadline_s: float) -> None:
         ) from error
 
 
-def _native(location: RemoteLocation, options: Mapping[str, str]) -> fs.FileSystem:
+def _native(location: RemoteLocation, options: Mapping[str, str]) -> Client:
     try:
-        return hdfs_native.connect(location.authority, options)
+        return hdfs_native.HdfsNativeClient(location.authority, location.path, options)
     except (OSError, ValueError, RuntimeError) as error:
         is_service = "No NameNode hosts found" in str(error)
         advice = "; without a port it is a name service: give the port, or the service's options" if is_service else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -55,23 +54,3 @@ def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
                 raise RemoteUnreachableError(f"{error}; attempt {number} of {config.attempts}") from error
         time.sleep(pause_s)
         number += 1
-
-
-class Rate:
-    """A limit on bytes a second, shared by threads."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        """Let through ``bytes_per_s``; None: all."""
-        self._bytes_per_s = bytes_per_s
-        self._free_at = time.monotonic()
-        self._lock = threading.Lock()
-
-    def wait(self, count: int) -> None:
-        """Return when ``count`` bytes may be sent."""
-        if self._bytes_per_s is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + count / self._bytes_per_s
-            pause = self._free_at - now
-        time.sleep(pause)

@@ -1,21 +1,22 @@
-"""The only door to a remote location: a small contract over pyarrow's file systems, every operation with a deadline.
+"""File operations at a remote location, the only door to it: each has a deadline, and the package's errors.
 
 Paths are those of the file system, below that of the location. Nothing here trusts a client further than this: a file
 that was written and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
+
+Clients have no error classes worth the name: hdfs-native gives OSError and RuntimeError, libhdfs what Java printed. So
+the text decides. Any other refusal means "unreachable": an error that stops, and is never taken for damage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import PurePath, PurePosixPath
 from typing import TypeVar
-
-from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import (
@@ -24,37 +25,31 @@ from asymcheck.errors import (
     ReadOnlyStoreError,
     RemoteUnreachableError,
     StorageError,
+    TooManyFilesError,
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.threads import begin
-from asymcheck.tiers.remote import local
-from asymcheck.tiers.remote.clients import Writable, connect
+from asymcheck.tiers.remote.clients import connect
+from asymcheck.tiers.remote.contract import Entry, Writable
 from asymcheck.tiers.remote.deadline import tried, within
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.pace import Pace
 from asymcheck.tiers.remote.ranges import Kept, Memory, read_range
-from asymcheck.tiers.remote.refusals import refusal
 
 _T = TypeVar("_T")
 
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One file or directory there."""
-
-    path: PurePosixPath
-    """Where it lies."""
-    is_file: bool
-    """Whether it is a file."""
-    size: int
-    """Bytes of a file; 0 for a directory."""
-    mtime_ns: int
-    """When it was last changed, nanoseconds since 1970-01-01 UTC by the clock there; 0 when nobody knows."""
-
-    def is_older(self, moment_ns: int) -> bool:
-        """Tell whether it was last changed by a moment, as far as anybody knows."""
-        return 0 < self.mtime_ns <= moment_ns
+_FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not enough space")
+_DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
+_SAFE_MODE = ("safemode", "safe mode")
+_DAMAGED = ("checksum",)
+_READS = ("look at ", "list ", "read ")
+_AWAY = {
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
+    *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
+    *(errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM),
+}
+"""What the kernel says when the server of a mounted file system, the network, or memory is not there."""
 
 
 class RemoteFiles:
@@ -83,14 +78,14 @@ class RemoteFiles:
         """Return what errors call a file."""
         return self.location.below(path.relative_to(self.top))
 
-    def _do(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], _T], seconds: float | None = None) -> _T:
+    def _do(self, action: str, path: PurePath, call: Callable[[], _T], seconds: float | None = None) -> _T:
         """Carry out one operation, in time or in so many seconds, with the package's errors.
 
         FileNotFoundError and FileExistsError pass: whether they are errors depends on the caller.
         """
         what = f"{action} {self.url(path)}"
         try:
-            return within(seconds or self.config.deadline_s, what, lambda: call(self._client.filesystem))
+            return within(seconds or self.config.deadline_s, what, call)
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
@@ -107,19 +102,7 @@ class RemoteFiles:
         Raises:
             RemoteUnreachableError: nobody knows.
         """
-        info = self._do("look at", path, lambda filesystem: filesystem.get_file_info(str(path)))
-        if info.type == fs.FileType.NotFound:
-            self._trust_nothing(path)
-            return None
-        return self._entry(info)
-
-    def _trust_nothing(self, path: PurePath) -> None:
-        """Make sure that nothing was found because nothing is there."""
-        if not self._client.is_frank:
-            top = self.top.parts[0]
-            found = self._do("look at", path, lambda filesystem: filesystem.get_file_info(top))
-            if found.type == fs.FileType.NotFound:
-                raise RemoteUnreachableError(f"look at {self.url(path)}: not even the root was found; is it reachable?")
+        return self._do("look at", path, partial(self._client.look, str(path)))
 
     def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
         """Return what lies in a directory, by name; with ``recursive`` also what lies below. Nothing if it is missing.
@@ -127,20 +110,12 @@ class RemoteFiles:
         Raises:
             RemoteUnreachableError: nobody knows.
         """
-        selector = fs.FileSelector(str(path), recursive=recursive, allow_not_found=True)
+        walk = self._client.walk if recursive else self._client.children
         try:
-            found = self._do("list", path, partial(_listed, selector))
+            found = self._do("list", path, partial(_unless_file, walk, str(path)))
         except FileNotFoundError:
-            found = []
-        if not found:
-            self._trust_nothing(path)
-        return sorted(map(self._entry, found), key=lambda entry: entry.path)
-
-    def _entry(self, info: fs.FileInfo) -> Entry:
-        # libhdfs leaves out what stands before a path; others have none that begins with a slash.
-        path = PurePosixPath(self.top.root, info.path)
-        is_file = info.type == fs.FileType.File
-        return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
+            return []
+        return sorted(found, key=lambda entry: entry.path)
 
     def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
@@ -151,7 +126,6 @@ class RemoteFiles:
         try:
             data, _ = self.read_range(path, 0, limit + 1)
         except FileNotFoundError:
-            self._trust_nothing(path)
             return None
         return bytes(data)
 
@@ -169,11 +143,11 @@ class RemoteFiles:
         """
         what = f"read {length} bytes from {offset} of"
         keeps = Kept() if kept is None else kept
+        read = partial(read_range, self._client, str(path), offset, length, keeps, memory)
 
         def attempt(seconds: float) -> tuple[memoryview, int]:
-            read = partial(read_range, self._client, str(path), offset, length, keeps, memory)
             try:
-                return self._do(what, path, lambda _: read(), seconds)
+                return self._do(what, path, read, seconds)
             except RemoteUnreachableError:
                 # The next one opens it anew.
                 keeps.file = None
@@ -189,35 +163,31 @@ class RemoteFiles:
             StorageError: there can be none: the location refuses, or a file is in the way.
         """
         try:
-            self._do("create directory", path, partial(_make_directory, path, is_local=self._client.kind == "local"))
+            self._do("create directory", path, partial(self._client.make_directory, str(path)))
         except (FileNotFoundError, FileExistsError) as error:
             message = f"{self.url(path)}: no directory can be created here ({error}); name another location"
             raise StorageError(message) from error
 
     def delete(self, path: PurePath) -> None:
         """Remove a file; one that is gone already is no error."""
-        self._unless_gone("remove", path, lambda filesystem: filesystem.delete_file(str(path)))
+        self._unless_gone("remove", path, partial(self._client.delete, str(path)))
 
-    def _unless_gone(self, action: str, path: PurePath, call: Callable[[fs.FileSystem], object]) -> bool:
+    def delete_empty(self, path: PurePath) -> None:
+        """Remove a directory if it is empty, and the client can promise that: another program may write into it."""
+        self._unless_gone("remove directory", path, partial(self._client.delete_empty, str(path)))
+
+    def _unless_gone(self, action: str, path: PurePath, call: Callable[[], object]) -> bool:
         """Do what needs something at ``path``; return False when nothing is there."""
         try:
             self._do(action, path, call)
         except FileNotFoundError:
             return False
         except StorageError:
-            # Of this it says "input/output error", and no more.
-            if self._client.kind != "libhdfs" or self.stat(path) is not None:
+            # Of this libhdfs says "input/output error", and no more.
+            if self.kind != "libhdfs" or self.stat(path) is not None:
                 raise
             return False
         return True
-
-    def delete_empty(self, path: PurePath) -> None:
-        """Remove a directory if it is empty: another program may be putting something into it.
-
-        Of the clients that can only remove it with all that is in it, it stays.
-        """
-        if self._client.removes_empty and not self.walk(path):
-            self._unless_gone("remove directory", path, lambda _: self._client.remove_empty(str(path)))
 
     def write(
         self, path: PurePath, pieces: Iterable[bytes | memoryview], written: Callable[[], None] | None = None
@@ -227,19 +197,19 @@ class RemoteFiles:
         ``written`` is called when the last of them was written, before the servers are asked to complete the file.
         What a failure leaves is a file of any length: it must never be renamed.
         """
-        file = self._do("create", path, lambda _: self._client.create(str(path)))
+        file = self._do("create", path, partial(self._client.create, str(path)))
         try:
             count = 0
             for piece in pieces:
                 began = time.perf_counter()
-                self._do("write to", path, partial(_write, file, piece))
+                self._do("write to", path, partial(file.write, piece))
                 self.pace.wrote(len(piece), time.perf_counter() - began)
                 count += len(piece)
                 emit("remote.piece_sent", path.name, len(piece))
             if written is not None:
                 written()
             began = time.perf_counter()
-            self._do("close", path, partial(_close, file))
+            self._do("close", path, file.close)
             self.pace.closed(time.perf_counter() - began)
         except BaseException:
             # Whoever collected it as garbage would close it, and wait with that for servers that may never answer.
@@ -248,30 +218,22 @@ class RemoteFiles:
         return count
 
     def publish(self, source: PurePath, target: PurePath) -> bool:
-        """Give a complete file its name; return False when that is taken.
+        """Give a complete file its name; when that is taken, remove the file and return False.
 
         libhdfs, most others behind pyarrow, and a folder without hard links, replace a file in silence: there it is
         looked for first, and of two programs that do this at once the later one wins.
         """
         try:
-            if self._client.kind == "local":
-                return self._do("rename", target, lambda _: local.publish(source, target))
-            if self._client.kind != "hdfs-native" and self.stat(target) is not None:
-                return False
-            self._do("rename", target, lambda filesystem: filesystem.move(str(source), str(target)))
+            if self._do("rename", target, partial(self._client.publish, str(source), str(target))):
+                return True
         except FileExistsError:
-            return False
-        return True
+            pass
+        self.delete(source)
+        return False
 
     def rename(self, source: PurePath, target: PurePath) -> bool:
         """Give a file another name that is free, in the same directory; return False when it is gone."""
-
-        def move(filesystem: fs.FileSystem) -> None:
-            filesystem.move(str(source), str(target))
-            if self._client.kind == "local":
-                local.sync(target.parent)
-
-        return self._unless_gone("rename", source, move)
+        return self._unless_gone("rename", source, partial(self._client.rename, str(source), str(target)))
 
     def put_small(self, path: PurePosixPath, data: bytes) -> bool:
         """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken.
@@ -282,12 +244,9 @@ class RemoteFiles:
 
         def attempt(temporary: PurePosixPath) -> bool:
             self._write_small(temporary, path, data)
-            if self.publish(temporary, path):
-                return True
-            self.delete(temporary)
-            return False
+            return self.publish(temporary, path)
 
-        return self.attempt(path, lambda: _temporary(path), attempt)
+        return self.attempt(path, attempt)
 
     def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
         """Do all that :meth:`put_small` does before the rename; return the temporary name.
@@ -300,7 +259,7 @@ class RemoteFiles:
             self._write_small(temporary, path, data)
             return temporary
 
-        return self.attempt(path, lambda: _temporary(path), attempt)
+        return self.attempt(path, attempt)
 
     def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> None:
         # With each attempt: whoever takes back what came to nothing may have removed it, when it was empty.
@@ -310,45 +269,29 @@ class RemoteFiles:
         if self.read_small(temporary, len(data)) != data:
             raise StorageError(f"{self.url(temporary)}: what was read back is not what was written")
 
-    def attempt(
-        self, path: PurePath, temporary_name: Callable[[], PurePosixPath], upload: Callable[[PurePosixPath], _T]
-    ) -> _T:
-        """Upload a file under a temporary name, and begin anew under another one when that fails.
+    def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
+        """Upload a file under a temporary, random name, and begin anew under another one when that fails.
 
         Raises:
             StorageError: it failed ``attempts`` times, or in a way that another attempt would not change.
         """
-        for number in range(1, self.config.attempts + 1):
-            temporary = temporary_name()
+        number = 1
+        while True:
+            temporary = path.with_name(f"{os.urandom(random_bytes).hex()}{layout.TEMPORARY}")
             try:
                 return upload(temporary)
-            except (StorageError, FileNotFoundError) as error:
+            except BaseException as error:
                 with contextlib.suppress(AsymcheckError):
                     self.delete(temporary)
-                final = isinstance(error, (ReadOnlyStoreError, OutOfSpaceError)) or number == self.config.attempts
-                if final:
+                if not isinstance(error, (StorageError, FileNotFoundError)):
+                    raise
+                if isinstance(error, (ReadOnlyStoreError, OutOfSpaceError)) or number >= self.config.attempts:
                     which = f"upload of {self.url(path)}, attempt {number} of {self.config.attempts}"
                     kind = type(error) if isinstance(error, StorageError) else StorageError
                     raise kind(f"{which}: {error}") from error
                 if isinstance(error, RemoteUnreachableError):
                     time.sleep(self.config.retry_s * 2 ** (number - 1))
-            except BaseException:
-                with contextlib.suppress(AsymcheckError):
-                    self.delete(temporary)
-                raise
-        raise StorageError(f"upload of {self.url(path)}: no attempt is allowed; RemoteConfig.attempts is too small")
-
-
-def _temporary(path: PurePosixPath) -> PurePosixPath:
-    return path.with_name(f"{os.urandom(8).hex()}{layout.TEMPORARY}")
-
-
-def _write(file: Writable, piece: bytes | memoryview, _: fs.FileSystem) -> None:
-    file.write(piece)
-
-
-def _close(file: Writable, _: fs.FileSystem) -> None:
-    file.close()
+            number += 1
 
 
 def _abandon(file: Writable) -> None:
@@ -356,14 +299,44 @@ def _abandon(file: Writable) -> None:
         file.close()
 
 
-def _listed(selector: fs.FileSelector, filesystem: fs.FileSystem) -> list[fs.FileInfo]:
+def _unless_file(walk: Callable[[str], list[Entry]], path: str) -> list[Entry]:
     try:
-        return list(filesystem.get_file_info(selector))
+        return walk(path)
     except NotADirectoryError:
         return []
 
 
-def _make_directory(path: PurePath, filesystem: fs.FileSystem, *, is_local: bool) -> None:
-    filesystem.create_dir(str(path), recursive=True)
-    if is_local:
-        local.sync_upwards(path)
+def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
+    """Return the error for what a client raised when it was to do ``what``."""
+    text = _short(str(error))
+    number = getattr(error, "errno", None)
+
+    def says(*signs: str) -> bool:
+        return any(sign in text.lower() for sign in signs)
+
+    kind: type[StorageError] = RemoteUnreachableError
+    advice = ""
+    if says(*_SAFE_MODE):
+        advice = "; HDFS is in safe mode: try again when it has left it"
+    elif number in (errno.ENOSPC, errno.EDQUOT) or says(*_FULL):
+        kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc on it"
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED):
+        if what.startswith(_READS):
+            # Who may not look knows nothing of what is there.
+            advice = "; this user may not look there"
+        else:
+            kind, advice = ReadOnlyStoreError, "; this user may not do that there"
+    elif number in (errno.EMFILE, errno.ENFILE):
+        kind, advice = TooManyFilesError, "; raise the limit of open files (ulimit -n)"
+    elif number == errno.ENOTDIR:
+        kind, advice = StorageError, "; a file is where a directory is meant: name another location"
+    elif number not in _AWAY and ((is_local and isinstance(error, OSError)) or says(*_DAMAGED)):
+        kind = StorageError
+    return kind(f"{what}: {text}{advice}")
+
+
+def _short(text: str) -> str:
+    """Return what comes before the stack: Java adds where it was when it failed, and that has any word in it."""
+    for sign in ("\\n\\tat ", "\n\tat "):
+        text = text.split(sign, 1)[0]
+    return " ".join(text.replace("\\n", " ").split())[:500] or "it gave no reason"

@@ -1,21 +1,20 @@
-"""HDFS by hdfs-native, which needs no Java: a handler that makes a pyarrow file system of its client.
+"""HDFS by hdfs-native, which needs no Java.
 
-The adapter through fsspec would do the same, but hands the client buffers that it copies a byte at a time: 16 MiB/s.
+Its adapter for fsspec hands the client buffers that it copies a byte at a time: 16 MiB/s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, cast
 
-import pyarrow as pa
-from pyarrow import fs
-
-from asymcheck.errors import StorageError
+from asymcheck.tiers.remote.contract import Client, Entry, Readable, Writable
 
 _NS_PER_MS = 1_000_000
 
@@ -28,24 +27,11 @@ _DEFAULTS = {
 }
 
 
-def connect(authority: str, options: Mapping[str, str]) -> fs.FileSystem:
-    """Return a file system of the NameNode, or name service, ``authority``.
-
-    Raises:
-        ImportError: hdfs-native is not installed.
-    """
-    native = importlib.import_module("hdfs_native")
-    return fs.PyFileSystem(_Handler(native, f"hdfs://{authority}", {**_DEFAULTS, **options}))
-
-
 class _Writer(io.RawIOBase):
     """A file being written; the client is fast for ``bytes`` only."""
 
     def __init__(self, inner: Any) -> None:  # noqa: ANN401 - the client has no types that are stable
         self._inner = inner
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
         view = memoryview(data)
@@ -64,13 +50,12 @@ class _Writer(io.RawIOBase):
                 self._inner.close = _nothing
 
 
-class Reader:
+class _Reader:
     """A complete file, read by position; threads may read together. It holds no connection: nobody closes it."""
 
     def __init__(self, inner: Any) -> None:  # noqa: ANN401 - as above
         self._inner = inner
         self.size: int = len(inner)
-        """Its bytes."""
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill ``memory`` from ``offset``, as far as the file goes; return the number of bytes."""
@@ -85,13 +70,13 @@ class Reader:
         return done
 
 
-_handlers: weakref.WeakSet[_Handler] = weakref.WeakSet()
-_inherited: list[_Handler] = []
+_clients: weakref.WeakSet[HdfsNativeClient] = weakref.WeakSet()
+_inherited: list[HdfsNativeClient] = []
 
 
 def _keep_in_child() -> None:
     """Let go of no client in a forked child: its threads are not there, and it would wait for them for ever."""
-    _inherited.extend(_handlers)
+    _inherited.extend(_clients)
 
 
 os.register_at_fork(after_in_child=_keep_in_child)
@@ -101,63 +86,71 @@ def _nothing() -> None:
     pass
 
 
-class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
-    """What pyarrow asks of a file system, by the client."""
+class HdfsNativeClient(Client):
+    """A directory in HDFS."""
 
-    def __init__(self, native: Any, url: str, options: Mapping[str, str]) -> None:  # noqa: ANN401 - as above
-        self._native = native
-        self._url = url
-        self._options = dict(options)
-        self._client = native.Client(url, self._options)
-        _handlers.add(self)
+    kind = "hdfs-native"
+    keeps_files = True
 
-    def get_type_name(self) -> str:
-        return "hdfs-native"
+    def __init__(self, authority: str, top: str, options: Mapping[str, str]) -> None:
+        """Connect to the NameNode, or name service, ``authority``.
 
-    def normalize_path(self, path: str) -> str:
-        return path
+        Raises:
+            ImportError: hdfs-native is not installed.
+        """
+        native: Any = importlib.import_module("hdfs_native")
+        self.top = top
+        options = {**_DEFAULTS, **options}
+        self._client = native.Client(f"hdfs://{authority}", options)
+        replication, block_size = (options.get(name) for name in ("dfs.replication", "dfs.blocksize"))
+        self._write_options = native.WriteOptions(
+            replication=None if replication is None else int(replication),
+            block_size=None if block_size is None else int(block_size),
+            create_parent=False,
+        )
+        _clients.add(self)
 
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        return [self._info(path) for path in paths]
-
-    def _info(self, path: str) -> fs.FileInfo:
+    def look(self, path: str) -> Entry | None:
+        """Return what lies at a path; None when nothing does."""
         try:
-            return _info_of(self._client.get_file_info(path))
+            return _entry(self._client.get_file_info(path))
         except FileNotFoundError:
-            return fs.FileInfo(path, fs.FileType.NotFound)
+            return None
 
-    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        try:
-            found = self._children(selector.base_dir)
-        except FileNotFoundError:
-            if not selector.allow_not_found:
-                raise
-            return []
-        # Not by the client's own recursion: that ends with an error where a directory goes that was listed before, so
-        # that all others would seem to be gone with it.
-        folders = [info.path for info in found if selector.recursive and info.type == fs.FileType.Directory]
-        while folders:
-            try:
-                below = self._children(folders.pop())
-            except FileNotFoundError:
-                continue
-            found += below
-            folders += [info.path for info in below if info.type == fs.FileType.Directory]
-        return found
+    def children(self, path: str) -> list[Entry]:
+        """Return what lies in a directory.
 
-    def _children(self, path: str) -> list[fs.FileInfo]:
-        return [_info_of(found) for found in self._client.list_status(path, recursive=False)]
+        The client's own recursion ends with an error where a directory goes that was listed before, so that all others
+        would seem to be gone with it.
+        """
+        return [_entry(found) for found in self._client.list_status(path, recursive=False)]
 
-    def create_dir(self, path: str, recursive: bool) -> None:  # noqa: FBT001 - pyarrow's way
-        self._client.mkdirs(path, create_parent=recursive)
+    def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
+        """Open a complete file: the NameNode is asked once where its blocks lie."""
+        return contextlib.nullcontext(_Reader(self._client.read(path)))
 
-    def delete_file(self, path: str) -> None:
+    def create(self, path: str) -> Writable:
+        """Open a new file for writing, which takes ``bytes`` as they are."""
+        return cast("Writable", _Writer(self._client.create(path, self._write_options)))
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and those that lead to it."""
+        self._client.mkdirs(path, create_parent=True)
+
+    def publish(self, source: str, target: str) -> bool:
+        """Rename a file; the NameNode refuses a target that exists."""
+        self.rename(source, target)
+        return True
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file."""
+        self._client.rename(source, target)
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
         self._client.delete(path)
 
-    def delete_dir(self, path: str) -> None:
-        raise StorageError(f"nobody asks to remove {path} with all that is in it")
-
-    def remove_empty(self, path: str) -> None:
+    def delete_empty(self, path: str) -> None:
         """Remove a directory; one that is not empty stays."""
         try:
             self._client.delete(path, recursive=False)
@@ -165,50 +158,7 @@ class _Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no ty
             if not any(sign in str(error) for sign in _NOT_EMPTY):
                 raise
 
-    def move(self, source: str, target: str) -> None:
-        """Rename; a target that exists is an error, which no look beforehand could promise."""
-        self._client.rename(source, target)
 
-    def open(self, path: str) -> Reader:
-        """Open a complete file for reading by position: the NameNode is asked once where its blocks lie."""
-        return Reader(self._client.read(path))
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        raise StorageError(f"nobody reads {path} through pyarrow")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        raise StorageError(f"nobody reads {path} through pyarrow")
-
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - pyarrow's
-        raise StorageError(f"nobody asks to empty {path} (missing_dir_ok={missing_dir_ok})")
-
-    def delete_root_dir_contents(self) -> None:
-        raise StorageError("nobody asks to empty the root")
-
-    def copy_file(self, source: str, target: str) -> None:
-        raise StorageError(f"HDFS copies no files ({source} to {target})")
-
-    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:  # noqa: ANN401, ARG002 - pyarrow's way
-        raise StorageError(f"nothing is appended to {path}: files here never change")
-
-    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:  # noqa: ANN401, ARG002 - pyarrow's way
-        return pa.PythonFile(self.create(path), mode="w")
-
-    def create(self, path: str) -> io.RawIOBase:
-        """Open a new file for writing, which takes ``bytes`` as they are."""
-        options = self._native.WriteOptions(
-            replication=_number(self._options.get("dfs.replication")),
-            block_size=_number(self._options.get("dfs.blocksize")),
-            create_parent=False,
-        )
-        return _Writer(self._client.create(path, options))
-
-
-def _info_of(found: Any) -> fs.FileInfo:  # noqa: ANN401 - the client has no types that are stable
-    kind = fs.FileType.Directory if found.isdir else fs.FileType.File
-    size = None if found.isdir else found.length
-    return fs.FileInfo(found.path, kind, size=size, mtime_ns=found.modification_time * _NS_PER_MS)
-
-
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)
+def _entry(found: Any) -> Entry:  # noqa: ANN401 - the client has no types that are stable
+    size = 0 if found.isdir else found.length
+    return Entry(PurePosixPath(found.path), not found.isdir, size, found.modification_time * _NS_PER_MS)

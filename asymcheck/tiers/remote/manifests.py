@@ -66,17 +66,14 @@ class RemoteManifests(ManifestReader):
         """
         path = self.directory(run, ref) / str(name)
         # One that is there already has the same bytes: their digest is in the name.
-        if staged is None or not self._publish_staged(staged, path):
+        try:
+            if staged is not None:
+                self._files.publish(staged, path)
+        except (StorageError, FileNotFoundError):
+            staged = None
+        if staged is None:
             self._files.put_small(path, data)
         emit("remote.manifest_renamed", str(name), len(data))
-
-    def _publish_staged(self, staged: PurePosixPath, path: PurePosixPath) -> bool:
-        try:
-            if not self._files.publish(staged, path):
-                self._files.delete(staged)
-        except (StorageError, FileNotFoundError):
-            return False
-        return True
 
     def publish_heads(self, heads: Sequence[HeadRecord]) -> None:
         """Publish those head records of a run that are not there.

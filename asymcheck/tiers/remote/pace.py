@@ -1,8 +1,9 @@
-"""Pace: what a remote location takes, measured by use: a stream, a file, and what a stream is given."""
+"""Throughput of a remote location: measured by use, and limited on request."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 _HALF_BYTES = 1 << 28
 """Older measurements count half after so many bytes."""
@@ -70,3 +71,23 @@ class Pace:
         """What one more file costs."""
         with self._lock:
             return self._close_s
+
+
+class Rate:
+    """A limit on bytes a second, shared by threads."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        """Let through ``bytes_per_s``; None: all."""
+        self._bytes_per_s = bytes_per_s
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def wait(self, count: int) -> None:
+        """Return when ``count`` bytes may be sent."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + count / self._bytes_per_s
+            pause = self._free_at - now
+        time.sleep(pause)

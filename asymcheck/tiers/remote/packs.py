@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import PurePosixPath
+from typing import Any, ParamSpec, TypeVar
 
-from asymcheck.errors import MissingPartitionError, TruncatedError
+from asymcheck.errors import ClosedStoreError, MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
+from asymcheck.threads import begin, carry_out
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.ranges import Kept, Memory
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import PackId
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _OverThere:
@@ -65,6 +72,53 @@ class _Piece:
     end: int
     frames: set[int]
     loading: Future[memoryview] | None = None
+
+
+class Readers(Executor):
+    """Threads that end when nothing is left to do, or with the process.
+
+    Those of concurrent.futures are joined before it ends, however long a location takes to answer.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Do so many things at the same time."""
+        self._free = count
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+        self._is_shut = False
+
+    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Begin ``call`` when it is its turn.
+
+        Raises:
+            ClosedStoreError: after the end.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._is_shut:
+                raise ClosedStoreError("the location was closed while something was read from it")
+            self._waiting.append((future, partial(call, *args, **kwargs)))
+            if self._free:
+                begin(self._work, "read-ahead")
+                self._free -= 1
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                future, call = self._waiting.popleft()
+            carry_out(future, call)
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it; nobody waits
+        """Begin nothing more; what has begun ends as it may."""
+        with self._lock:
+            self._is_shut = True
+            left = list(self._waiting) if cancel_futures else []
+        for future, _ in left:
+            future.cancel()
 
 
 class ReadAhead:

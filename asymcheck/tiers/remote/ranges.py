@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from asymcheck.tiers.remote.clients import Client, Readable
+from asymcheck.tiers.remote.contract import Client, Readable
 from asymcheck.tiers.slots import Slot
 
 

@@ -23,13 +23,12 @@ from asymcheck.format import layout, registry
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.reading import StoreTier
-from asymcheck.tiers.remote.ahead import Readers
-from asymcheck.tiers.remote.deadline import Rate
-from asymcheck.tiers.remote.files import Entry, RemoteFiles
+from asymcheck.tiers.remote.contract import Entry
+from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.manifests import RemoteManifests
-from asymcheck.tiers.remote.pace import Pace
-from asymcheck.tiers.remote.packs import ReadAhead, RemotePack, read_pack_index
+from asymcheck.tiers.remote.pace import Pace, Rate
+from asymcheck.tiers.remote.packs import ReadAhead, Readers, RemotePack, read_pack_index
 from asymcheck.tiers.remote.ranges import Memory
 from asymcheck.tiers.remote.upload import PackUpload
 from asymcheck.tiers.slots import SlotPool
@@ -68,7 +67,7 @@ class RemoteTier(StoreTier):
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self.manifests = RemoteManifests(self.files, self._top)
         self.slots = SlotPool(config.slots, config.partition_bytes)
-        self._reading = Readers(config.remote.reads, "read-ahead")
+        self._reading = Readers(config.remote.reads)
         self._ahead = ReadAhead(self._reading, Memory(config.remote.piece_bytes, config.remote.reads))
 
     @property

@@ -7,8 +7,11 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import wait
+from functools import partial
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,13 +20,15 @@ from asymcheck.errors import FormatError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header
-from asymcheck.tiers.remote.ahead import ahead
-from asymcheck.tiers.remote.deadline import Rate
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_length
+from asymcheck.threads import begin
 from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.tiers.remote.pace import Rate
 from asymcheck.tiers.remote.packs import read_pack_index
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import PackId
+
+_T = TypeVar("_T")
 
 ReadFrame = Callable[[int, Slot], FrameDescriptor]
 """Puts payload and padding of the frame with that place in the plan where they belong, checked."""
@@ -39,8 +44,7 @@ class PackPlan:
     @property
     def index_offset(self) -> int:
         """Where the last frame ends."""
-        last = self.entries[-1]
-        return int(last["offset"]) + frame_length(int(last["stored_length"]))
+        return int(self.entries[-1]["offset"]) + entry_length(self.entries[-1])
 
     def pieces(self, size: int) -> list[tuple[range, int]]:
         """Cut the pack into pieces of at most ``size`` bytes, or of one frame: which frames, and the bytes of each.
@@ -98,41 +102,28 @@ class PackUpload:
         final = self._packs / layout.pack_name(header.pack_id)
 
         def attempt(temporary: PurePosixPath) -> None:
-            self._attempt(temporary, final, header, plan, read, sent, written)
+            emit("remote.pack_begun", temporary.name)
+            with contextlib.ExitStack() as turn:
+                turn.enter_context(self._streams)
+                turn.callback(written)
+                # Read ahead: the device and the location are busy at the same time.
+                with contextlib.closing(ahead(self._pieces(header, plan, read, sent))) as pieces:
+                    count = self._files.write(temporary, pieces, turn.close)
+            emit("remote.pack_closed", temporary.name, count)
+            self._check(temporary, header, plan, count)
+            emit("remote.pack_checked", temporary.name)
+            # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
+            self._files.publish(temporary, final)
+            emit("remote.pack_renamed", final.name, count)
 
-        self._files.attempt(final, lambda: self._packs / f"{os.urandom(16).hex()}{layout.TEMPORARY}", attempt)
+        self._files.attempt(final, attempt, random_bytes=16)
         return header, plan.entries
 
-    def _attempt(
-        self,
-        temporary: PurePosixPath,
-        final: PurePosixPath,
-        header: PackHeader,
-        plan: PackPlan,
-        read: ReadFrame,
-        sent: Callable[[int], None],
-        written: Callable[[], None],
-    ) -> None:
-        index = encode_index(header.pack_id, plan.entries)
-        emit("remote.pack_begun", temporary.name)
-        with contextlib.ExitStack() as turn:
-            turn.enter_context(self._streams)
-            turn.callback(written)
-            # Read ahead: the device and the location are busy at the same time.
-            with contextlib.closing(ahead(self._pieces(header, index, plan, read, sent), "push-read")) as pieces:
-                count = self._files.write(temporary, pieces, turn.close)
-        emit("remote.pack_closed", temporary.name, count)
-        self._check(temporary, header, plan, count)
-        emit("remote.pack_checked", temporary.name)
-        # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
-        if not self._files.publish(temporary, final):
-            self._files.delete(temporary)
-        emit("remote.pack_renamed", final.name, count)
-
     def _pieces(
-        self, header: PackHeader, index: bytes, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]
+        self, header: PackHeader, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]
     ) -> Iterator[bytes]:
         """Yield the bytes of a pack; each frame is read where it lies in its piece, which is copied once."""
+        index = encode_index(header.pack_id, plan.entries)
         groups = plan.pieces(self._files.config.piece_bytes)
         memory = Slot(max(length for _, length in groups)).memory
         memory[: registry.BLOCK_BYTES] = encode_pack_header(header)
@@ -159,16 +150,25 @@ class PackUpload:
             raise StorageError(f"{where}: {header.pack_length} bytes were to be written, {size} are there")
         try:
             back = read_pack_index(self._files, temporary, header.pack_id)
-            same = back.damage is None and back.header == header and back.entries.tobytes() == plan.entries.tobytes()
-            if same and self._files.config.read_back:
-                self._check_frames(temporary, header, plan)
+            if back.damage or back.header != header or back.entries.tobytes() != plan.entries.tobytes():
+                raise StorageError(f"{where}: header and index were read back other than they were written")
+            for sequence, entry in enumerate(plan.entries if self._files.config.read_back else ()):
+                data, _ = self._files.read_range(temporary, int(entry["offset"]), entry_length(entry))
+                check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
         except FormatError as error:
             raise StorageError(f"{where}: it was read back with damage: {error}") from error
-        if not same:
-            raise StorageError(f"{where}: header and index were read back other than they were written")
 
-    def _check_frames(self, temporary: PurePosixPath, header: PackHeader, plan: PackPlan) -> None:
-        for sequence, entry in enumerate(plan.entries):
-            length = frame_length(int(entry["stored_length"]))
-            data, _ = self._files.read_range(temporary, int(entry["offset"]), length)
-            check_frame(data, header.pack_id, sequence, f"frame {sequence} of {self._files.url(temporary)}")
+
+def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
+    """Yield what ``items`` yields, made by threads, one ahead. Close it: then no thread makes anything any more.
+
+    Raises:
+        AsymcheckError: what ``items`` raised, in its place.
+    """
+    made = begin(partial(next, items, None), "push-read")
+    try:
+        while (item := made.result()) is not None:
+            made = begin(partial(next, items, None), "push-read")
+            yield item
+    finally:
+        wait([made])

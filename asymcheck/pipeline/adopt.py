@@ -22,7 +22,7 @@ from asymcheck.tiers.dram_ring import (
     RingReader,
     left_rings,
     open_left,
-    remove_unmade,
+    remove_unread,
     run_of,
     wait_for_left,
 )
@@ -113,7 +113,7 @@ def _taken(
         except FileNotFoundError:
             continue
         except FormatError as error:
-            if not remove_unmade(path):
+            if remove_unread(path) == "damaged":
                 adopted.append(Adopted(None, None, None, f"{error}; {_STAYS}"))
             continue
         if reader is not None and is_of_a_copy(tier, reader.header.store):

@@ -14,7 +14,7 @@ from asymcheck.format import layout, registry
 from asymcheck.pipeline.needed import NamedCheckpoint, Needed, is_gone
 from asymcheck.pipeline.repack import plan_repack, repack
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.nvme.pins import DeadPins
+from asymcheck.tiers.nvme.catalog import DeadPins
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asymcheck.pipeline.ring_store import is_gone as is_store_gone
 from asymcheck.pipeline.ring_store import is_of_a_copy
-from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unmade, remove_unread
+from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef
 
@@ -60,7 +60,7 @@ def _is_stored(tier: NvmeTier, run: str, ref: CheckpointRef, rank: int) -> bool:
 def _remove(ring: RingFile) -> bool:
     """Remove a ring that nobody uses; return whether it is gone."""
     if ring.problem:
-        return remove_unmade(ring.path) if ring.is_unmade else remove_unread(ring.path)
+        return remove_unread(ring.path, damaged=not ring.is_unmade) != "used"
     try:
         reader = open_left(ring.path)
     except FileNotFoundError:

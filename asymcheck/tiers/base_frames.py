@@ -33,10 +33,9 @@ def bases_in(entries: Entries) -> dict[Digest, Digest]:
 
 
 class BaseFrames:
-    """The bases of a store, found when the first is asked for. Thread-safe."""
+    """The bases in the packs of ``tier``, found when the first is asked for. Thread-safe."""
 
     def __init__(self, tier: ReadTier) -> None:
-        """Look into the packs of ``tier``."""
         self._tier = tier
         self._places: dict[Digest, list[tuple[PackId, int]]] | None = None
         self._listed: set[PackId] = set()
@@ -75,20 +74,19 @@ class BaseFrames:
             return list(self._places[name])
 
     def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        self._listed, places = set(self._tier.pack_ids()), self._found()
-        for _ in range(_ATTEMPTS - 1):
+        places: dict[Digest, list[tuple[PackId, int]]] = {}
+        for _ in range(_ATTEMPTS):
+            # A base that is missing may have been copied meanwhile into a pack that was not listed yet.
             now = set(self._tier.pack_ids())
-            if all(places.values()) or self._listed >= now:
+            if self._listed >= now:
                 break
-            # One that is missing may have been copied meanwhile into a pack that was not listed yet.
-            self._listed, places = now, self._found()
+            self._listed = now
+            packs = self._packs(self._tier.pack_ids())
+            names = {name for _, pack in packs for name in bases_in(pack.entries).values()}
+            places = self._lying(names, self._tier.pack_ids()) if names else {}
+            if all(places.values()):
+                break
         return places
-
-    def _found(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        names: set[Digest] = set()
-        for _, pack in self._packs(self._tier.pack_ids()):
-            names.update(bases_in(pack.entries).values())
-        return self._lying(names, self._tier.pack_ids()) if names else {}
 
     def _lying(self, names: set[Digest], pack_ids: Iterable[PackId]) -> dict[Digest, list[tuple[PackId, int]]]:
         places: dict[Digest, list[tuple[PackId, int]]] = {name: [] for name in names}

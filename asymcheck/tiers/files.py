@@ -106,8 +106,8 @@ class Files:
 
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is gone already is no error."""
-        with translated("remove", path), contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        with translated("remove", path):
+            path.unlink(missing_ok=True)
 
     def make_directory(self, path: Path) -> bool:
         """Create a directory; return False when it exists already. The caller syncs the parent."""
@@ -283,10 +283,9 @@ def unlock(descriptor: int) -> None:
 def is_same_file(descriptor: int, path: Path) -> bool:
     """Tell whether ``path`` still names the file that is open as ``descriptor``."""
     try:
-        here, there = os.fstat(descriptor), path.stat()
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 class Descriptors:
@@ -297,7 +296,6 @@ class Descriptors:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._open: set[int] = set()
         # Reentrant: a signal handler may fork, or close a file, while the main thread opens another one.
         self._forking = threading.RLock()

@@ -87,32 +87,33 @@ class SmallFiles(Protocol):
 
 
 class ManifestReader:
-    """The folders ``manifests`` and ``heads`` of a store."""
+    """The folders ``manifests`` and ``heads`` below ``root``, a store or a location."""
 
-    def __init__(self, small: SmallFiles, root: PurePath) -> None:
-        """Read below ``root``, the store."""
-        self._small = small
-        self._below = root
+    def __init__(self, files: SmallFiles, root: PurePath) -> None:
+        self._files = files
+        self._root = root
+
+    def _names(self, path: PurePath) -> list[str]:
+        """Return the names in a folder of the store."""
+        return self._files.list(path)
 
     def runs(self) -> list[str]:
         """Return the names of all runs that have a folder."""
-        names = {*self._small.list(self._below / layout.MANIFESTS), *self._small.list(self._below / layout.HEADS)}
+        names = {*self._names(self._root / layout.MANIFESTS), *self._names(self._root / layout.HEADS)}
         return sorted(name for name in names if layout.is_run(name))
 
     def checkpoints(self, run: str) -> list[CheckpointFiles]:
         """Return all checkpoints of a run that have at least one manifest, oldest first."""
-        found = []
-        for directory in self._small.list(self._below / layout.MANIFESTS / run):
-            ref = layout.parse_checkpoint_name(directory)
-            if ref is not None:
-                listing = self.listing(run, ref)
-                if listing.manifests:
-                    found.append(listing)
-        return sorted(found, key=lambda listing: listing.ref)
+        listings = (self.listing(run, ref) for ref in self.refs(run))
+        return [listing for listing in listings if listing.manifests]
+
+    def empty(self, run: str) -> list[CheckpointRef]:
+        """Return the checkpoints whose folder holds no manifest."""
+        return [ref for ref in self.refs(run) if not self.listing(run, ref).manifests]
 
     def refs(self, run: str) -> list[CheckpointRef]:
         """Return the checkpoints of a run that have a folder, oldest first, by one listing."""
-        found = map(layout.parse_checkpoint_name, self._small.list(self._below / layout.MANIFESTS / run))
+        found = map(layout.parse_checkpoint_name, self._names(self._root / layout.MANIFESTS / run))
         return sorted(ref for ref in found if ref is not None)
 
     def newest(self, run: str, generation: int, before: SaveId | None = None) -> CheckpointRef | None:
@@ -121,7 +122,7 @@ class ManifestReader:
         With ``before`` only those whose save was begun before that one.
         """
         # Their names sort as they do, so that a save does not take every name of a long run apart.
-        for name in reversed(self._small.list(self._below / layout.MANIFESTS / run)):
+        for name in reversed(self._names(self._root / layout.MANIFESTS / run)):
             ref = layout.parse_checkpoint_name(name) if name.startswith(f"{generation:08d}-") else None
             if ref is None or (before is not None and ref.save_id >= before):
                 continue
@@ -131,10 +132,11 @@ class ManifestReader:
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return what lies in the folder of one checkpoint."""
-        return listed(run, ref, self._small.list(self._folder(run, ref)))
+        return listed(run, ref, self._names(self.directory(run, ref)))
 
-    def _folder(self, run: str, ref: CheckpointRef) -> PurePath:
-        return self._below / layout.MANIFESTS / run / layout.checkpoint_name(ref)
+    def directory(self, run: str, ref: CheckpointRef) -> PurePath:
+        """Return the folder of a checkpoint."""
+        return self._root / layout.MANIFESTS / run / layout.checkpoint_name(ref)
 
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
         """Read one manifest and check it against its path.
@@ -157,16 +159,12 @@ class ManifestReader:
         run, ref, alike = listing.run, listing.ref, Alike()
         found: list[Manifest] = []
         files: list[tuple[bytes, str]] = []
-        nbytes = 0
         for name in listing.manifests:
-            data = self.read_bytes(run, ref, name)
-            files.append((data, _where(run, ref, name)))
-            nbytes += len(data)
-            if len(files) == _AT_ONCE or nbytes > _BYTES_AT_ONCE:
+            files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
+            if len(files) == _AT_ONCE or sum(len(data) for data, _ in files) > _BYTES_AT_ONCE:
                 found += decode_manifests(files, alike)
-                files, nbytes = [], 0
-        if files:
-            found += decode_manifests(files, alike)
+                files = []
+        found += decode_manifests(files, alike) if files else []
         for manifest, name in zip(found, listing.manifests, strict=True):
             _check_path(manifest, run, ref, name)
         return found
@@ -179,7 +177,7 @@ class ManifestReader:
             ChecksumError, LimitError: the content is not what the name says.
         """
         where = _where(run, ref, name)
-        data = self._small.read_small(self._folder(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
+        data = self._files.read_small(self.directory(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
         if data is None:
             raise MissingPartitionError(f"{where} is gone")
         if len(data) > registry.MANIFEST_BYTES_MAX:
@@ -188,14 +186,9 @@ class ManifestReader:
             raise ChecksumError(f"{where}: the content does not have the digest in the name")
         return data
 
-    def empty(self, run: str) -> list[CheckpointRef]:
-        """Return the checkpoints whose folder holds no manifest."""
-        refs = map(layout.parse_checkpoint_name, self._small.list(self._below / layout.MANIFESTS / run))
-        return [ref for ref in refs if ref is not None and not self.listing(run, ref).manifests]
-
     def heads(self, run: str) -> list[int]:
         """Return the generations that have a head record, in order."""
-        numbers = map(layout.parse_head_name, self._small.list(self._below / layout.HEADS / run))
+        numbers = map(layout.parse_head_name, self._names(self._root / layout.HEADS / run))
         return sorted(number for number in numbers if number is not None)
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
@@ -205,7 +198,7 @@ class ManifestReader:
             FormatError: both copies are damaged, or it contradicts its path.
         """
         name = layout.head_name(generation)
-        data = self._small.read_small(self._below / layout.HEADS / run / name, RECORD_BYTES)
+        data = self._files.read_small(self._root / layout.HEADS / run / name, RECORD_BYTES)
         if data is None:
             return None
         where = f"head record {run}/{name}"

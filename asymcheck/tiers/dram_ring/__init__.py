@@ -1,17 +1,19 @@
 """The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
 
 from asymcheck.tiers.dram_ring.left import (
+    RingCapture,
+    RingFile,
     left_rings,
+    look_at,
+    newer_than_stored,
     open_left,
-    remove_unmade,
     remove_unread,
     run_of,
-    unread_is,
+    survey_rings,
     wait_for_left,
 )
 from asymcheck.tiers.dram_ring.reader import RingPack, RingReader
 from asymcheck.tiers.dram_ring.ring import Ring, RingSlot
-from asymcheck.tiers.dram_ring.survey import RingCapture, RingFile, look_at, newer_than_stored, survey_rings
 
 __all__ = [
     "Ring",
@@ -24,10 +26,8 @@ __all__ = [
     "look_at",
     "newer_than_stored",
     "open_left",
-    "remove_unmade",
     "remove_unread",
     "run_of",
     "survey_rings",
-    "unread_is",
     "wait_for_left",
 ]

@@ -1,24 +1,28 @@
-"""Rings that lie in a folder: those of a store, in use or left behind."""
+"""Rings in a folder: those of a store, in use or left behind; taken up, looked at without that, or removed."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from asymcheck.errors import CaptureWarning, FormatError, LockTimeoutError, UnsupportedVersionError, warn_user
 from asymcheck.format.layout import parse_ring_name
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.format.ring import CAPTURES_OFFSET, decode_ring_header
+from asymcheck.format.ring import CAPTURES_OFFSET, DURABLE, CaptureEntry, decode_ring_header
+from asymcheck.format.spans import ranks_in
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
 from asymcheck.tiers.owners import describe, is_dead
-from asymcheck.types import Owner
+from asymcheck.tiers.reading import StoreTier
+from asymcheck.types import CheckpointRef, Owner, SaveId
 
 _LOCKS = Path("/proc/locks")
 _POLL_S = 0.01
@@ -27,6 +31,9 @@ _TAKEN_UP_S = 10.0
 _LOOKED_AT_S = 0.1
 _ADOPTION_S = 1800.0
 """Longer than it takes to write all that fits into memory to a slow drive."""
+
+IsStored = Callable[[str, CheckpointRef, int], bool]
+"""Tells whether a rank's part of a checkpoint of a run is in the store."""
 
 
 def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
@@ -132,29 +139,36 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def remove_unmade(path: Path) -> bool:
-    """Remove what a process left that was killed while it made a ring; return False when captures may lie in it."""
-    try:
-        with _held(path) as descriptor:
-            # Who makes a ring locks it first, so that one whose lock is had is made no further.
-            if descriptor is not None:
-                if _may_hold_captures(descriptor):
-                    return False
-                path.unlink(missing_ok=True)
-    except FileNotFoundError:
-        pass
-    return True
+def remove_unread(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
+    """Remove a ring whose header cannot be read, because its process was killed while it made it; return what it was.
+
+    With ``damaged`` also one in which captures may lie. One that is in use stays.
+    """
+    with _held(path) as state:
+        if state == "unmade" or (damaged and state == "damaged"):
+            path.unlink(missing_ok=True)
+        return state
 
 
-def unread_is(path: Path) -> Literal["used", "unmade", "damaged", "gone"]:
-    """Tell what a file is that has the name of a ring, but no header that can be read."""
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
+    """Lock a file that has the name of a ring, but no header that can be read; yield what it is.
+
+    Who makes a ring locks it first, so that one whose lock is had is made no further.
+    """
     try:
-        with _held(path) as descriptor:
-            if descriptor is None:
-                return "used"
-            return "damaged" if _may_hold_captures(descriptor) else "unmade"
+        with translated("open", path):
+            descriptor = DESCRIPTORS.open(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        return "gone"
+        yield "gone"
+        return
+    try:
+        if not (try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)):
+            yield "used"
+        else:
+            yield "damaged" if _may_hold_captures(descriptor) else "unmade"
+    finally:
+        DESCRIPTORS.close(descriptor)
 
 
 def _may_hold_captures(descriptor: int) -> bool:
@@ -168,24 +182,178 @@ def _may_hold_captures(descriptor: int) -> bool:
     return any(os.pread(descriptor, BLOCK_BYTES, CAPTURES_OFFSET))
 
 
-def remove_unread(path: Path) -> bool:
-    """Remove a ring whose header cannot be read, whatever lies in it; return whether nobody had it in use."""
+@dataclasses.dataclass(frozen=True)
+class RingCapture:
+    """One capture that is complete in a ring."""
+
+    run: str
+    """The run."""
+    step: int | None
+    """The training step; None when its manifest cannot be read."""
+    generation: int | None
+    """The line of training; None when its manifest cannot be read."""
+    save_id: str
+    """The attempt: 32 hexadecimal digits, sorting by time."""
+    is_durable: bool
+    """Whether it was committed in the store."""
+    state_bytes: int
+    """Bytes of all tensors; 0 when its manifest cannot be read."""
+    is_intact: bool | None
+    """Whether every frame of it is; None when that was not checked."""
+    problem: str
+    """What is wrong with it; empty when nothing is known."""
+    world_size: int = 0
+    """How many ranks the checkpoint has, each with a ring of its own; 0 when its manifest cannot be read."""
+    store_size: int = 0
+    """How many of them save into this store."""
+
+    @property
+    def ref(self) -> CheckpointRef | None:
+        """The identity of the checkpoint that it is to become; None when its manifest cannot be read."""
+        if self.step is None or self.generation is None:
+            return None
+        return CheckpointRef(self.generation, self.step, SaveId(bytes.fromhex(self.save_id)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RingFile:
+    """One ring in memory."""
+
+    path: Path
+    """The file."""
+    store_id: str
+    """The store that it is of, 32 hexadecimal digits."""
+    store: str | None
+    """Where that store was; None when the header cannot be read, as all that follows from it."""
+    run: str | None
+    """The run."""
+    rank: int | None
+    """The rank."""
+    pid: int | None
+    """The process that made it."""
+    created_ns: int | None
+    """When, nanoseconds since 1970-01-01 UTC."""
+    is_alive: bool
+    """Whether a process uses it."""
+    nbytes: int
+    """Bytes of the file."""
+    captures: tuple[RingCapture, ...]
+    """What is complete in it, oldest first."""
+    problem: str
+    """What is wrong with the ring itself; empty when nothing is."""
+    is_unmade: bool = False
+    """Whether its process was killed while it made it, so that nothing can lie in it."""
+
+
+def look_at(path: Path, is_stored: IsStored, *, check: bool) -> RingFile | None:
+    """Return what lies in a ring; None when it is gone. With ``check``, frames of a dead process are verified.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
     try:
-        with _held(path) as descriptor:
-            if descriptor is not None:
-                path.unlink(missing_ok=True)
-            return descriptor is not None
+        size = path.stat().st_size
     except FileNotFoundError:
-        return True
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[int | None]:
-    """Open and lock a file that may be no ring; yields None when somebody else has it, or it has lost its name."""
-    with translated("open", path):
-        descriptor = DESCRIPTORS.open(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return None
     try:
-        has_it = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
-        yield descriptor if has_it else None
-    finally:
-        DESCRIPTORS.close(descriptor)
+        reader = RingReader(path, hold=False)
+    except FileNotFoundError:
+        return None
+    except FormatError as error:
+        return _unread(path, size, str(error))
+    with reader:
+        header = reader.header
+        captures = [_capture(reader, entry, is_stored, check=check) for entry in reader.captures]
+        if reader.is_owned:
+            # It changes while it is looked at: what could not be read may have given way.
+            captures = [capture for capture in captures if not capture.problem]
+        return RingFile(
+            path=path,
+            store_id=header.store_id.hex(),
+            store=header.store,
+            run=header.run,
+            rank=header.rank,
+            pid=header.owner.pid,
+            created_ns=header.created_ns,
+            is_alive=reader.is_owned,
+            nbytes=size,
+            captures=tuple(sorted(captures, key=lambda capture: capture.save_id)),
+            problem="",
+        )
+
+
+def _unread(path: Path, size: int, problem: str) -> RingFile | None:
+    problems = {
+        "used": "a process is making it",
+        "unmade": "its process was killed while it made it",
+        "damaged": problem,
+    }
+    with _held(path) as state:
+        if state == "gone":
+            return None
+        store_id, _ = parse_ring_name(path.name) or (b"", b"")
+        nothing = (None, None, None, None, None)
+        return RingFile(
+            path, store_id.hex(), *nothing, state == "used", size, (), problems[state], is_unmade=state == "unmade"
+        )
+
+
+def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, check: bool) -> RingCapture:
+    run, save_id, is_durable = reader.header.run, entry.save_id.hex(), entry.state == DURABLE
+    try:
+        manifest = reader.manifest(entry)
+    except FormatError as error:
+        return RingCapture(run, None, None, save_id, is_durable, 0, is_intact=False, problem=str(error))
+    ref, spans = manifest.header.ref, manifest.header.store_ranks
+    has_been_checked = check and not reader.is_owned
+    problem = _problem(reader, manifest) if has_been_checked else ""
+    return RingCapture(
+        run=run,
+        step=ref.step,
+        generation=ref.generation,
+        save_id=save_id,
+        # Its process may have been killed between the commit and the note of it.
+        is_durable=is_durable or is_stored(run, ref, manifest.header.rank),
+        state_bytes=manifest.total_bytes,
+        is_intact=not problem if has_been_checked else None,
+        problem=problem,
+        world_size=manifest.header.world_size,
+        store_size=manifest.header.world_size if spans is None else len(ranks_in(spans)),
+    )
+
+
+def _problem(reader: RingReader, manifest: Manifest) -> str:
+    places, lengths = reader.offsets(), manifest.partitions()
+    lost = [name for name in lengths if reader.intact(places.get(name, []), name, lengths[name]) is None]
+    return f"{len(lost)} of {len(lengths)} partitions lie in no intact frame, one is {lost[0].hex()}" if lost else ""
+
+
+def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
+    """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
+
+    def is_stored(run: str, ref: CheckpointRef, rank: int) -> bool:
+        return tier.manifests.listing(run, ref).has(rank)
+
+    looked = [look_at(path, is_stored, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
+    return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
+
+
+def newer_than_stored(tier: StoreTier, rings: Sequence[RingFile]) -> list[RingCapture]:
+    """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
+
+    Of several ranks, one that all of them have that save into this store.
+    """
+    ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
+    captures: dict[tuple[str, CheckpointRef], RingCapture] = {}
+    for ring in rings:
+        for capture in () if ring.is_alive else ring.captures:
+            if capture.ref is not None:
+                ranks.setdefault((capture.run, capture.ref), set()).add(ring.rank)
+                captures[capture.run, capture.ref] = capture
+    newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].store_size}
+    found = []
+    for run, ref in newest.items():
+        stored = [listing.ref for listing in tier.manifests.checkpoints(run)]
+        if not captures[run, ref].is_durable and all(ref > other for other in stored):
+            found.append(captures[run, ref])
+    return found

@@ -215,7 +215,6 @@ class RingPack(OpenPack):
     """A ring that was left, read as if it were a pack: its frames lie in memory; the reader stays its owner's."""
 
     def __init__(self, reader: RingReader) -> None:
-        """Read the frames of ``reader``, which is kept open meanwhile."""
         ring, entries = reader.header, reader.entries
         header = PackHeader(PackId(ring.ring_id), len(entries), ring.data_bytes, ring.created_ns, ring.writer)
         super().__init__(PackIndex(header, entries, None), reader.path)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
 from asymcheck.tiers import owners
 from asymcheck.tiers.files import DESCRIPTORS, Files, reserve, unlock, wait_lock
-from asymcheck.tiers.nvme.catalog_walk import is_intact
 from asymcheck.tiers.nvme.marks import Marks
 from asymcheck.types import Digest, Location, Owner, PackId
 
@@ -46,6 +47,18 @@ _FILES = ("data.mdb", "lock.mdb")
 _READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _NO_ROOM_BYTES = 1 << 20
+_WALK_TIMEOUT_S = 600
+# It imports nothing of this package, which would load torch.
+_WALK = """
+import lmdb, sys, xxhash
+env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=8, map_size=int(sys.argv[2]))
+with env.begin() as txn:
+    for name in (b"meta", b"partitions", b"packs", b"manifests", b"pins"):
+        db = env.open_db(name, txn=txn, create=False)
+        for key, value in txn.cursor(db):
+            if bytes(value[-8:]) != xxhash.xxh3_128_digest(bytes(key) + bytes(value[:-8]))[8:]:
+                sys.exit(3)
+"""
 
 
 class Transaction:
@@ -239,7 +252,7 @@ class Catalog:
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
         elif (self.path / "data.mdb").exists() and (
-            noted or (dead and not is_intact(self.path, self._config.catalog_map_bytes))
+            noted or (dead and not _is_intact(self.path, self._config.catalog_map_bytes))
         ):
             if alive:
                 raise CatalogError(
@@ -353,6 +366,49 @@ class Catalog:
                 self._marks.take_back()
             finally:
                 DESCRIPTORS.close(self._lock_descriptor)
+
+
+def _is_intact(path: Path, map_bytes: int) -> bool:
+    """Tell whether every entry of the catalog in ``path`` can be read and has the right checksum.
+
+    A child process walks it: a damaged map may kill who walks it.
+    """
+    command = [sys.executable, "-c", _WALK, str(path), str(map_bytes)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_WALK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+class DeadPins:
+    """Pins whose owners have ended, or whose saves have.
+
+    By their owners, for another process may take up a save that was killed, and pins under the same key.
+    """
+
+    def __init__(self, pins: Mapping[bytes, Owner]) -> None:
+        """Take those with these keys, as long as they are of these owners."""
+        self._pins = pins
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> DeadPins:
+        """Return those that are dead now.
+
+        Whoever calls this before it lists the manifests sees all that these owners committed.
+        """
+        with catalog.read() as transaction:
+            pins = transaction.pins().items()
+        return cls({key: owner for key, (owner, _) in pins if catalog.has_ended(owner) or owners.is_let_go(key, owner)})
+
+    def among(self, transaction: Transaction) -> set[bytes]:
+        """Return the keys of those that are still the same."""
+        return {
+            key
+            for key, (owner, _) in transaction.pins().items()
+            if self._pins.get(key) == owner and (owner != owners.this_process() or owners.is_let_go(key, owner))
+        }
 
 
 _open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}

@@ -26,17 +26,22 @@ from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
 from asymcheck.types import CheckpointRef
 
 
-class _Listed:
-    """The small files of a store that is there: that nothing lies in a folder of it is never said of one that is not.
+class ManifestFiles(ManifestReader):
+    """The folders ``manifests`` and ``heads`` of a store, to be written as well."""
 
-    A drive that was unmounted, or a store that was moved while it is open, has no folders at all.
-    """
+    _files: Files
+    _root: Path
 
     def __init__(self, files: Files, root: Path) -> None:
-        self._files, self._root = files, root
+        super().__init__(files, root)
+        self._manifests = root / layout.MANIFESTS
+        self._heads = root / layout.HEADS
+        self._lasting: set[Path] = set()
+        self._spans: dict[bytes, Spans | None] = {}
 
-    def list(self, path: PurePath) -> list[str]:
-        names = self._files.list(path)
+    def _names(self, path: PurePath) -> list[str]:
+        # A drive that was unmounted, or a store that was moved while it is open, has no folders at all.
+        names = super()._names(path)
         if not names:
             with translated("look at", self._root):
                 is_there = (self._root / layout.DESCRIPTOR_NAME).exists()
@@ -46,22 +51,6 @@ class _Listed:
                     "back, then open it again"
                 )
         return names
-
-    def read_small(self, path: PurePath, limit: int) -> bytes | None:
-        return self._files.read_small(path, limit)
-
-
-class ManifestFiles(ManifestReader):
-    """The folders ``manifests`` and ``heads`` of a store, to be written as well."""
-
-    def __init__(self, files: Files, root: Path) -> None:
-        """Work below ``root``, the store."""
-        super().__init__(_Listed(files, root), root)
-        self._files = files
-        self._manifests = root / layout.MANIFESTS
-        self._heads = root / layout.HEADS
-        self._lasting: set[Path] = set()
-        self._spans: dict[bytes, Spans | None] = {}
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return what lies in the folder of one checkpoint, and whose manifests belong there."""
@@ -213,7 +202,7 @@ class ManifestFiles(ManifestReader):
             found = self.read_head(head.run, head.generation)
         if not found[0].is_same(head):
             raise HeadRecordError(
-                f"store {self._below} has another generation {head.generation} of run {head.run!r} than the stores of "
+                f"store {self._root} has another generation {head.generation} of run {head.run!r} than the stores of "
                 "the other machines: it was part of an attempt of which they know nothing. Remove it, or the run there"
             )
 

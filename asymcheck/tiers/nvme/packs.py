@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import operator
 import os
 import stat
 import threading
@@ -63,7 +64,7 @@ class PackWriter:
         self._path = directory / layout.pack_temporary_name(pack_id)
         self._lock = threading.Lock()
         self._end = registry.BLOCK_BYTES
-        self._entries: list[tuple[Digest, int, FrameDescriptor]] = []
+        self._frames: list[tuple[FrameDescriptor, int]] = []
         self._recycled = recycled
         self._descriptor = descriptor
         self._direct = set_direct(descriptor)
@@ -110,9 +111,9 @@ class PackWriter:
 
     def _next_place(self, descriptor: FrameDescriptor) -> tuple[int, int]:
         with self._lock:
-            sequence, offset = len(self._entries), self._end
+            sequence, offset = len(self._frames), self._end
             self._end += descriptor.frame_length
-            self._entries.append((descriptor.digest, offset, descriptor))
+            self._frames.append((descriptor, offset))
         return sequence, offset
 
     def seal(self, created_ns: int, writer: str) -> tuple[PackHeader, list[tuple[Digest, Location]]]:
@@ -120,12 +121,14 @@ class PackWriter:
 
         The lock stays.
         """
-        entries = self._index()
+        entries: Entries = np.array([entry_of(*frame) for frame in self._frames], dtype=ENTRY_DTYPE)
         header = PackHeader(self.pack_id, len(entries), self._end, created_ns, writer)
         index = encode_index(self.pack_id, entries)
         self._pwrite_aligned(index, self._end)
         self._pwrite_aligned(encode_pack_header(header), 0)
-        self._trim(header.pack_length)
+        if self._recycled and os.fstat(self._descriptor).st_size > 2 * header.pack_length:
+            # A recycled file keeps its old tail, whose blocks the next life reuses, unless it is mostly tail.
+            self._files.truncate(self._descriptor, header.pack_length, self._path)
         emit("pack.index_written", self._path.name)
         with timed("sync", self._end, lambda: {"pack": self._path.name}):
             self._files.sync(self._descriptor, self._path)
@@ -135,7 +138,7 @@ class PackWriter:
         emit("pack.renamed", final.name)
         self._files.sync_directory(self._directory)
         emit("pack.sealed", final.name, header.pack_length)
-        return header, [(digest, self._location(offset, frame)) for digest, offset, frame in self._entries]
+        return header, [(frame.digest, self._location(offset, frame)) for frame, offset in self._frames]
 
     def _location(self, offset: int, frame: FrameDescriptor) -> Location:
         return Location(
@@ -148,16 +151,6 @@ class PackWriter:
             frame.digest_algorithm,
             frame.base_digest,
         )
-
-    def _index(self) -> Entries:
-        return np.array([entry_of(frame, offset) for _, offset, frame in self._entries], dtype=ENTRY_DTYPE)
-
-    def _trim(self, length: int) -> None:
-        # A recycled file keeps its old tail, whose blocks the next life reuses; one that is mostly tail gives the
-        # room back.
-        size = os.fstat(self._descriptor).st_size
-        if self._recycled and size > 2 * length:
-            self._files.truncate(self._descriptor, length, self._path)
 
     def _pwrite_aligned(self, data: bytes, offset: int) -> None:
         # Not a slot: of its huge pages, which are zeroed first, this would need a corner.
@@ -217,25 +210,20 @@ class Pool:
         self._capacity_bytes = capacity_bytes
 
     def sizes(self) -> dict[Path, int]:
-        """Return the freed packs with their sizes in bytes; folders and links are none."""
+        """Return the freed packs with their sizes in bytes, the smallest first; folders and links are none."""
         found: dict[Path, int] = {}
-        for name in self._files.list(self._directory):
-            if layout.parse_pack_name(name) is not None:
-                path = self._directory / name
-                try:
-                    status = path.lstat()
-                except FileNotFoundError:
-                    continue
+        for name in filter(layout.parse_pack_name, self._files.list(self._directory)):
+            with contextlib.suppress(FileNotFoundError):
+                status = (self._directory / name).lstat()
                 if stat.S_ISREG(status.st_mode):
-                    found[path] = status.st_size
-        return found
+                    found[self._directory / name] = status.st_size
+        return dict(sorted(found.items(), key=operator.itemgetter(1)))
 
     def candidates(self, needed_bytes: int) -> list[Path]:
         """Return freed packs, best first: the smallest that is large enough, then the largest."""
         sizes = self.sizes()
-        fitting = sorted((path for path in sizes if sizes[path] >= needed_bytes), key=lambda path: sizes[path])
-        smaller = sorted((path for path in sizes if sizes[path] < needed_bytes), key=lambda path: -sizes[path])
-        return fitting + smaller
+        fitting = [path for path, size in sizes.items() if size >= needed_bytes]
+        return fitting + [path for path in reversed(sizes) if sizes[path] < needed_bytes]
 
     def writer(self, packs: Path, pack_id: PackId, needed_bytes: int) -> PackWriter:
         """Start a pack in a freed file, or in a new one when the pool has none."""
@@ -251,15 +239,15 @@ class Pool:
 
     def _make_room(self, length: int) -> None:
         """Unlink freed packs, the smallest first, while there is no room for what the chosen one has to grow by."""
-        free, sizes = self._files.free_bytes(self._directory), self.sizes()
-        for path in sorted(sizes, key=lambda one: sizes[one]):
+        free = self._files.free_bytes(self._directory)
+        for path, size in self.sizes().items():
             if free >= length:
                 return
             descriptor = self._claim(path)
             if descriptor is not None:
                 self._files.unlink(path)
                 DESCRIPTORS.close(descriptor)
-                free += sizes[path]
+                free += size
 
     def _start(self, packs: Path, pack_id: PackId, descriptor: int, pooled: Path | None) -> PackWriter:
         target = packs / layout.pack_temporary_name(pack_id)
@@ -282,11 +270,8 @@ class Pool:
             descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         except (FileNotFoundError, StorageError):
             return None
-        if (
-            try_lock(descriptor, exclusive=True)
-            and is_same_file(descriptor, path)
-            and os.fstat(descriptor).st_nlink == 1
-        ):
+        has_it = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
+        if has_it and os.fstat(descriptor).st_nlink == 1:
             return descriptor
         DESCRIPTORS.close(descriptor)
         return None
@@ -304,11 +289,11 @@ class Pool:
         sizes = self.sizes()
         held, free = sum(sizes.values()), self._files.free_bytes(self._directory)
         found = []
-        for path in sorted(sizes, key=lambda one: sizes[one]):
+        for path, size in sizes.items():
             if held <= min(self._capacity_bytes, free):
                 break
             found.append(path)
-            held, free = held - sizes[path], free + sizes[path]
+            held, free = held - size, free + size
         return found
 
     def would_keep(self, path: Path, room: int) -> bool:

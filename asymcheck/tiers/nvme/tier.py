@@ -21,8 +21,8 @@ from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor,
 from asymcheck.format.registry import SHIFTED_PAYLOAD
 from asymcheck.format.versions import missing_writer_features
 from asymcheck.tiers.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.tiers.limits import check_config
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
-from asymcheck.tiers.nvme.limits import check_config
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.pack_files import PackFile, open_pack, peek

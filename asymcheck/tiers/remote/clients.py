@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import io
+import os
 import socket
+import stat
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Literal, cast
@@ -14,7 +19,7 @@ from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
-from asymcheck.tiers.remote import hdfs_native, local
+from asymcheck.tiers.remote import hdfs_native
 from asymcheck.tiers.remote.contract import Client, Entry, Readable, Writable
 from asymcheck.tiers.remote.deadline import within
 from asymcheck.tiers.remote.location import RemoteLocation, unknown_scheme
@@ -23,9 +28,123 @@ _KNOCK_S = 3.0
 """How long to wait for a NameNode to take a connection; one that takes longer may be busy, and the client waits."""
 
 _INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH say where)"
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+"""Errors of a directory above a location that this user cannot open, or that cannot be synced."""
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of a file system without hard links."""
 
 
-class PyarrowClient(Client):
+class _LocalClient(Client):
+    """A folder."""
+
+    kind = "local"
+
+    def __init__(self, top: str) -> None:
+        self.top = top
+
+    def look(self, path: str) -> Entry | None:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            return None
+        is_file = stat.S_ISREG(found.st_mode)
+        return Entry(PurePosixPath(path), is_file, found.st_size if is_file else 0, found.st_mtime_ns)
+
+    def children(self, path: str) -> list[Entry]:
+        paths = [os.path.join(path, name) for name in os.listdir(path)]
+        # A link that leads nowhere is something, but no file.
+        return [self.look(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[Readable]:
+        with io.FileIO(path) as file:
+            yield _SeekableFile(file, os.fstat(file.fileno()).st_size)
+
+    def create(self, path: str) -> _LastingFile:
+        return _LastingFile(path)
+
+    def make_directory(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+        # Also an existing one: its creator may have been killed before this.
+        for above in (PurePosixPath(path), *PurePosixPath(path).parents):
+            try:
+                _sync(str(above))
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+
+    def publish(self, source: str, target: str) -> bool:
+        is_free = True
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            is_free = False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            is_free = not os.path.lexists(target)
+            if is_free:
+                os.rename(source, target)
+        else:
+            os.unlink(source)
+        # Also a taken name: an attempt of ours may have taken it, and have failed here.
+        _sync(os.path.dirname(target))
+        return is_free
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+        _sync(os.path.dirname(target))
+
+    def delete(self, path: str) -> None:
+        os.unlink(path)
+
+    def delete_empty(self, path: str) -> None:
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+class _LastingFile:
+    """A file being written. Each piece is durable: the page cache would take any amount at once.
+
+    Then nobody would know how fast the location is, and the last byte would have to wait for all of them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = io.FileIO(path, "w")
+        # A thread that gave up on a write closes the file meanwhile; its number may then be another one's.
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        with self._lock:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+class _SeekableFile:
+    """A complete file of Python or of pyarrow, read by position."""
+
+    def __init__(self, file: io.FileIO, size: int) -> None:
+        self._file = file
+        self.size = size
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        self._file.seek(offset)
+        return int(self._file.readinto(memory))
+
+
+class _PyarrowClient(Client):
     """A file system of pyarrow: HDFS by libhdfs, or an object store."""
 
     def __init__(self, filesystem: fs.FileSystem, kind: Literal["libhdfs", "other"], top: str) -> None:
@@ -34,7 +153,6 @@ class PyarrowClient(Client):
         self.top = top
 
     def look(self, path: str) -> Entry | None:
-        """Return what lies at a path; None when nothing does."""
         info = self._filesystem.get_file_info(path)
         if info.type == fs.FileType.NotFound:
             self._check_root()
@@ -48,7 +166,6 @@ class PyarrowClient(Client):
             raise RemoteUnreachableError(f"look at {self.top}: not even the root was found; is it reachable?")
 
     def children(self, path: str) -> list[Entry]:
-        """Return what lies in a directory."""
         return self._select(path, recursive=False)
 
     def walk(self, path: str) -> list[Entry]:
@@ -69,21 +186,18 @@ class PyarrowClient(Client):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[Readable]:
-        """Open a complete file."""
         try:
             file = self._filesystem.open_input_file(path)
         except FileNotFoundError:
             self._check_root()
             raise
         with file:
-            yield local.SeekableFile(file, file.size())
+            yield _SeekableFile(file, file.size())
 
     def create(self, path: str) -> Writable:
-        """Open a new file for writing."""
         return cast("Writable", self._filesystem.open_output_stream(path))
 
     def make_directory(self, path: str) -> None:
-        """Create a directory and those that lead to it."""
         self._filesystem.create_dir(path, recursive=True)
 
     def publish(self, source: str, target: str) -> bool:
@@ -94,11 +208,9 @@ class PyarrowClient(Client):
         return True
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file."""
         self._filesystem.move(source, target)
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         self._filesystem.delete_file(path)
 
     def delete_empty(self, path: str) -> None:
@@ -113,11 +225,14 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         RemoteUnreachableError: there is no NameNode at the host and port.
     """
     options = {**config.options, **location.options}
-    _check_numbers(location, options)
+    for name in ("dfs.replication", "dfs.blocksize"):
+        number = options.get(name, "1")
+        if not (number.isascii() and number.isdigit() and int(number)):
+            raise InvalidInputError(f"location {location}: {name} {number!r:.50}: give an integer from 1")
     if location.scheme == "file":
         if options:
             raise InvalidInputError(f"location {location}: a local file system has no option {next(iter(options))!r}")
-        return local.LocalClient(location.path)
+        return _LocalClient(location.path)
     if location.scheme == "hdfs":
         has_native = importlib.util.find_spec("hdfs_native") is not None
         if config.client == "hdfs-native" and not has_native:
@@ -125,16 +240,9 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         _knock(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
             return _native(location, options)
-        return PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
+        return _PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
     filesystem, top = _by_pyarrow(location, options, config.deadline_s)
-    return PyarrowClient(filesystem, "other", top)
-
-
-def _check_numbers(location: RemoteLocation, options: Mapping[str, str]) -> None:
-    for name in ("dfs.replication", "dfs.blocksize"):
-        number = options.get(name, "1")
-        if not (number.isascii() and number.isdigit() and int(number)):
-            raise InvalidInputError(f"location {location}: {name} {number!r:.50}: give an integer from 1")
+    return _PyarrowClient(filesystem, "other", top)
 
 
 def _by_pyarrow(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> tuple[fs.FileSystem, str]:
@@ -186,7 +294,7 @@ def _knock(location: RemoteLocation, deadline_s: float) -> None:
 
 def _native(location: RemoteLocation, options: Mapping[str, str]) -> Client:
     try:
-        return hdfs_native.HdfsNativeClient(location.authority, location.path, options)
+        return hdfs_native.connect(location.authority, location.path, options)
     except (OSError, ValueError, RuntimeError) as error:
         is_service = "No NameNode hosts found" in str(error)
         advice = "; without a port it is a name service: give the port, or the service's options" if is_service else ""
@@ -212,3 +320,11 @@ def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: f
         if "libhdfs" in str(error) or "jvm" in str(error).lower():
             raise InvalidInputError(f"location {location}: no client for hdfs: {error}; {_INSTALL}") from error
         raise RemoteUnreachableError(f"{what}: {error}") from error
+
+
+def _sync(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import weakref
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 from asymcheck.tiers.remote.contract import Client, Entry, Readable, Writable
 
@@ -25,29 +24,25 @@ _DEFAULTS = {
     # With three replicas, one DataNode that dies must not fail a write.
     "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
 }
+_WRITE_OPTIONS = {"replication": "dfs.replication", "block_size": "dfs.blocksize"}
 
 
-class _Writer(io.RawIOBase):
+class _Writer:
     """A file being written; the client is fast for ``bytes`` only."""
 
     def __init__(self, inner: Any) -> None:  # noqa: ANN401 - the client has no types that are stable
         self._inner = inner
 
-    def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
-        view = memoryview(data)
-        self._inner.write(data if isinstance(data, bytes) else bytes(view))
-        return view.nbytes
+    def write(self, data: bytes | memoryview) -> None:
+        self._inner.write(data if isinstance(data, bytes) else bytes(data))
 
     def close(self) -> None:
-        # Once: garbage collection calls it again.
-        if not self.closed:
-            super().close()
-            try:
-                self._inner.close()
-            finally:
-                # The client's own object, too, closes itself when it is collected. After a failure that may wait for
-                # servers that are gone, in the main thread, and so hold the end of the process.
-                self._inner.close = _nothing
+        try:
+            self._inner.close()
+        finally:
+            # The client's own object, too, closes itself when it is collected. After a failure that may wait for
+            # servers that are gone, in the main thread, and so hold the end of the process.
+            self._inner.close = lambda: None
 
 
 class _Reader:
@@ -58,7 +53,6 @@ class _Reader:
         self.size: int = len(inner)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill ``memory`` from ``offset``, as far as the file goes; return the number of bytes."""
         # Never past the end: the client panics there.
         count = min(len(memory), self.size - offset)
         done = 0
@@ -70,8 +64,8 @@ class _Reader:
         return done
 
 
-_clients: weakref.WeakSet[HdfsNativeClient] = weakref.WeakSet()
-_inherited: list[HdfsNativeClient] = []
+_clients: weakref.WeakSet[_HdfsClient] = weakref.WeakSet()
+_inherited: list[_HdfsClient] = []
 
 
 def _keep_in_child() -> None:
@@ -82,59 +76,39 @@ def _keep_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_in_child)
 
 
-def _nothing() -> None:
-    pass
-
-
-class HdfsNativeClient(Client):
+class _HdfsClient(Client):
     """A directory in HDFS."""
 
     kind = "hdfs-native"
     keeps_files = True
 
     def __init__(self, authority: str, top: str, options: Mapping[str, str]) -> None:
-        """Connect to the NameNode, or name service, ``authority``.
-
-        Raises:
-            ImportError: hdfs-native is not installed.
-        """
         native: Any = importlib.import_module("hdfs_native")
         self.top = top
         options = {**_DEFAULTS, **options}
         self._client = native.Client(f"hdfs://{authority}", options)
-        replication, block_size = (options.get(name) for name in ("dfs.replication", "dfs.blocksize"))
-        self._write_options = native.WriteOptions(
-            replication=None if replication is None else int(replication),
-            block_size=None if block_size is None else int(block_size),
-            create_parent=False,
-        )
+        chosen = {name: int(options[key]) for name, key in _WRITE_OPTIONS.items() if key in options}
+        self._write_options = native.WriteOptions(create_parent=False, **chosen)
         _clients.add(self)
 
     def look(self, path: str) -> Entry | None:
-        """Return what lies at a path; None when nothing does."""
         try:
             return _entry(self._client.get_file_info(path))
         except FileNotFoundError:
             return None
 
     def children(self, path: str) -> list[Entry]:
-        """Return what lies in a directory.
-
-        The client's own recursion ends with an error where a directory goes that was listed before, so that all others
-        would seem to be gone with it.
-        """
+        # Not by the client's own recursion: that ends with an error where a directory goes that was listed before, so
+        # that all others would seem to be gone with it.
         return [_entry(found) for found in self._client.list_status(path, recursive=False)]
 
     def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
-        """Open a complete file: the NameNode is asked once where its blocks lie."""
         return contextlib.nullcontext(_Reader(self._client.read(path)))
 
     def create(self, path: str) -> Writable:
-        """Open a new file for writing, which takes ``bytes`` as they are."""
-        return cast("Writable", _Writer(self._client.create(path, self._write_options)))
+        return _Writer(self._client.create(path, self._write_options))
 
     def make_directory(self, path: str) -> None:
-        """Create a directory and those that lead to it."""
         self._client.mkdirs(path, create_parent=True)
 
     def publish(self, source: str, target: str) -> bool:
@@ -143,15 +117,12 @@ class HdfsNativeClient(Client):
         return True
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file."""
         self._client.rename(source, target)
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         self._client.delete(path)
 
     def delete_empty(self, path: str) -> None:
-        """Remove a directory; one that is not empty stays."""
         try:
             self._client.delete(path, recursive=False)
         except (OSError, RuntimeError) as error:
@@ -162,3 +133,12 @@ class HdfsNativeClient(Client):
 def _entry(found: Any) -> Entry:  # noqa: ANN401 - the client has no types that are stable
     size = 0 if found.isdir else found.length
     return Entry(PurePosixPath(found.path), not found.isdir, size, found.modification_time * _NS_PER_MS)
+
+
+def connect(authority: str, top: str, options: Mapping[str, str]) -> Client:
+    """Return the client for a directory of the NameNode, or name service, ``authority``.
+
+    Raises:
+        ImportError: hdfs-native is not installed.
+    """
+    return _HdfsClient(authority, top, options)

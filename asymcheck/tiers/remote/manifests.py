@@ -11,6 +11,7 @@ from asymcheck.format import layout
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import HeadRecord, encode_head
 from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader, listed
+from asymcheck.tiers.remote.contract import Entry
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.types import CheckpointRef
 
@@ -18,11 +19,11 @@ from asymcheck.types import CheckpointRef
 class RemoteManifests(ManifestReader):
     """The manifests and head records there; a listing of all is one operation, which ends by one deadline."""
 
-    def __init__(self, files: RemoteFiles, root: PurePosixPath) -> None:
-        """Read below ``root``."""
-        super().__init__(files, root)
-        self._files = files
-        self._root = root
+    _files: RemoteFiles
+    _root: PurePosixPath
+
+    def __init__(self, files: RemoteFiles) -> None:
+        super().__init__(files, files.top)
 
     def runs(self) -> list[str]:
         """Return the names of all runs that have a folder; a file between them is none."""
@@ -110,20 +111,19 @@ class RemoteManifests(ManifestReader):
 
     def remove_left(self, run: str, ref: CheckpointRef, before_ns: int) -> bool:
         """Delete what is there of a checkpoint, unless somebody has brought some of it since; return whether."""
-        directory = self.directory(run, ref)
-        found = [entry for entry in self._files.walk(directory) if entry.is_file]
+        found = [entry for entry in self._files.walk(self.directory(run, ref)) if entry.is_file]
         if not all(entry.is_older(before_ns) for entry in found):
             return False
-        for entry in found:
-            # These and no others: what comes now is somebody's who brings the rest.
-            self._files.delete(entry.path)
-        self._files.delete_empty(directory)
+        # These and no others: what comes now is somebody's who brings the rest.
+        self._remove(run, ref, found)
         return True
 
     def remove(self, run: str, ref: CheckpointRef) -> None:
         """Delete a checkpoint: its manifests, then its folder."""
-        directory = self.directory(run, ref)
-        for entry in self._files.walk(directory):
-            if layout.parse_manifest_name(entry.path.name) is not None:
-                self._files.delete(entry.path)
-        self._files.delete_empty(directory)
+        found = self._files.walk(self.directory(run, ref))
+        self._remove(run, ref, [entry for entry in found if layout.parse_manifest_name(entry.path.name) is not None])
+
+    def _remove(self, run: str, ref: CheckpointRef, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._files.delete(entry.path)
+        self._files.delete_empty(self.directory(run, ref))

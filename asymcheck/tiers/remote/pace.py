@@ -34,7 +34,6 @@ class Pace:
     """Measurements of one location. Thread-safe."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._lock = threading.Lock()
         self._writing, self._making = _Speed(), _Speed()
         self._close_s = _CLOSE_S

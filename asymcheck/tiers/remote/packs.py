@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, ParamSpec, TypeVar
 
+from asymcheck.config import RemoteConfig
 from asymcheck.errors import ClosedStoreError, MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
 from asymcheck.threads import begin, carry_out
@@ -75,13 +76,12 @@ class _Piece:
 
 
 class Readers(Executor):
-    """Threads that end when nothing is left to do, or with the process.
+    """At most ``count`` threads, which end when nothing is left to do, or with the process.
 
     Those of concurrent.futures are joined before it ends, however long a location takes to answer.
     """
 
     def __init__(self, count: int) -> None:
-        """Do so many things at the same time."""
         self._free = count
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
@@ -124,10 +124,9 @@ class Readers(Executor):
 class ReadAhead:
     """What fetches pieces before they are asked for, at the end of a pack those of the next one that is expected."""
 
-    def __init__(self, threads: Executor, memory: Memory) -> None:
-        """Fetch on ``threads`` into ``memory``."""
-        self.threads = threads
-        self.memory = memory
+    def __init__(self, config: RemoteConfig) -> None:
+        self.threads = Readers(config.reads)
+        self.memory = Memory(config.piece_bytes, config.reads)
         self._last: RemotePack | None = None
         self._lock = threading.Lock()
 
@@ -139,6 +138,11 @@ class ReadAhead:
         pack.next = None
         if last is not None and last is not pack:
             last.next = pack
+
+    def close(self) -> None:
+        """Fetch nothing more, and keep no memory."""
+        self.threads.shutdown(cancel_futures=True)
+        self.memory.let_go()
 
 
 class RemotePack(OpenPack):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import PurePosixPath
 
-from asymcheck.config import COMPRESSIONS, WRITER, RemoteConfig, StoreConfig
+from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
     FormatError,
     InvalidInputError,
@@ -19,8 +18,9 @@ from asymcheck.errors import (
     StoreNotFoundError,
     StructureError,
 )
-from asymcheck.format import layout, registry
+from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.tiers.limits import check_remote
 from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.reading import StoreTier
 from asymcheck.tiers.remote.contract import Entry
@@ -28,8 +28,7 @@ from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.manifests import RemoteManifests
 from asymcheck.tiers.remote.pace import Pace, Rate
-from asymcheck.tiers.remote.packs import ReadAhead, Readers, RemotePack, read_pack_index
-from asymcheck.tiers.remote.ranges import Memory
+from asymcheck.tiers.remote.packs import ReadAhead, RemotePack, read_pack_index
 from asymcheck.tiers.remote.upload import PackUpload
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
@@ -65,10 +64,9 @@ class RemoteTier(StoreTier):
             data = self._without_descriptor(create=create)
         self._refuse_local_store()
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
-        self.manifests = RemoteManifests(self.files, self._top)
+        self.manifests = RemoteManifests(self.files)
         self.slots = SlotPool(config.slots, config.partition_bytes)
-        self._reading = Readers(config.remote.reads)
-        self._ahead = ReadAhead(self._reading, Memory(config.remote.piece_bytes, config.remote.reads))
+        self._ahead = ReadAhead(config.remote)
 
     @property
     def pace(self) -> Pace:
@@ -228,7 +226,7 @@ class RemoteTier(StoreTier):
             return PackIndex(pack.header, pack.entries, pack.damage)
 
         wanted = list(pack_ids)
-        return dict(zip(wanted, self._reading.map(index_of, wanted), strict=True))
+        return dict(zip(wanted, self._ahead.threads.map(index_of, wanted), strict=True))
 
     def uploader(self) -> PackUpload:
         """Return what writes packs there; its limit of bytes a second is for all of them together."""
@@ -273,44 +271,4 @@ class RemoteTier(StoreTier):
         """Let go of it; closing twice is no error."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
-            self._reading.shutdown(cancel_futures=True)
-            self._ahead.memory.let_go()
-
-
-_CLIENTS = (None, "hdfs-native", "libhdfs")
-_WHOLE: dict[str, tuple[float, float]] = {
-    "attempts": (1, 1000),
-    "pack_bytes": (1, 1 << 40),
-    "encoded_bytes": (1, 1 << 40),
-    "uploads": (1, 256),
-    "reads": (1, 256),
-    "piece_bytes": (registry.BLOCK_BYTES, 1 << 30),
-    "gap_bytes": (0, 1 << 30),
-}
-
-
-def check_remote(config: RemoteConfig) -> None:
-    """Refuse a configuration that cannot work.
-
-    Raises:
-        InvalidInputError: names the field.
-    """
-    if config.client not in _CLIENTS:
-        raise InvalidInputError(f"client {config.client!r}: give 'hdfs-native', 'libhdfs' or None")
-    if config.compression not in COMPRESSIONS:
-        raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
-    options: object = config.options
-    words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
-    if not all(isinstance(word, str) for word in words):
-        raise InvalidInputError(f"options {config.options!r:.100}: give a mapping of strings to strings")
-    for name, (least, most) in _WHOLE.items():
-        value = getattr(config, name)
-        if type(value) is not int or not least <= value <= most:
-            raise InvalidInputError(f"{name} {value!r}: give an integer from {least} to {most}")
-    if config.bytes_per_s is not None and (type(config.bytes_per_s) is not int or config.bytes_per_s < 1):
-        raise InvalidInputError(f"bytes_per_s {config.bytes_per_s!r}: give an integer from 1, or None")
-    for name in ("deadline_s", "grace_s", "retry_s"):
-        value = getattr(config, name)
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        if not is_number or value < 0 or (name == "deadline_s" and value == 0):
-            raise InvalidInputError(f"{name} {value!r}: give a number of seconds")
+            self._ahead.close()

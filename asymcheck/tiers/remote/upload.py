@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import time
@@ -34,54 +33,44 @@ ReadFrame = Callable[[int, Slot], FrameDescriptor]
 """Puts payload and padding of the frame with that place in the plan where they belong, checked."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PackPlan:
-    """What a pack is going to hold: all of header and index is known before the first byte is sent."""
+def plan_pack(frames: Sequence[np.void]) -> Entries:
+    """Lay out frames, given by their index entries in other packs, in a new pack.
 
-    entries: Entries
-    """One for each frame, with its place."""
-
-    @property
-    def index_offset(self) -> int:
-        """Where the last frame ends."""
-        return int(self.entries[-1]["offset"]) + entry_length(self.entries[-1])
-
-    def pieces(self, size: int) -> list[tuple[range, int]]:
-        """Cut the pack into pieces of at most ``size`` bytes, or of one frame: which frames, and the bytes of each.
-
-        The first begins with the header, and the index comes behind the last.
-        """
-        found: list[tuple[range, int]] = []
-        begin, length = 0, registry.BLOCK_BYTES
-        for sequence, stored in enumerate(self.entries["stored_length"].tolist()):
-            more = frame_length(stored)
-            if sequence > begin and length + more > size:
-                found.append((range(begin, sequence), length))
-                begin, length = sequence, 0
-            length += more
-        return [*found, (range(begin, len(self.entries)), length)]
-
-
-def plan_pack(frames: Sequence[np.void]) -> PackPlan:
-    """Lay out frames, given by their index entries in other packs, in a new pack."""
+    So header and index are known before the first byte is sent.
+    """
     entries: Entries = np.array(frames, dtype=ENTRY_DTYPE)
     lengths = [frame_length(int(stored)) for stored in entries["stored_length"]]
     entries["offset"] = np.cumsum([registry.BLOCK_BYTES, *lengths[:-1]])
-    return PackPlan(entries)
+    return entries
+
+
+def _cut(entries: Entries, size: int) -> list[tuple[range, int]]:
+    """Cut a pack into pieces of at most ``size`` bytes, or of one frame: which frames, and the bytes of each.
+
+    The first begins with the header, and the index comes behind the last.
+    """
+    found: list[tuple[range, int]] = []
+    begin, length = 0, registry.BLOCK_BYTES
+    for sequence, stored in enumerate(entries["stored_length"].tolist()):
+        more = frame_length(stored)
+        if sequence > begin and length + more > size:
+            found.append((range(begin, sequence), length))
+            begin, length = sequence, 0
+        length += more
+    return [*found, (range(begin, len(entries)), length)]
 
 
 class PackUpload:
-    """Uploads packs to one location."""
+    """Uploads packs to the folder ``packs`` of one location."""
 
     def __init__(self, files: RemoteFiles, packs: PurePosixPath, rate: Rate) -> None:
-        """Write to the folder ``packs``."""
         self._files = files
         self._packs = packs
         self._rate = rate
         self._streams = threading.Semaphore(files.config.uploads)
 
     def upload(
-        self, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None], written: Callable[[], None]
+        self, entries: Entries, read: ReadFrame, sent: Callable[[int], None], written: Callable[[], None]
     ) -> tuple[PackHeader, Entries]:
         """Write one pack, when it is its turn, and give it its name.
 
@@ -89,7 +78,7 @@ class PackUpload:
         byte: to complete a file takes HDFS half a second, in which the next one is written.
 
         Args:
-            plan: what the pack holds.
+            entries: what the pack holds, as :func:`plan_pack` lays it out.
             read: gives it the frames.
             sent: is told of payload bytes, also of those sent in vain.
             written: is called when a turn has ended, also in vain.
@@ -98,7 +87,8 @@ class PackUpload:
             StorageError: it failed as often as is allowed.
             FormatError, MissingPartitionError: a frame could not be read.
         """
-        header = PackHeader(PackId(os.urandom(16)), len(plan.entries), plan.index_offset, time.time_ns(), WRITER)
+        end = int(entries[-1]["offset"]) + entry_length(entries[-1])
+        header = PackHeader(PackId(os.urandom(16)), len(entries), end, time.time_ns(), WRITER)
         final = self._packs / layout.pack_name(header.pack_id)
 
         def attempt(temporary: PurePosixPath) -> None:
@@ -107,41 +97,41 @@ class PackUpload:
                 turn.enter_context(self._streams)
                 turn.callback(written)
                 # Read ahead: the device and the location are busy at the same time.
-                with contextlib.closing(ahead(self._pieces(header, plan, read, sent))) as pieces:
+                with contextlib.closing(ahead(self._pieces(header, entries, read, sent))) as pieces:
                     count = self._files.write(temporary, pieces, turn.close)
             emit("remote.pack_closed", temporary.name, count)
-            self._check(temporary, header, plan, count)
+            self._check(temporary, header, entries, count)
             emit("remote.pack_checked", temporary.name)
             # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
             self._files.publish(temporary, final)
             emit("remote.pack_renamed", final.name, count)
 
         self._files.attempt(final, attempt, random_bytes=16)
-        return header, plan.entries
+        return header, entries
 
     def _pieces(
-        self, header: PackHeader, plan: PackPlan, read: ReadFrame, sent: Callable[[int], None]
+        self, header: PackHeader, entries: Entries, read: ReadFrame, sent: Callable[[int], None]
     ) -> Iterator[bytes]:
         """Yield the bytes of a pack; each frame is read where it lies in its piece, which is copied once."""
-        index = encode_index(header.pack_id, plan.entries)
-        groups = plan.pieces(self._files.config.piece_bytes)
+        index = encode_index(header.pack_id, entries)
+        groups = _cut(entries, self._files.config.piece_bytes)
         memory = Slot(max(length for _, length in groups)).memory
         memory[: registry.BLOCK_BYTES] = encode_pack_header(header)
         at = registry.BLOCK_BYTES
         for sequences, _ in groups:
             for sequence in sequences:
-                stored = int(plan.entries[sequence]["stored_length"])
+                stored = int(entries[sequence]["stored_length"])
                 slot = Slot.inside(memory[at : at + frame_length(stored)], stored)
                 slot.stamp_header(read(sequence, slot), header.pack_id, sequence)
                 at += frame_length(stored)
                 sent(stored)
-            is_last = sequences.stop == len(plan.entries)
+            is_last = sequences.stop == len(entries)
             piece = b"".join((memory[:at], index)) if is_last else bytes(memory[:at])
             self._rate.wait(len(piece))
             yield piece
             at = 0
 
-    def _check(self, temporary: PurePosixPath, header: PackHeader, plan: PackPlan, written: int) -> None:
+    def _check(self, temporary: PurePosixPath, header: PackHeader, entries: Entries, written: int) -> None:
         """Read back what decides whether the pack can be read: its length, header and index, or every byte."""
         where = self._files.url(temporary)
         found = self._files.stat(temporary)
@@ -150,9 +140,9 @@ class PackUpload:
             raise StorageError(f"{where}: {header.pack_length} bytes were to be written, {size} are there")
         try:
             back = read_pack_index(self._files, temporary, header.pack_id)
-            if back.damage or back.header != header or back.entries.tobytes() != plan.entries.tobytes():
+            if back.damage or back.header != header or back.entries.tobytes() != entries.tobytes():
                 raise StorageError(f"{where}: header and index were read back other than they were written")
-            for sequence, entry in enumerate(plan.entries if self._files.config.read_back else ()):
+            for sequence, entry in enumerate(entries if self._files.config.read_back else ()):
                 data, _ = self._files.read_range(temporary, int(entry["offset"]), entry_length(entry))
                 check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
         except FormatError as error:

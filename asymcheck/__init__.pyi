@@ -15,9 +15,8 @@ from .errors import (
     StepOrderWarning,
     UnreachableRemoteWarning,
 )
-from .migration.pushing import Pushing
-from .migration.statistics import PushStatistics
-from .migration.tally import Moved
+from .migration.background import Pushing
+from .migration.transfer_stats import Moved, PushStatistics
 from .partition.rng import RngState
 from .partition.shards import TensorShard
 from .pipeline.adopt import Adopted

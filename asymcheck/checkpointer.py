@@ -11,8 +11,8 @@ from typing import Literal
 from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError
-from asymcheck.migration.beside import begun
-from asymcheck.migration.statistics import PushStatistics
+from asymcheck.migration.background import background_push
+from asymcheck.migration.transfer_stats import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.pacing import pacer_of
@@ -105,7 +105,7 @@ class Checkpointer:
         self._together = None if found is None else Together(store, run, found, self._ending.is_due, push)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on what the training before has left is pushed.
-        self._beside = begun(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
+        self._beside = background_push(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
         self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
 
     def restore(self, step: int | None = None) -> Checkpoint | None:

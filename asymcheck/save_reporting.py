@@ -19,7 +19,7 @@ from asymcheck.errors import (
     StepOrderWarning,
     warn_user,
 )
-from asymcheck.migration.beside import Beside
+from asymcheck.migration.background import BackgroundPush
 from asymcheck.pipeline.adopt import Adopted
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
@@ -103,7 +103,7 @@ class SaveReporting:
                 self.last_step = self._kept
         return self.last_step
 
-    def tell(self, upkeep: Upkeep | None, beside: Beside) -> None:
+    def tell(self, upkeep: Upkeep | None, beside: BackgroundPush) -> None:
         """Tell each once, and what went wrong with what is removed and pushed.
 
         Raises:

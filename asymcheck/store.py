@@ -35,16 +35,15 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.measure import NOISE, measure, noise_samples
+from asymcheck.migration.background import Pushing
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.migration.heal import can_be_healed, heal
-from asymcheck.migration.messages import Order
 from asymcheck.migration.pull import pull
 from asymcheck.migration.push import push
-from asymcheck.migration.pushing import Pushing
-from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.migration.pushing_process import Order, PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
-from asymcheck.migration.selection import selected
-from asymcheck.migration.tally import Moved
+from asymcheck.migration.transfer_plan import selected
+from asymcheck.migration.transfer_stats import Moved
 from asymcheck.opened_store import OpenedStore
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings

@@ -29,7 +29,7 @@ import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.format import layout
-from asymcheck.migration.pushing import Pushing
+from asymcheck.migration.background import Pushing
 from asymcheck.threads import stand_back
 from benchmarks import environment, states, training
 from benchmarks.coldness import make_cold

@@ -16,8 +16,8 @@ from asymcheck.config import StoreConfig
 from asymcheck.errors import InvalidInputError, SkippedCheckpointWarning
 from asymcheck.format import layout
 from asymcheck.interop.target import is_store
-from asymcheck.migration.selection import selected
-from asymcheck.migration.tally import Moved
+from asymcheck.migration.transfer_plan import selected
+from asymcheck.migration.transfer_stats import Moved
 from asymcheck.store import Store
 from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 

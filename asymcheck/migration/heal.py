@@ -10,7 +10,7 @@ from asymcheck.format import layout
 from asymcheck.format.spans import Spans
 from asymcheck.migration.head_records import bring_head
 from asymcheck.migration.pull import copy_one, each
-from asymcheck.migration.tally import Tally
+from asymcheck.migration.transfer_stats import Moved
 from asymcheck.recovery.repair import Repair, Unrepaired
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme import Catalog, NvmeTier
@@ -57,7 +57,7 @@ def heal(
     done = _heads(there, here, left, failed)
     lost = dict.fromkeys(name for one in left for name in one.checkpoints)
     listings = _listings(there, lost, failed)
-    tally = Tally()
+    tally = Moved(str(there.location))
 
     def bring(listing: CheckpointFiles) -> None:
         # It may have been deleted since the repair saw it.

@@ -23,7 +23,7 @@ from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.head_records import pull_heads
-from asymcheck.migration.tally import Moved, Tally
+from asymcheck.migration.transfer_stats import Moved
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.pipeline.transaction import CommitTransaction
 from asymcheck.recovery.fetch import fetch
@@ -68,7 +68,7 @@ def pull(
         InvalidInputError: the store has another training of that run name.
         RemoteUnreachableError, StorageError: the location, or the device, refused; what was committed stays.
     """
-    tally = Tally()
+    tally = Moved(str(there.location))
     with_heads = set[str]()
 
     def copy(listing: CheckpointFiles) -> None:
@@ -84,7 +84,7 @@ def pull(
     failed = each(there, listings, copy)
     if failed:
         raise _failure(failed, len(listings), there)
-    return tally.result(str(there.location))
+    return tally
 
 
 def each(
@@ -126,7 +126,7 @@ def copy_one(
     here: NvmeTier,
     catalog: Catalog,
     listing: CheckpointFiles,
-    tally: Tally,
+    tally: Moved,
     progress: Progress | None,
 ) -> None:
     """Copy one checkpoint, or what the store lacks of it: it may be there already, and damaged.
@@ -137,14 +137,14 @@ def copy_one(
     manifests = read_manifests(there, listing)
     for name, manifest in zip(listing.manifests, manifests, strict=True):
         _Pull(there, here, catalog, tally, progress).carry_out(listing, name, manifest)
-    tally.committed.append(f"{listing.run} {listing.ref}")
+    tally.committed += (f"{listing.run} {listing.ref}",)
 
 
 class _Pull:
     """Copies one rank's part of a checkpoint."""
 
     def __init__(
-        self, there: RemoteTier, here: NvmeTier, catalog: Catalog, tally: Tally, progress: Progress | None
+        self, there: RemoteTier, here: NvmeTier, catalog: Catalog, tally: Moved, progress: Progress | None
     ) -> None:
         self._there, self._here, self._catalog = there, here, catalog
         self._tally, self._progress = tally, progress

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
@@ -24,13 +26,12 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.migration.choice import Choice, Chooser, all_needs, search
-from asymcheck.migration.meaning import Meaning
-from asymcheck.migration.others import Others, held_back
-from asymcheck.migration.present import Present
-from asymcheck.migration.reencode import Older, Reencoder, older_of
-from asymcheck.migration.sending import Sending
-from asymcheck.migration.tally import Moved, Tally
+from asymcheck.migration.checkpoint_cache import RemotePresence
+from asymcheck.migration.cross_node_dedup import Others, held_back
+from asymcheck.migration.reencode import Older, PartitionIndex, Reencoder, older_of
+from asymcheck.migration.transfer_plan import Chooser, all_needs, search
+from asymcheck.migration.transfer_stats import Moved
+from asymcheck.migration.uploader import Uploader
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.resolve import read_manifests
@@ -77,9 +78,11 @@ def push(
         RemoteUnreachableError, StorageError: the location refused; what was committed stays, and the next push
             goes on from there.
     """
-    tally = Tally()
+    moved = Moved(str(there.location))
     encoder = encoder or encoder_for(there)
-    present, heads = Present(there), _Heads(here, there)
+    present = RemotePresence(there)
+    # Of each run once; an error is not kept.
+    publish = functools.cache(partial(publish_heads, here, there))
     failures: dict[str, AsymcheckError] = {}
     committed: dict[str, dict[CheckpointRef, CheckpointFiles]] = {}
     for listing in listings:
@@ -93,10 +96,10 @@ def push(
             parts = {ref: found.of_ranks(listing.store_ranks) for ref, found in committed[run].items()}
             found = parts.get(listing.ref)
             if found is not None and found.is_complete and present.has(found):
-                tally.present += 1
+                moved.present += 1
                 continue
             older = _older(here, listing, [ref for ref, part in parts.items() if part.is_complete])
-            _Push(here, there, listing, tally, progress, encoder, older).carry_out(heads)
+            _Push(here, there, listing, moved, progress, encoder, older, publish).carry_out()
             committed[run][listing.ref] = listing
         except (HeadRecordError, InvalidInputError) as error:
             # So it is with every checkpoint of the run.
@@ -105,11 +108,11 @@ def push(
             failures[f"{run} {listing.ref}"] = error
     for run in [run for run in committed if run not in failures]:
         try:
-            heads.publish(run)
+            publish(run)
         except (HeadRecordError, InvalidInputError) as error:
             failures[run] = error
     _raise_any(failures, len(listings), there)
-    return tally.result(str(there.location))
+    return moved
 
 
 def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, there: RemoteTier) -> None:
@@ -149,20 +152,6 @@ _Staging = Callable[[], dict[ManifestName, PurePosixPath]]
 """Waits for manifests that are written under temporary names, and returns those names."""
 
 
-class _Heads:
-    """The head records of runs on their way, once each."""
-
-    def __init__(self, here: ReadTier, there: RemoteTier) -> None:
-        self._here = here
-        self._there = there
-        self._done: set[str] = set()
-
-    def publish(self, run: str) -> None:
-        if run not in self._done:
-            publish_heads(self._here, self._there, run)
-            self._done.add(run)
-
-
 def _older(here: ReadTier, listing: CheckpointFiles, there: Iterable[CheckpointRef]) -> CheckpointFiles | None:
     """Return the newest checkpoint before one that lies on both sides."""
     for ref in sorted((ref for ref in there if ref < listing.ref), reverse=True)[:_OLDER_LOOKED_AT]:
@@ -172,46 +161,38 @@ def _older(here: ReadTier, listing: CheckpointFiles, there: Iterable[CheckpointR
     return None
 
 
+@dataclasses.dataclass
 class _Push:
     """One checkpoint on its way."""
 
-    def __init__(
-        self,
-        here: ReadTier,
-        there: RemoteTier,
-        listing: CheckpointFiles,
-        tally: Tally,
-        progress: Progress | None,
-        encoder: Encoder,
-        older: CheckpointFiles | None,
-    ) -> None:
-        self._here = here
-        self._there = there
-        self._listing = listing
-        self._tally = tally
-        self._progress = progress
-        self._encoder = encoder
-        self._older = older
-        self._damaged: set[Digest] = set()
-        self._reported = 0, 0
+    here: ReadTier
+    there: RemoteTier
+    listing: CheckpointFiles
+    moved: Moved
+    progress: Progress | None
+    encoder: Encoder
+    older: CheckpointFiles | None
+    publish_heads: Callable[[str], object]
+    damaged: set[Digest] = dataclasses.field(default_factory=set)
+    reported: tuple[int, int] = (0, 0)
 
-    def carry_out(self, heads: _Heads) -> None:
+    def carry_out(self) -> None:
         """Send what is missing, then heads, then manifests; again while collection takes away what is relied upon."""
-        run, ref = self._listing.run, self._listing.ref
+        run, ref = self.listing.run, self.listing.ref
         try:
-            manifests = read_manifests(self._here, self._listing)
-            data = {name: self._here.manifests.read_bytes(run, ref, name) for name in self._listing.manifests}
+            manifests = read_manifests(self.here, self.listing)
+            data = {name: self.here.manifests.read_bytes(run, ref, name) for name in self.listing.manifests}
         except (ClosedStoreError, ForkedStoreError, *UNKNOWING):
             raise
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Their bytes travel beside the packs: to close a file takes half a second there. The rename comes last.
-        names, threads = list(data), min(self._there.config.remote.uploads, len(data))
+        names, threads = list(data), min(self.there.config.remote.uploads, len(data))
         shares = [{name: data[name] for name in names[start::threads]} for start in range(threads)]
         staging: list[_Staging] = [begin(partial(self._stage, share), "push-manifest").result for share in shares]
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
-            self._send_and_commit(manifests, data, staging, staged, heads)
+            self._send_and_commit(manifests, data, staging, staged)
         except BaseException:
             self._unstage(staging, staged)
             raise
@@ -221,7 +202,7 @@ class _Push:
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
             for name, content in data.items():
-                staged[name] = self._there.manifests.stage(self._listing.run, self._listing.ref, name, content)
+                staged[name] = self.there.manifests.stage(self.listing.run, self.listing.ref, name, content)
         except BaseException:
             self._unstage([], staged)
             raise
@@ -233,15 +214,14 @@ class _Push:
         data: Mapping[ManifestName, bytes],
         staging: list[_Staging],
         staged: dict[ManifestName, PurePosixPath],
-        heads: _Heads,
     ) -> None:
-        run, ref = self._listing.run, self._listing.ref
+        run, ref = self.listing.run, self.listing.ref
         committed = False
-        held = held_back(manifests, self._listing)
+        held = held_back(manifests, self.listing)
         if held:
             # Other stores bring them. What does not come after all is sent with the rest.
             self._send(manifests, held)
-            Others(self._there, self._listing, self._report).wait_for(held)
+            Others(self.there, self.listing, self._report).wait_for(held)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
             while staging:
@@ -249,53 +229,49 @@ class _Push:
             if not self._lasts(relied):
                 continue
             if not committed:
-                heads.publish(run)
+                self.publish_heads(run)
                 self._make_room(data)
                 for name in data:
-                    self._there.manifests.publish(run, ref, name, data[name], staged.pop(name))
+                    self.there.manifests.publish(run, ref, name, data[name], staged.pop(name))
                 committed = True
             # A collection that had not seen the manifest may have taken a pack a moment ago. One that takes it from
             # now on has seen it, and puts it back.
             if self._lasts(relied):
-                self._tally.committed.append(f"{run} {ref}")
+                self.moved.committed += (f"{run} {ref}",)
                 return
         raise StorageError(
-            f"{self._there.location}: collection took packs away {_ATTEMPTS} times during the push of {ref}; push again"
+            f"{self.there.location}: collection took packs away {_ATTEMPTS} times during the push of {ref}; push again"
         )
 
     def _make_room(self, data: Mapping[ManifestName, bytes]) -> None:
         """Remove manifests whose bytes are not what their name says: they would keep the sound ones out."""
-        run, ref = self._listing.run, self._listing.ref
-        for name in data.keys() & set(self._there.manifests.listing(run, ref).manifests):
+        run, ref = self.listing.run, self.listing.ref
+        for name in data.keys() & set(self.there.manifests.listing(run, ref).manifests):
             try:
-                self._there.manifests.read_bytes(run, ref, name)
+                self.there.manifests.read_bytes(run, ref, name)
             except MissingPartitionError:
                 continue
             except FormatError:
-                self._there.files.delete(self._there.manifests.directory(run, ref) / str(name))
+                self.there.files.delete(self.there.manifests.directory(run, ref) / str(name))
 
-    def _unstage(
-        self,
-        staging: Sequence[_Staging],
-        staged: Mapping[ManifestName, PurePosixPath],
-    ) -> None:
+    def _unstage(self, staging: Sequence[_Staging], staged: Mapping[ManifestName, PurePosixPath]) -> None:
         """Remove what will not be published, as far as that can be done; collection removes the rest."""
         for wait in (lambda: staged, *staging):
             with contextlib.suppress(Exception):
                 for path in wait().values():
-                    self._there.manifests.unstage(path)
+                    self.there.manifests.unstage(path)
 
     def _lasts(self, relied: set[PackId]) -> bool:
         """Tell whether all packs are there to stay; a collection that was killed may have announced their removal."""
-        return not self._there.reprieve(relied)
+        return not self.there.reprieve(relied)
 
     def _report(self) -> None:
         """Say how far it is, to whoever may want to stop it."""
-        if self._progress is not None:
-            self._progress(*self._reported)
+        if self.progress is not None:
+            self.progress(*self.reported)
 
     def _note(self, done: int, total: int) -> None:
-        self._reported = done, total
+        self.reported = done, total
         self._report()
 
     def _send(self, manifests: Sequence[Manifest], but: Collection[Digest] = ()) -> set[PackId]:
@@ -303,8 +279,8 @@ class _Push:
         hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
         needs = Needs.of_manifests(manifests)
         with (
-            Sources(self._here, needs, hints) as here,
-            older_of(self._here, self._older, self._encoder) as older,
+            Sources(self.here, needs, hints) as here,
+            older_of(self.here, self.older, self.encoder) as older,
         ):
             names = here.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
             names = [name for name in names if name not in but]
@@ -313,27 +289,23 @@ class _Push:
                     return self._send_from(here, names, manifests, older)
                 except DamagedPartitionError as error:
                     # Then another copy of it is decoded, and sent as that; if there is none, that says so.
-                    if error.digest is None or error.digest in self._damaged:
+                    if error.digest is None or error.digest in self.damaged:
                         raise
-                    self._damaged.add(Digest(error.digest))
+                    self.damaged.add(Digest(error.digest))
 
     def _send_from(
         self, here: Sources, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Looked for each time: what another attempt has sent is there.
-        with search(self._there, all_needs(here, manifests, older.manifests)) as there:
-            chooser = Chooser(here, there, self._damaged)
+        with search(self.there, all_needs(here, manifests, older.manifests)) as there:
+            chooser = Chooser(here, there, self.damaged)
             choice = chooser.choose(names)
-            new = self._upload(choice, self._reencoder(manifests, chooser, older))
-            self._tally.reused_partitions += choice.reused
+            reencoder = None
+            if self.there.config.remote.compression != "off":
+                partitions = PartitionIndex(manifests, older.manifests)
+                reencoder = Reencoder(self.encoder, partitions, chooser, older)
+            uploader = Uploader(self.there, choice.stored, self.moved, self._note, reencoder)
+            # A frame never arrives before its base.
+            new = uploader.send(choice.full) | uploader.send_in_order(choice.based)
+            self.moved.reused_partitions += choice.reused
             return choice.relied | new
-
-    def _reencoder(self, manifests: Sequence[Manifest], chooser: Chooser, older: Older) -> Reencoder | None:
-        if self._there.config.remote.compression == "off":
-            return None
-        return Reencoder(self._encoder, Meaning(manifests, older.manifests), chooser, older)
-
-    def _upload(self, choice: Choice, reencoder: Reencoder | None) -> set[PackId]:
-        sending = Sending(self._there, choice.stored, self._tally, self._note, reencoder)
-        # A frame never arrives before its base.
-        return sending.send(choice.full) | sending.send_in_order(choice.based)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asymcheck.errors import AsymcheckError, GivenUpError
 from asymcheck.events import Interval, watch
-from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
+from asymcheck.migration.pushing_process import Close, Failed, Look, News, Order, Wait, Waited
 from asymcheck.store import Store
 from asymcheck.threads import NICE, begin
 from asymcheck.types import Checkpoint
@@ -76,7 +76,7 @@ class _Serving:
 
     def __init__(self, training: Connection[Any, Any], parent: int, pushing: PushingThread) -> None:
         self._training, self._parent, self._pushing = training, parent, pushing
-        self._told: tuple[object, ...] = ()
+        self._told: object = None
         self._told_sent: dict[str, Checkpoint] = {}
         self._waited: list[Waited] = []
         self._intervals: deque[Interval] = deque()
@@ -133,27 +133,18 @@ class _Serving:
 
     def _tell(self, *, has_looked: bool) -> None:
         """Send what is new. First the numbers: what is counted as pushed is then among what is known to be there."""
-        pushing, ledger = self._pushing, self._pushing.ledger
+        pushing, queue = self._pushing, self._pushing.queue
         facts = pushing.statistics(), pushing.sending, pushing.is_connected, pushing.is_well
-        with ledger.lock:
-            state = *facts, len(ledger.sent), ledger.generation, ledger.hopeless.copy()
-            if state == self._told and not has_looked and not self._intervals:
+        with queue.lock:
+            state = *facts, queue.generation, dict(queue.damaged)
+            told = state, len(queue.sent)
+            if told == self._told and not has_looked and not self._intervals:
                 return
-            sent = dict(ledger.sent)
-        before, self._told, self._told_sent = self._told_sent, state, sent
-        news = News(
-            statistics=facts[0],
-            sending=facts[1],
-            sent={save_id: one for save_id, one in sent.items() if save_id not in before},
-            not_sent=before.keys() - sent.keys(),
-            generation=state[5],
-            hopeless=state[6],
-            is_connected=facts[2],
-            is_well=facts[3],
-            has_looked=has_looked,
-            intervals=[self._intervals.popleft() for _ in range(len(self._intervals))],
-        )
-        self._training.send(news)
+            sent = dict(queue.sent)
+        before, self._told, self._told_sent = self._told_sent, told, sent
+        new = {save_id: one for save_id, one in sent.items() if save_id not in before}
+        intervals = [self._intervals.popleft() for _ in range(len(self._intervals))]
+        self._training.send(News(*state, new, before.keys() - sent.keys(), has_looked, intervals))
 
 
 def _portable(error: Exception) -> Exception:

@@ -15,18 +15,18 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
+from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, ClosedStoreError, GivenUpError
-from asymcheck.events import relay
-from asymcheck.migration.ledger import Ledger
-from asymcheck.migration.messages import Close, Failed, Look, News, Order, Wait, Waited
-from asymcheck.migration.pushing import Pushing
+from asymcheck.events import Interval, relay
+from asymcheck.migration.background import Pushing
 from asymcheck.migration.pushing_thread import GIVE_UP_S, RETRY_S
-from asymcheck.migration.statistics import PushStatistics
-from asymcheck.policies.pushing import check_seconds, held
+from asymcheck.migration.transfer_stats import PushStatistics
+from asymcheck.migration.upload_queue import Damaged
+from asymcheck.policies.pushing import Push
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint
 
@@ -54,31 +54,96 @@ _forking = threading.Lock()
 """Held while a process is begun: one that is forked then would have what the two talk by, and keep it open."""
 
 
+class Order(NamedTuple):
+    """The first message to the process: which checkpoints it pushes. All messages travel pickled."""
+
+    location: str
+    """The path or URI of the store."""
+    config: StoreConfig
+    """The configuration to open the store with."""
+    rules: Push
+    """Which checkpoints go where."""
+    run: str
+    """The run whose checkpoints are pushed."""
+    poll_s: float
+    """Seconds between two looks."""
+    prunes: bool
+    """Whether the process removes what is not kept at the location."""
+
+
+class Look(NamedTuple):
+    """A request after a commit. Answered by :class:`News`, and not sent again before that."""
+
+
+class Wait(NamedTuple):
+    """A request to send all that is to be pushed now. Answered by :class:`Waited`."""
+
+    number: int
+
+
+class Close(NamedTuple):
+    """A request to push what is left in so many seconds, or None for as long as it takes, and to end."""
+
+    limit_s: float | None
+
+
+class News(NamedTuple):
+    """The state of the process; sent when it has changed, and after a :class:`Look`."""
+
+    statistics: PushStatistics
+    """What it has done so far."""
+    sending: str | None
+    """The save id of the checkpoint that is being sent."""
+    is_connected: bool
+    """Whether it has looked what is there."""
+    is_well: bool
+    """Whether it has done what there was to do, and nothing was in the way."""
+    generation: int
+    """The newest that is known there."""
+    damaged: Damaged
+    """The checkpoints that cannot be pushed."""
+    sent: Mapping[str, Checkpoint]
+    """Checkpoints that are known to be there and were not before, by save id."""
+    not_sent: Collection[str]
+    """The save ids of those that are not there, as was thought."""
+    has_looked: bool
+    """Whether it is the answer to a :class:`Look`."""
+    intervals: Sequence[Interval] = ()
+    """What it has told its watchers since the last news; clocks of one machine agree."""
+
+
+class Waited(NamedTuple):
+    """The end of a wait, with the reason why not all is there."""
+
+    number: int
+    error: Exception | None
+
+
+class Failed(NamedTuple):
+    """The last message of a process that could not begin, with the reason."""
+
+    error: Exception
+
+
 class PushingProcess(Pushing):
     """Pushes in a process of its own, which is begun again when it was killed, and ends with this one."""
 
     def __init__(self, here: ReadTier, order: Order) -> None:
         """Push from ``here`` as ``order`` says."""
-        super().__init__(order.run, order.rules)
+        super().__init__(here, order.run, order.rules)
         self._order = order
-        self._ledger = Ledger(here, order.run, order.rules)
-        self._turn = threading.Condition()
         self._child: Connection[Any, Any] | None = None
         # Of the process that pushes now, and of those before it.
         self._now, self._before = PushStatistics(), PushStatistics()
         self._backlog = 0
-        self._sending: str | None = None
         # Looks: one is not answered yet, and another one is due then.
         self._is_looking = self._looks_again = False
         self._waits: dict[int, Exception | None] = {}
-        self._count = 0
-        self._failure: Exception | None = None
-        self._ends = 0
+        self._count = self._ends = 0
         self._is_awaited = self._has_begun = self._is_told_to_close = False
         self._closing_in: Close | None = None
         self._ours: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
         _living.add(self)
         self._thread.start()
 
@@ -106,12 +171,6 @@ class PushingProcess(Pushing):
             elif self._send(Look()):
                 self._is_looking = True
 
-    def held(self) -> Mapping[str, str]:
-        """Return what the retention of the store leaves alone; see :meth:`Pushing.held`."""
-        due = self._ledger.look().due
-        with self._turn:
-            return held(self.rules, due, self._sending)
-
     def wait(self) -> None:
         """Wait until all that is to be pushed now lies there; see :meth:`Pushing.wait`."""
         with self._turn:
@@ -137,9 +196,7 @@ class PushingProcess(Pushing):
         while not so():
             self._turn.wait(_WAIT_S)
 
-    def close(self, timeout_s: float | None = None) -> PushStatistics:
-        """Push what is left, once, and end; see :meth:`Pushing.close`."""
-        limit_s = self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+    def _end(self, limit_s: float | None) -> bool:
         with self._turn:
             first = self._closing_in is None
             self._closing_in = self._closing_in or Close(limit_s)
@@ -155,8 +212,7 @@ class PushingProcess(Pushing):
             self._thread.join(GIVE_UP_S)
         if first:
             self._count_backlog()
-            self._warn_of_left()
-        return self.statistics()
+        return first
 
     def _tell_to_close(self) -> None:
         if self._closing_in is not None and self._send(self._closing_in):
@@ -164,7 +220,7 @@ class PushingProcess(Pushing):
 
     def _count_backlog(self) -> None:
         with contextlib.suppress(AsymcheckError):
-            backlog = len(self._ledger.look().due)
+            backlog = len(self._due())
             with self._turn:
                 self._backlog = backlog
 
@@ -187,7 +243,7 @@ class PushingProcess(Pushing):
             failure = self._attempt()
             with self._turn:
                 is_last = is_last or self._is_told_to_close
-                self._child = self._process = self._sending = None
+                self._child = self._process = self.sending = None
                 self._is_looking = self._looks_again = self._has_begun = False
                 if failure is not None:
                     self._ends += 1
@@ -265,14 +321,14 @@ class PushingProcess(Pushing):
         told.update(message.sent)
         for save_id in message.not_sent:
             told.pop(save_id, None)
-        with self._ledger.lock:
+        with self.queue.lock:
             # Until it has looked, what one before it has seen there holds.
-            self._ledger.sent = dict(told) if message.is_connected else {**self._ledger.sent, **message.sent}
-            self._ledger.generation = max(self._ledger.generation, message.generation)
-            self._ledger.hopeless = message.hopeless
+            self.queue.sent = dict(told) if message.is_connected else {**self.queue.sent, **message.sent}
+            self.queue.generation = max(self.queue.generation, message.generation)
+            self.queue.damaged = message.damaged
         self._count_backlog()
         with self._turn:
-            self._now, self._sending, self._has_begun = message.statistics, message.sending, True
+            self._now, self.sending, self._has_begun = message.statistics, message.sending, True
             if message.is_well or message.statistics.problem:
                 self._failure = None
             if message.has_looked:

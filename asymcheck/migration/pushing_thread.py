@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -17,18 +17,15 @@ from asymcheck.errors import (
     RecoveryError,
 )
 from asymcheck.events import Detail, timed
-from asymcheck.migration.failures import SO_IS_ALL, Hopeless
-from asymcheck.migration.known import Known
-from asymcheck.migration.ledger import Ledger
-from asymcheck.migration.others import SentParts, begun_first
-from asymcheck.migration.present import Present
-from asymcheck.migration.prune_remote import RemotePruner
+from asymcheck.migration.background import Pushing
+from asymcheck.migration.checkpoint_cache import CheckpointCache, RemotePresence
+from asymcheck.migration.collect_remote import RemotePruner
+from asymcheck.migration.cross_node_dedup import SentParts, begun_first
 from asymcheck.migration.push import encoder_for, publish_heads, push
-from asymcheck.migration.pushing import Pushing
-from asymcheck.migration.statistics import PushStatistics
-from asymcheck.migration.tally import Moved
+from asymcheck.migration.transfer_stats import Moved, PushStatistics
+from asymcheck.migration.upload_queue import SO_IS_ALL, add_damaged
 from asymcheck.pipeline.encoder import Encoder
-from asymcheck.policies.pushing import Push, check_seconds, held
+from asymcheck.policies.pushing import Push
 from asymcheck.threads import stand_back
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
@@ -61,12 +58,9 @@ class PushingThread(Pushing):
 
         Unless it ``prunes``, what is not kept there is left to another one.
         """
-        super().__init__(run, rules)
-        self._here = here
-        self._connect = connect
+        super().__init__(here, run, rules)
+        self._here, self._connect = here, connect
         self._poll_s, self._prunes = poll_s, prunes
-        self.ledger = Ledger(here, run, rules)
-        """What it decides by."""
         self._there: RemoteTier | None = None
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
@@ -75,25 +69,17 @@ class PushingThread(Pushing):
         self._heads: list[int] | None = None
         # Why some of those that are to be pushed cannot be.
         self._damaged: list[str] = []
-        self.sending: str | None = None
-        """The save id of the one that is being sent."""
         self.is_well = False
         """Whether the last round has done what there was to do, and nothing was in its way."""
         self._newest: CheckpointRef | None = None
         self._parts = SentParts(run)
         self._now = PushStatistics()
         # For what is known, which is asked on the thread that commits, too; never held while something is sent.
-        self._looking = self.ledger.lock
-        self._turn = threading.Condition()
-        self._begun = 0
-        self._failure: Exception | None = None
-        self._failed_in = 0
+        self._looking = self.queue.lock
+        self._begun = self._failed_in = 0
         self._untidy: Exception | None = None
-        self._is_called = False
-        self._is_awaited = False
-        self._closing = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
+        self._is_called = self._is_awaited = False
+        self._closing, self._stop = threading.Event(), threading.Event()
         self._thread.start()
 
     def statistics(self) -> PushStatistics:
@@ -106,24 +92,16 @@ class PushingThread(Pushing):
             self._note(backlog=len(self._due()))
         self._call()
 
-    def held(self) -> Mapping[str, str]:
-        """Return what the retention of the store leaves alone; see :meth:`Pushing.held`."""
-        return held(self.rules, self._due(), self.sending)
-
     @property
     def is_connected(self) -> bool:
         """Whether it has looked what is there."""
         return self._there is not None
 
-    def failure(self) -> Exception | None:
-        """Return why the last attempt failed; None when it did not, or when the checkpoint is damaged here."""
-        return self._failure
-
     def wait(self) -> None:
         """Wait until all that is to be pushed now lies there; see :meth:`Pushing.wait`."""
         with self._looking:
             # They may have been repaired. An attempt that is under way notes what it finds in the old one.
-            self.ledger.hopeless = Hopeless()
+            self.queue.damaged = {}
         wanted = self._unsure()
         began = self._begun
         while wanted & self._unsure():
@@ -215,7 +193,7 @@ class PushingThread(Pushing):
         return next(iter(left), None)
 
     def _is_whole(self, one: Checkpoint) -> bool:
-        listing = self.ledger.known.listing(one)
+        listing = self.queue.known.listing(one)
         return listing is None or listing.is_whole
 
     def _try(self, there: RemoteTier, one: Checkpoint) -> bool:
@@ -237,7 +215,7 @@ class PushingThread(Pushing):
 
     def _due(self) -> list[Checkpoint]:
         with self._looking:
-            found = self.ledger.look()
+            found = self.queue.look()
             whole = [one for one in found.there if one.on_line is not False and one.ref not in self._parts]
             self._newest = max((one.ref for one in whole), default=None)
             self._damaged = found.damaged
@@ -246,12 +224,12 @@ class PushingThread(Pushing):
     def _connected(self) -> RemoteTier:
         there = self._connect()
         try:
-            known = Known(there, self._run, metrics=self.rules.asks_for_metrics)
+            known = CheckpointCache(there, self._run, metrics=self.rules.asks_for_metrics)
             found = known.look()
             with self._looking:
-                self.ledger.generation = known.generation
-                here = {one.save_id for one in self.ledger.known.look()}
-                self.ledger.sent.update((one.save_id, one) for one in found)
+                self.queue.generation = known.generation
+                here = {one.save_id for one in self.queue.known.look()}
+                self.queue.sent.update((one.save_id, one) for one in found)
                 count = 0
                 for one in reversed([one for one in found if one.save_id in here]):
                     listing = known.listing(one)
@@ -268,14 +246,14 @@ class PushingThread(Pushing):
 
     def _look_again(self, there: RemoteTier) -> None:
         """See whether those that were there by name are whole; one that is not is to be sent."""
-        present = Present(there)
+        present = RemotePresence(there)
         while self._claimed:
             save_id = next(iter(self._claimed))
             self._going_on(0, 0)
             is_whole = present.has(self._claimed[save_id])
             with self._looking:
                 if not is_whole:
-                    self.ledger.sent.pop(save_id, None)
+                    self.queue.sent.pop(save_id, None)
                 del self._claimed[save_id]
 
     def _push_heads(self, there: RemoteTier) -> None:
@@ -287,11 +265,11 @@ class PushingThread(Pushing):
 
     def _push(self, there: RemoteTier, one: Checkpoint) -> None:
         with self._looking:
-            listing = self.ledger.known.listing(one)
+            listing = self.queue.known.listing(one)
             if listing is None:
                 return
             self.sending = one.save_id
-        hopeless = self.ledger.hopeless
+        damaged = self.queue.damaged
         try:
             moved = self._copy(there, one, listing)
         except HeadRecordError:
@@ -299,11 +277,11 @@ class PushingThread(Pushing):
         except (FormatError, RecoveryError) as error:
             # One that was deleted meanwhile is due no more.
             if self._here.manifests.listing(self._run, one.ref).manifests:
-                hopeless.add(one, error)
+                add_damaged(damaged, one, error)
                 self._note(failures=1)
         else:
             with self._looking:
-                self.ledger.sent[one.save_id] = one
+                self.queue.sent[one.save_id] = one
                 if not listing.is_whole:
                     self._parts.add(one.ref)
                 elif self._newest is None or self._newest < one.ref:
@@ -359,14 +337,10 @@ class PushingThread(Pushing):
         problem = self._failure or self._untidy
         return self._parts.late() if problem is None else f"{type(problem).__name__}: {problem}"
 
-    def close(self, timeout_s: float | None = None) -> PushStatistics:
-        """Push what is left, once, and end; see :meth:`Pushing.close`."""
-        limit_s = self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+    def _end(self, limit_s: float | None) -> bool:
         first = not self._closing.is_set()
         self.close_in(limit_s)
-        if first:
-            self._warn_of_left()
-        return self._now
+        return first
 
     def close_in(self, limit_s: float | None) -> None:
         """End, in so many seconds, or None for as long as it takes; what is left is not told."""

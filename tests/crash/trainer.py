@@ -14,7 +14,7 @@ import pytest
 from asymcheck import Checkpointer, Push, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
-from asymcheck.migration.known import Known
+from asymcheck.migration.checkpoint_cache import CheckpointCache
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.tracing import Trace
 from asymcheck.types import Checkpoint
@@ -193,7 +193,7 @@ class _Terminating:
 _TERMINATES_IN: dict[str, tuple[type, str]] = {
     "fence": (Capturer, "_copy_released"),
     "window": (Capturer, "_release"),
-    "pushed": (Known, "look"),
+    "pushed": (CheckpointCache, "look"),
     "trace": (Trace, "_write"),
 }
 """What the training thread calls there, in the middle of a copy, or while it holds what others need."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
-from asymcheck.migration import others
+from asymcheck.migration import cross_node_dedup
 from asymcheck.pipeline import joint
 from tests.ranks.launched import CONFIG, RANK, WORLD, connect, noted
 from tests.ranks.scenarios import mark, never_commit, note, tell
@@ -173,7 +173,7 @@ def main() -> None:
     """Do what the command line says."""
     torch.set_num_threads(1)
     if "IN_STEP" in os.environ:
-        others.PATIENCE_S = 200.0
+        cross_node_dedup.PATIENCE_S = 200.0
     tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))
 
 

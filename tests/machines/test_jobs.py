@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from asymcheck import Push, Retention, Store, UnreachableRemoteWarning
 from asymcheck.cli.main import commands
 from asymcheck.errors import InconsistentCheckpointError
-from asymcheck.migration import others
+from asymcheck.migration import cross_node_dedup
 from asymcheck.verify import Severity
 from tests.machines.conftest import Launch
 from tests.machines.scenarios import COLUMNS, ROWS, store_of
@@ -89,12 +89,12 @@ def test_parts_that_other_machines_never_send_are_told(
     pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
-    monkeypatch.setattr(others, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
     rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
     with Store.open(store_of(pushed[0], 0)) as store, store.pushing(rules) as pushing:
         pushing.wait()
         assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
-        monkeypatch.setattr(others, "LATE_S", 0.0)
+        monkeypatch.setattr(cross_node_dedup, "LATE_S", 0.0)
         with pytest.warns(UnreachableRemoteWarning, match="of step 3 the other machines' parts have not come"):
             pushing.close()
         assert pushing.statistics().newest_step is None

@@ -13,14 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import asymcheck.migration.others as module
+import asymcheck.migration.cross_node_dedup as module
 from asymcheck import Part, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.errors import StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.migration.others import Others
-from asymcheck.migration.prune_remote import RemotePruner
+from asymcheck.migration.collect_remote import RemotePruner
+from asymcheck.migration.cross_node_dedup import Others
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.remote import RemoteTier, parse_location

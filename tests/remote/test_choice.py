@@ -12,7 +12,7 @@ from asymcheck.errors import BaseDamagedError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.pack import ENTRY_DTYPE
-from asymcheck.migration.choice import Chooser
+from asymcheck.migration.transfer_plan import Chooser
 from asymcheck.recovery.locate import Copy
 from asymcheck.types import Digest
 

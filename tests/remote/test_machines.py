@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from asymcheck import Checkpointer, Push, Ranks, Store, TensorShard
 from asymcheck.config import CaptureConfig
-from asymcheck.migration import others
+from asymcheck.migration import cross_node_dedup
 from tests.ranks.test_session import each
 from tests.remote.conftest import CONFIG
 
@@ -64,7 +64,7 @@ def test_two_machines_come_back_from_the_location_alone(
     Most of the state is one partition many times over, of which neither may wait for the other to bring it.
     """
     keys = dist.HashStore()
-    monkeypatch.setattr(others, "PATIENCE_S", 1e6)
+    monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 1e6)
     with warnings.catch_warnings():
         # Of what is read from there, and of the step that was not pushed.
         warnings.simplefilter("ignore")

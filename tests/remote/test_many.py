@@ -15,7 +15,7 @@ from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
-from asymcheck.migration.known import Known
+from asymcheck.migration.checkpoint_cache import CheckpointCache
 from asymcheck.tiers.pack_index import PackIndex
 from asymcheck.tiers.remote import RemoteTier, packs, parse_location, tier
 from asymcheck.tiers.remote.files import RemoteFiles
@@ -102,7 +102,7 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
 def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations: list[str]) -> None:
     """The first look is one listing of all; the next one a listing of names."""
     there = RemoteTier(parse_location(places[1]), CONFIG)
-    known = Known(there, "default", metrics=False)
+    known = CheckpointCache(there, "default", metrics=False)
     for bound in (4, 2):
         operations.clear()
         assert len(known.look()) == COUNT + 1

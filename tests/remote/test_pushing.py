@@ -22,8 +22,7 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format.layout import ManifestName
-from asymcheck.migration import failures, prune_remote
-from asymcheck.migration.collect_remote import collect_remote
+from asymcheck.migration import collect_remote, upload_queue
 from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -110,7 +109,7 @@ def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folde
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
         rounds = pushing._begun
         wait_until(lambda: pushing._begun > rounds + 2, "rounds without an attempt")
-        assert (pushing.statistics().failures, pushing.failure()) == (1, None)
+        assert (pushing.statistics().failures, pushing._failure) == (1, None)
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: step 2 "):
             now = pushing.close()
     assert (now.pushed, now.backlog, now.damaged, now.failures) == (1, 0, 1, 1)
@@ -136,7 +135,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
 
 def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says when that is, so now and then it is tried."""
-    monkeypatch.setattr(failures, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(upload_queue, "_AGAIN_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -224,12 +223,13 @@ def test_what_cannot_be_removed_there_holds_up_nothing(
     manifest.write_bytes(b"x")
     save_steps(store, 3, 4)
     begun: list[RemoteTier] = []
+    whole = collect_remote.collect_remote
 
     def collect(there: RemoteTier) -> Collected:
         begun.append(there)
-        return collect_remote(there)
+        return whole(there)
 
-    monkeypatch.setattr(prune_remote, "collect_remote", collect)
+    monkeypatch.setattr(collect_remote, "collect_remote", collect)
     with Store.open(store, config=CONFIG) as opened:
         pushing = by_thread(opened, Push(folder, keep=Retention(keep_last=3)))
         with pytest.warns(UnreachableRemoteWarning, match="nothing was removed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pickle
 import select
@@ -29,9 +28,7 @@ from asymcheck.errors import (
 from asymcheck.events import Interval, watch
 from asymcheck.migration import pushing_child
 from asymcheck.migration import pushing_process as module
-from asymcheck.migration.failures import Hopeless
-from asymcheck.migration.messages import News
-from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.migration.pushing_process import News, PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
 from tests.remote.conftest import CONFIG, by_process, check_location, lose_packs, state_of
 from tests.zygote import REPOSITORY, wait_until
@@ -207,13 +204,13 @@ def test_one_that_is_begun_again_knows_better_when_it_has_looked(
     """What the one before it had sent, and it does not find, waits again, and is held."""
     with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        now, sent = pushing.statistics(), dict(pushing._ledger.sent)
+        now, sent = pushing.statistics(), dict(pushing.queue.sent)
         with stopped(pushing):
-            news = News(now, None, {}, (), 1, Hopeless(), is_connected=is_connected, is_well=False, has_looked=False)
+            news = News(now, None, is_connected, False, 1, {}, {}, (), has_looked=False)
             pushing._take(news, {})
             assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
             # In truth all is there.
-            pushing._take(dataclasses.replace(news, sent=sent), {})
+            pushing._take(news._replace(sent=sent), {})
 
 
 def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, folder: str) -> None:

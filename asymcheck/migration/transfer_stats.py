@@ -1,8 +1,30 @@
-"""What pushing beside a training has done so far."""
+"""Transfer statistics: what a push or a pull has moved, and what pushing beside a training has done."""
 
 from __future__ import annotations
 
 import dataclasses
+
+
+@dataclasses.dataclass
+class Moved:
+    """What a push or a pull did."""
+
+    location: str
+    """The remote location."""
+    committed: tuple[str, ...] = ()
+    """Checkpoints that are there now and were not before, as ``<run> <checkpoint>``."""
+    present: int = 0
+    """Checkpoints that were there already."""
+    packs: int = 0
+    """Packs that were written."""
+    moved_bytes: int = 0
+    """Payload bytes of the frames in them."""
+    moved_partitions: int = 0
+    """How many frames that are."""
+    reused_partitions: int = 0
+    """Partitions that were there already."""
+    plain_bytes: int = 0
+    """Payload bytes that these frames had where they came from: more, where they were encoded on the way."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sending: frames cut into packs, several of which are made and written at the same time."""
+"""Uploader: frames cut into packs, several of which are made and written at the same time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import partial
 
 from asymcheck.errors import GivenUpError
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.migration.choice import Frame
 from asymcheck.migration.reencode import Reencoder
-from asymcheck.migration.tally import Tally
+from asymcheck.migration.transfer_plan import Frame
+from asymcheck.migration.transfer_stats import Moved
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
 from asymcheck.threads import together
 from asymcheck.tiers.remote import RemoteTier, plan_pack
@@ -28,19 +28,19 @@ _MAKE_BYTES_PER_S = 1e9
 """What one stream is given, as long as that was not measured."""
 
 
-class Sending:
-    """The packs of one checkpoint on their way."""
+class Uploader:
+    """Uploads the packs of one checkpoint."""
 
     def __init__(
-        self, there: RemoteTier, total: int, tally: Tally, progress: Progress | None, reencoder: Reencoder | None
+        self, there: RemoteTier, total: int, moved: Moved, progress: Progress | None, reencoder: Reencoder | None
     ) -> None:
         """Send ``total`` bytes of payload to ``there``, encoded by ``reencoder`` if there is one."""
         self._there = there
         self._config = there.config.remote
-        self._uploader = there.uploader()
+        self._packs = there.uploader()
         self._reencoder = reencoder
         self._total = total
-        self._tally = tally
+        self._moved = moved
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()
@@ -119,16 +119,14 @@ class Sending:
         """Send a group, as its ``frames`` are to be sent."""
         spent = [encoding_s]
         plan = plan_pack([frame.entry for frame in frames])
-        header, _ = self._uploader.upload(
-            plan, partial(self._read, frames, spent), self._sent, self._one_was_written.set
-        )
+        header, _ = self._packs.upload(plan, partial(self._read, frames, spent), self._sent, self._one_was_written.set)
         stored = sum(frame.stored for frame in frames)
         self._there.pace.made(stored, sum(spent))
         with self._lock:
-            self._tally.packs += 1
-            self._tally.moved_bytes += stored
-            self._tally.plain_bytes += sum(frame.stored for frame in group)
-            self._tally.moved_partitions += len(frames)
+            self._moved.packs += 1
+            self._moved.moved_bytes += stored
+            self._moved.plain_bytes += sum(frame.stored for frame in group)
+            self._moved.moved_partitions += len(frames)
         return header.pack_id
 
     def _encoded(self, group: Sequence[Frame]) -> Sequence[Frame]:

@@ -1,34 +1,82 @@
-"""Which frames a remote location still needs of a checkpoint, so that what arrives can be decoded there."""
+"""Transfer plan: which checkpoints go to another place, and which of their frames a remote location still needs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import (
     UNKNOWING,
     BaseDamagedError,
+    CheckpointNotFoundError,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
+    InconsistentCheckpointError,
     MissingPartitionError,
+    SkippedCheckpointWarning,
     StorageError,
+    warn_user,
 )
 from asymcheck.format import registry
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
+from asymcheck.recovery.describe import known_line
 from asymcheck.recovery.fetch import read_frame, read_plain
 from asymcheck.recovery.locate import Copy, Needs, Sources
+from asymcheck.recovery.resolve import candidates, check_run_exists, resolve_each
+from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, PackId
 
 _LONGEST = registry.DELTA_DEPTH_MAX + 1
 """Frames of a chain above the one that is stored whole: a derived one on as many deltas as there may be."""
+
+
+def selected(tier: ReadTier, run: str | None, step: int | str | None, *, everything: bool) -> list[CheckpointFiles]:
+    """Return the newest consistent checkpoint, that of ``step``, or all complete ones on the line, oldest first.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InconsistentCheckpointError: none is consistent.
+        HeadRecordError: which one is newest cannot be known.
+
+    Warns:
+        SkippedCheckpointWarning: a newer checkpoint was passed over.
+    """
+    if everything:
+        return _all(tier, run)
+    listings = candidates(tier, run or DEFAULT_RUN, step)
+    skipped: list[str] = []
+    for resolved in resolve_each(tier, listings, skipped, whole=False):
+        resolved.sources.close()
+        for reason in skipped:
+            warn_user(f"run {resolved.run!r}: passed over {reason}", SkippedCheckpointWarning)
+        return [listing for listing in listings if listing.ref == resolved.ref]
+    raise InconsistentCheckpointError(f"store {tier.root}: no checkpoint can be copied:", skipped)
+
+
+def _all(tier: ReadTier, run: str | None) -> list[CheckpointFiles]:
+    runs = tier.manifests.runs()
+    if run is not None:
+        check_run_exists(tier.root, run, runs)
+        runs = [run]
+    found: list[CheckpointFiles] = []
+    for name in runs:
+        line = known_line(tier, name)
+        listings = tier.manifests.checkpoints(name)
+        found += [one for one in listings if one.is_complete and (line is None or one.ref in line)]
+    if not found:
+        raise CheckpointNotFoundError(f"store {tier.root} has no complete checkpoint to copy")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,22 +217,26 @@ class Chooser:
         return self._send(base, copies[0], as_base=True, above=above)
 
     def _add(self, name: Digest, copy: Copy, *, decoded: bool) -> None:
-        frame = self._decoded(name, copy) if decoded else _as_it_lies(name, copy)
+        frame = self._decoded(name, copy) if decoded else _as_stored(name, copy)
         is_full = int(frame.entry["kind"]) == registry.KIND_FULL
         (self._choice.full if is_full else self._choice.based).append(frame)
 
     def _decoded(self, name: Digest, copy: Copy) -> Frame:
         plain = int(copy.pack.entries[copy.sequence]["plain_length"])
-        here, descriptor = self._here, FrameDescriptor.identity(name, plain)
-
-        def read(slot: Slot) -> FrameDescriptor:
-            slot.fill(read_plain(here, name, copy))
-            return descriptor
-
-        return Frame(name, np.array([entry_of(descriptor, 0)], dtype=ENTRY_DTYPE)[0], read)
+        return frame_of(FrameDescriptor.identity(name, plain), partial(read_plain, self._here, name, copy))
 
 
-def _as_it_lies(name: Digest, copy: Copy) -> Frame:
+def frame_of(descriptor: FrameDescriptor, payload: Callable[[], memoryview | bytes]) -> Frame:
+    """Return a frame whose ``payload`` is made when it is sent."""
+
+    def read(slot: Slot) -> FrameDescriptor:
+        slot.fill(payload())
+        return descriptor
+
+    return Frame(descriptor.digest, np.array([entry_of(descriptor, 0)], dtype=ENTRY_DTYPE)[0], read)
+
+
+def _as_stored(name: Digest, copy: Copy) -> Frame:
     entry = copy.pack.entries[copy.sequence].copy()
     is_shifted = entry["payload_shift"] != 0
     # A shift serves the memory that the frame was written from. Without it, a location needs no feature.

@@ -1,0 +1,226 @@
+"""Background push: checkpoints go to a remote location beside the training, as they become durable."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asymcheck.errors import AsymcheckError, UnreachableRemoteWarning, warn_user
+from asymcheck.migration.transfer_stats import PushStatistics
+from asymcheck.migration.upload_queue import UploadQueue
+from asymcheck.policies.pushing import Push, check_push, check_seconds, held
+from asymcheck.pruning import Pruner, Upkeep
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import Checkpoint
+
+if TYPE_CHECKING:
+    from asymcheck.ranks import Ranks
+
+
+class Pushing(abc.ABC):
+    """Pushes what a :class:`Push` chooses of a run. Close it, or use it in a ``with`` block.
+
+    It never keeps the training waiting: a location that does not answer makes the backlog grow, and nothing else. The
+    newest checkpoint goes first. One that is deleted here before its turn is not pushed.
+    """
+
+    def __init__(self, here: ReadTier, run: str, rules: Push) -> None:
+        """Push what ``rules`` choose of ``run`` from ``here``. The subclass starts the thread."""
+        self.rules = rules
+        self.queue = UploadQueue(here, run, rules)
+        """What it decides by."""
+        self.sending: str | None = None
+        """The save id of the checkpoint that is being sent."""
+        self._run = run
+        self._failure: Exception | None = None
+        self._turn = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
+
+    @abc.abstractmethod
+    def statistics(self) -> PushStatistics:
+        """Return what it has done so far."""
+
+    @abc.abstractmethod
+    def look(self) -> None:
+        """Count what waits, and send it soon. Called after a commit it makes the backlog true at once; never raises."""
+
+    def held(self) -> Mapping[str, str]:
+        """Return the save ids that the retention of the store leaves alone, with the reasons. Speaks to nobody."""
+        return held(self.rules, self._due(), self.sending)
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait until all that is to be pushed now lies there.
+
+        Raises:
+            RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call has failed.
+            InconsistentCheckpointError: some are damaged here; the others lie there.
+        """
+
+    def close(self, timeout_s: float | None = None) -> PushStatistics:
+        """Push what is left, once, and end; return what was done in all. Closing twice is no error.
+
+        Args:
+            timeout_s: give up after so many seconds; None for ``close_s`` of the rules. What is left behind is sent by
+                the next one that pushes this store there; what was sent of it is not sent again.
+
+        Raises:
+            InvalidInputError: no thread can wait for so long; nothing was ended.
+
+        Warns:
+            UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
+        """
+        if self._end(self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)):
+            self._warn_of_left()
+        return self.statistics()
+
+    @abc.abstractmethod
+    def _end(self, limit_s: float | None) -> bool:
+        """Push what is left and end, in so many seconds; return whether this is the first time."""
+
+    @abc.abstractmethod
+    def _work(self) -> None:
+        """Push until it is to end, on the thread of its own."""
+
+    def _due(self) -> list[Checkpoint]:
+        """Return the checkpoints that wait to be sent."""
+        return self.queue.look().due
+
+    def _warn_of_left(self) -> None:
+        """Say at the end what is not there, or what else is wrong."""
+        now = self.statistics()
+        if now.backlog:
+            warn_user(
+                f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
+                f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or asymcheck "
+                "push --all does",
+                UnreachableRemoteWarning,
+            )
+        elif now.problem:
+            warn_user(f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning)
+
+    def __enter__(self) -> Pushing:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close it; when the block failed, a warning must not hide why."""
+        with contextlib.suppress(UnreachableRemoteWarning) if error is not None else contextlib.nullcontext():
+            self.close()
+
+
+def background_push(make: Callable[..., Pushing], push: Push | None, ranks: Ranks | None) -> BackgroundPush:
+    """Push as ``push`` says, if it does, with what ``make`` returns.
+
+    Of several ranks those that are to push know it when they have met; what lies there is removed by rank 0 alone.
+
+    Raises:
+        InvalidInputError: ``push`` is no such thing.
+    """
+    if push is None:
+        return BackgroundPush(None)
+    return BackgroundPush(
+        partial(make, check_push(push), prunes=ranks is None or ranks.rank == 0), begins=ranks is None
+    )
+
+
+class BackgroundPush:
+    """The pushing of one Checkpointer, or nothing. For the training thread, where nothing else is said."""
+
+    def __init__(self, make: Callable[[], Pushing] | None, *, begins: bool = True) -> None:
+        """Push with what ``make`` returns, from now on: what the last training has left is sent first.
+
+        Unless it ``begins`` now, from :meth:`start` on.
+        """
+        self._make = make
+        self._pushing: Pushing | None = None
+        self._is_open = False
+        self._told: set[str] = set()
+        if begins:
+            self.start()
+
+    @property
+    def pushes(self) -> bool:
+        """Whether anything is pushed, here or by another rank of this store."""
+        return self._make is not None
+
+    def start(self) -> None:
+        """Begin, or go on after :meth:`close`."""
+        if self._make is not None and not self._is_open:
+            self._pushing = self._make()
+            self._is_open = True
+
+    def after_commit(self, upkeep: Upkeep | None) -> None:
+        """Prune, then look what is to be sent; called on a thread of its own; never raises."""
+        if upkeep is not None:
+            upkeep.after_commit()
+        if self._pushing is not None and self._is_open:
+            self._pushing.look()
+
+    def holding(self, make: Callable[[], Pruner]) -> Callable[[], Pruner]:
+        """Return what makes a pruner that leaves alone what is still to be pushed."""
+
+        def held() -> dict[str, str]:
+            return {} if self._pushing is None or not self._is_open else dict(self._pushing.held())
+
+        def made() -> Pruner:
+            pruner = make()
+            pruner.held = held
+            return pruner
+
+        return made
+
+    def statistics(self) -> PushStatistics:
+        """Return what was done so far, and count what waits now."""
+        if self._pushing is None:
+            return PushStatistics()
+        if self._is_open:
+            self._pushing.look()
+        return self._pushing.statistics()
+
+    def wait(self, *, raises: bool) -> None:
+        """Wait until all that is to be pushed now lies there; where that fails, raise, or warn.
+
+        Raises:
+            RemoteUnreachableError, StorageError, AsymcheckError: why it does not.
+        """
+        if self._pushing is None or not self._is_open:
+            return
+        try:
+            self._pushing.wait()
+        except AsymcheckError:
+            if raises:
+                raise
+            self.tell()
+
+    def tell(self) -> None:
+        """Warn of what is wrong with pushing: once for each kind of it, until all is well again."""
+        if self._pushing is None:
+            return
+        now = self._pushing.statistics()
+        if not now.problem:
+            self._told.clear()
+            return
+        # What is damaged here may be so for long, and must not keep quiet what comes on top of it.
+        kind = now.problem.split(":", 1)[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'} to be pushed, "
+            warn_user(
+                f"{self._pushing.rules.location}: {waits if now.backlog else ''}training goes on: {now.problem}",
+                UnreachableRemoteWarning,
+            )
+
+    def close(self) -> None:
+        """End it, in bounded time.
+
+        Warns:
+            UnreachableRemoteWarning: checkpoints are left that are not there.
+        """
+        if self._pushing is not None and self._is_open:
+            self._is_open = False
+            self._pushing.close()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
-from asymcheck.recovery.survey import PackContent, Survey, read_indexes
+from asymcheck.recovery.scan import PackContent, Survey, read_indexes
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.nvme.catalog import DeadPins
 from asymcheck.types import Digest, Location, PackId

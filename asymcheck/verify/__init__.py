@@ -1,6 +1,5 @@
 """Read-only checks of a store, giving typed findings."""
 
-from asymcheck.verify.checker import verify
-from asymcheck.verify.findings import UNCHECKED, Finding, Severity
+from asymcheck.verify.checker import UNCHECKED, Finding, Severity, verify
 
 __all__ = ["UNCHECKED", "Finding", "Severity", "verify"]

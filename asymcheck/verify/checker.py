@@ -7,28 +7,56 @@ the catalog, and a save believes an entry only when the pack's own index says th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 
-from asymcheck.codecs.chain import base_reader
 from asymcheck.errors import UNKNOWING, AsymcheckError, BaseDamagedError, LockTimeoutError, MissingPartitionError
 from asymcheck.format import layout
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import check as check_tree
-from asymcheck.recovery.fetch import read_checked, read_frame
-from asymcheck.recovery.locate import Copy
-from asymcheck.tiers.base_frames import BaseFrames, bases_in
-from asymcheck.tiers.manifests import CheckpointFiles
-from asymcheck.tiers.reading import OpenPack, StoreTier
-from asymcheck.tiers.slots import Slot
+from asymcheck.recovery.scan import FrameScanner, each_manifest, each_pack
+from asymcheck.tiers.base_frames import bases_in
+from asymcheck.tiers.manifests import CheckpointFiles, generations
+from asymcheck.tiers.reading import OpenPack, ReadTier, StoreTier
 from asymcheck.types import Digest, PackId, Progress
-from asymcheck.verify.findings import UNCHECKED, Finding, Severity
-from asymcheck.verify.lines import check_line
 from asymcheck.verify.wholes import Wholes
 
 _TENSORS_SHOWN = 3
 _ATTEMPTS = 3
+
+
+class Severity(str, enum.Enum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    """A checkpoint cannot be restored, or the newest cannot be known."""
+    WARNING = "warning"
+    """Something is damaged, or could not be checked, but no checkpoint is known to be lost."""
+    HINT = "hint"
+    """Something that collection will clear away, or that only who trains can judge."""
+
+
+UNCHECKED = "unchecked-partitions"
+"""Kind of the finding that names checkpoints whose partitions may be stored in packs that were locked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is not as SPEC.md §9 says."""
+
+    kind: str
+    """Stable code, for instance ``damaged-frame``."""
+    severity: Severity
+    invariant: str
+    """Number of the broken invariant in SPEC.md §9; empty when none is broken."""
+    where: str
+    """The file, and the place in it."""
+    message: str
+    checkpoints: tuple[str, ...] = ()
+    """Checkpoints that cannot be restored because of it, or could not be checked, as ``<run> <checkpoint>``."""
+    tensors: tuple[str, ...] = ()
+    """Some of the tensors concerned."""
 
 
 @dataclasses.dataclass
@@ -61,13 +89,16 @@ class _Checker:
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
         self.bases: dict[Digest, set[Digest]] = {}
         self.named: set[Digest] = set()
-        self.read_base = base_reader(BaseFrames(tier).copies_of)
+        self.scanner = FrameScanner(tier)
 
     def check(self) -> list[Finding]:
-        self._descriptor()
+        # I7 was checked when the store was opened; I9: both copies are intact.
+        if self.tier.damaged_descriptor_copies:
+            message = "one of two copies of the store descriptor is damaged"
+            self._add("damaged-copy", Severity.WARNING, "I9", layout.DESCRIPTOR_NAME, message)
         for run in self.tier.manifests.runs():
             if self.run in (None, run):
-                self.findings += check_line(self.tier, run)
+                self.findings += _check_line(self.tier, run)
                 self._manifests(run)
         self._packs()
         self._partitions()
@@ -76,25 +107,24 @@ class _Checker:
             message = f"{what} {layout.MANIFESTS}/ is lost, put it back before anything else is done"
             self._add("no-checkpoint", Severity.HINT, "", layout.PACKS, message)
         if self.step is None:
-            self._leftovers()
-            self._foreign()
+            # I10: files of unfinished packs whose writer is gone, and files that are not the store's.
+            for where in self.tier.leftovers():
+                self._add("stale-temporary", Severity.HINT, "I10", where, "a save was killed here; gc removes the file")
+            for where in self.tier.foreign():
+                self._add("foreign-file", Severity.HINT, "I10", where, "not a file of the store; it is left alone")
         return self.findings
 
     def _add(
-        self, kind: str, severity: Severity, invariant: str, where: str, message: str, checkpoints: Iterable[str] = ()
+        self,
+        kind: str,
+        severity: Severity,
+        invariant: str,
+        where: str,
+        message: str,
+        checkpoints: Iterable[str] = (),
+        tensors: Iterable[str] = (),
     ) -> None:
-        self.findings.append(Finding(kind, severity, invariant, where, message, tuple(checkpoints)))
-
-    def _descriptor(self) -> None:
-        """I7 was checked when the store was opened; I9: both copies are intact."""
-        if self.tier.damaged_descriptor_copies:
-            self._add(
-                "damaged-copy",
-                Severity.WARNING,
-                "I9",
-                layout.DESCRIPTOR_NAME,
-                "one of two copies of the store descriptor is damaged",
-            )
+        self.findings.append(Finding(kind, severity, invariant, where, message, tuple(checkpoints), tuple(tensors)))
 
     def _checkpoints(self, run: str) -> Iterator[CheckpointFiles]:
         listings = self.tier.manifests.checkpoints(run)
@@ -116,16 +146,13 @@ class _Checker:
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
             wholes = Wholes() if listing.is_whole and listing.world_size > 1 else None
-            for manifest_name in listing.manifests:
+            for manifest_name, manifest in each_manifest(self.tier, listing):
                 try:
-                    manifest = self.tier.manifests.read(run, listing.ref, manifest_name)
+                    if isinstance(manifest, AsymcheckError):
+                        raise manifest
                     check_tree(manifest.header.tree, len(manifest), f"manifest {where}/{manifest_name}")
-                except UNKNOWING:
-                    raise
                 except AsymcheckError as error:
                     wholes = None
-                    if isinstance(error, MissingPartitionError) and self._is_deleted(listing, manifest_name):
-                        continue  # Deleted since it was listed.
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
                     self._note(manifest, name)
@@ -133,9 +160,6 @@ class _Checker:
                         wholes.add(manifest)
             if wholes is not None:
                 self._lacking(wholes, where)
-
-    def _is_deleted(self, listing: CheckpointFiles, name: layout.ManifestName) -> bool:
-        return name not in self.tier.manifests.listing(listing.run, listing.ref).manifests
 
     def _lacking(self, wholes: Wholes, where: str) -> None:
         """No invariant: ranks like those that saved it get back what each had, but nobody else does (§10.5)."""
@@ -147,8 +171,7 @@ class _Checker:
                 f"the parts of tensor {first} do not make up the whole{more}: {lacks}; only as many ranks as saved it "
                 "can restore it, each its own part"
             )
-            tensors = tuple(found)[:_TENSORS_SHOWN]
-            self.findings.append(Finding("partial-tensor", Severity.WARNING, "", where, message, (), tensors))
+            self._add("partial-tensor", Severity.WARNING, "", where, message, (), list(found)[:_TENSORS_SHOWN])
 
     def _note(self, manifest: Manifest, checkpoint: str) -> None:
         starts = manifest.extent_starts.tolist()
@@ -168,31 +191,44 @@ class _Checker:
 
         Unless it is deep, what a sound index names counts as intact; who needs what is found out all the same.
         """
-        # Two passes, one pack open at a time: a store may have more packs than a process may have open files.
-        sizes = dict.fromkeys(self.tier.pack_ids(), 0)
-        for pack_id in sizes:
-            with self._opened(pack_id, report=True) as pack:
-                if pack is not None:
-                    sizes[pack_id] = self._wanted_bytes(pack)
-                    for name, base in bases_in(pack.entries).items():
-                        self.bases.setdefault(name, set()).add(base)
-                    if not self.deep:
-                        self._found(pack, range(len(pack.entries)))
+        pack_ids, sizes = self.tier.pack_ids(), {}
+        for pack_id, pack in self._each_pack(pack_ids, report=True):
+            sizes[pack_id] = self._wanted_bytes(pack)
+            for name, base in bases_in(pack.entries).items():
+                self.bases.setdefault(name, set()).add(base)
+            if not self.deep:
+                self._found(pack, range(len(pack.entries)))
         if self.bases:
             self._need_bases()
         if not self.deep:
             return
         if self.bases:
-            for pack_id in sizes:
-                with self._opened(pack_id, report=False) as pack:
-                    sizes[pack_id] = 0 if pack is None else self._wanted_bytes(pack)
+            sizes = {pack_id: self._wanted_bytes(pack) for pack_id, pack in self._each_pack(pack_ids, report=False)}
+        # Nothing needs these, so that what they are encoded against may be gone.
+        garbage = self.bases.keys() - self.needs.keys()
         total, done = sum(sizes.values()), 0
-        for pack_id, size in sizes.items():
-            if size:
-                with self._opened(pack_id, report=False) as pack:
-                    if pack is not None:
-                        self._read(pack, done, total)
-            done += size
+        for pack_id, pack in self._each_pack([pack_id for pack_id, size in sizes.items() if size], report=False):
+            self._read(pack, garbage, done, total)
+            done += sizes[pack_id]
+
+    def _each_pack(self, pack_ids: Iterable[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
+        """Open packs one at a time; report those that are locked, and with ``report`` what is wrong with the others."""
+        for pack_id, pack in each_pack(pack_ids, self.tier.open_pack):
+            where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
+            if isinstance(pack, OpenPack):
+                if report and pack.damage is not None:
+                    message = f"{pack.damage}; its frames are found by scanning"
+                    self._add("damaged-pack", Severity.WARNING, "I1", where, message)
+                yield pack_id, pack
+                continue
+            # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
+            is_locked = isinstance(pack, LockTimeoutError)
+            if report or (is_locked and pack_id not in self.busy):
+                busy = is_locked or isinstance(pack, MissingPartitionError)
+                kind, severity = ("busy-pack", Severity.HINT) if busy else ("damaged-pack", Severity.WARNING)
+                self._add(kind, severity, "I1", where, str(pack))
+            if is_locked:
+                self.busy.add(pack_id)
 
     def _found(self, pack: OpenPack, frames: Iterable[int]) -> None:
         """Note frames whose partitions can be had, by whoever names them with the length that they have."""
@@ -212,16 +248,12 @@ class _Checker:
         new = self.needs.keys() & self.bases.keys()
         while new:
             found: set[Digest] = set()
-            for name in new:
+            for name, base in ((user, base) for user in new for base in self.bases[user]):
                 need = self.needs[name]
-                for base in self.bases[name]:
-                    there = self.needs.get(base)
-                    if there is None:
-                        self.needs[base] = _Need(0, set(need.checkpoints), list(need.tensors))
-                        found.add(base)
-                    elif not need.checkpoints <= there.checkpoints:
-                        there.checkpoints |= need.checkpoints
-                        found.add(base)
+                of_base = self.needs.setdefault(base, _Need(0, set(), list(need.tensors)))
+                if not need.checkpoints <= of_base.checkpoints:
+                    of_base.checkpoints |= need.checkpoints
+                    found.add(base)
             new = found & self.bases.keys()
 
     def _wanted_bytes(self, pack: OpenPack) -> int:
@@ -230,55 +262,14 @@ class _Checker:
     def _wanted(self, pack: OpenPack) -> list[int]:
         return [i for i, name in enumerate(pack.digests()) if self.step is None or name in self.needs]
 
-    @contextlib.contextmanager
-    def _opened(self, pack_id: PackId, *, report: bool) -> Iterator[OpenPack | None]:
-        where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
-        try:
-            pack = self.tier.open_pack(pack_id)
-        except UNKNOWING:
-            raise
-        except AsymcheckError as error:
-            # Gone since it was listed, or held by a writer that has just sealed it; else damaged.
-            busy = isinstance(error, (LockTimeoutError, MissingPartitionError))
-            is_locked = isinstance(error, LockTimeoutError) and pack_id not in self.busy
-            if report or is_locked:
-                kind, severity = ("busy-pack", Severity.HINT) if busy else ("damaged-pack", Severity.WARNING)
-                self._add(kind, severity, "I1", where, str(error))
-            if is_locked:
-                self.busy.add(pack_id)
-            yield None
-            return
-        try:
-            if report and pack.damage is not None:
-                message = f"{pack.damage}; its frames are found by scanning"
-                self._add("damaged-pack", Severity.WARNING, "I1", where, message)
-            yield pack
-        finally:
-            pack.close()
-
-    def _read(self, pack: OpenPack, done: int, total: int) -> None:
-        names = pack.digests()
-        slot = Slot(int(pack.entries["stored_length"].max()))
-        wanted = self._wanted(pack)
-        pack.expect(wanted)
+    def _read(self, pack: OpenPack, garbage: set[Digest], done: int, total: int) -> None:
         read: list[int] = []
-        for sequence in wanted:
-            name, copy = names[sequence], Copy(pack, sequence)
-            try:
-                if name in self.bases and name not in self.needs:
-                    # No checkpoint needs it, so that its base may be gone.
-                    read_frame(copy, slot)
-                else:
-                    read_checked(copy, name, slot, self.read_base)
-            except UNKNOWING:
-                raise
-            except AsymcheckError as error:
-                if self.busy and isinstance(error, BaseDamagedError):
-                    continue  # The base may be stored in a locked pack.
-                place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
-                self.damaged.setdefault(name, []).append((place, str(error)))
-            else:
+        for sequence, name, problem, _ in self.scanner.frames(pack, self._wanted(pack), garbage):
+            if problem is None:
                 read.append(sequence)
+            elif not (self.busy and isinstance(problem, BaseDamagedError)):  # Its base may be stored in a locked pack.
+                place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
+                self.damaged.setdefault(name, []).append((place, str(problem)))
             done += int(pack.entries["stored_length"][sequence])
             if self.progress is not None:
                 self.progress(done, total)
@@ -288,19 +279,13 @@ class _Checker:
         """I2: every partition that a manifest names lies somewhere intact."""
         for name, places in self.damaged.items():
             need = self.needs.get(name)
-            lost = need if name not in self.intact else None
-            self.findings += [
-                Finding(
-                    "damaged-frame",
-                    Severity.ERROR if lost else Severity.WARNING,
-                    "I2",
-                    where,
-                    message if lost else f"{message}; no checkpoint depends on this copy",
-                    tuple(sorted(lost.checkpoints)) if lost else (),
-                    tuple(need.tensors) if need else (),
-                )
-                for where, message in places
-            ]
+            tensors = need.tensors if need else ()
+            for where, message in places:
+                if need is not None and name not in self.intact:
+                    self._add("damaged-frame", Severity.ERROR, "I2", where, message, sorted(need.checkpoints), tensors)
+                else:
+                    unneeded = f"{message}; no checkpoint depends on this copy"
+                    self._add("damaged-frame", Severity.WARNING, "I2", where, unneeded, (), tensors)
         missed = [
             (name, need)
             for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
@@ -310,29 +295,20 @@ class _Checker:
         if self.busy and missed:
             self._unchecked(missed)
             return
-        self.findings += [
-            Finding(
-                "missing-partition",
-                Severity.ERROR,
-                "I2",
-                name.hex(),
-                f"partition {name.hex()} {self._lack(name)}",
-                tuple(sorted(need.checkpoints)),
-                tuple(need.tensors),
-            )
-            for name, need in missed
-        ]
+        for name, need in missed:
+            where, message = name.hex(), f"partition {name.hex()} {self._lack(name)}"
+            self._add("missing-partition", Severity.ERROR, "I2", where, message, sorted(need.checkpoints), need.tensors)
 
     def _unchecked(self, missed: Sequence[tuple[Digest, _Need]]) -> None:
-        """Report partitions that are in no pack that could be read: a locked pack may hold them, so none is lost."""
+        """Report partitions that are in no readable pack: a locked pack may hold them, so none is lost."""
         message = (
             f"{len({name for name, _ in missed})} partitions could not be checked, because another process kept "
             f"{len(self.busy)} packs locked; run verify again when that process has ended"
         )
         checkpoints = sorted(set[str]().union(*(need.checkpoints for _, need in missed)))
         tensors = dict.fromkeys(tensor for _, need in missed for tensor in need.tensors)
-        where, shown = f"{layout.PACKS}/", tuple(tensors)[:_TENSORS_SHOWN]
-        self.findings.append(Finding(UNCHECKED, Severity.WARNING, "I2", where, message, tuple(checkpoints), shown))
+        shown = list(tensors)[:_TENSORS_SHOWN]
+        self._add(UNCHECKED, Severity.WARNING, "I2", f"{layout.PACKS}/", message, checkpoints, shown)
 
     def _lack(self, name: Digest) -> str:
         is_there = name in self.intact or name in self.unlike
@@ -344,22 +320,53 @@ class _Checker:
             return True
         return any(name in bases and other not in self.intact for other, bases in self.bases.items())
 
-    def _leftovers(self) -> None:
-        """I10: files of unfinished packs whose writer is gone."""
-        for where in self.tier.leftovers():
-            self._add("stale-temporary", Severity.HINT, "I10", where, "a save was killed here; gc removes the file")
-
-    def _foreign(self) -> None:
-        """I10: files that are not the store's."""
-        for name in self.tier.foreign():
-            self._add("foreign-file", Severity.HINT, "I10", name, "not a file of the store; it is left alone")
-
 
 def _incomplete(listing: CheckpointFiles) -> str:
     if not listing.world_size:
         return "manifests disagree on the world size"
     wanted = len(listing.manifests) + len(listing.missing_ranks)
     return f"{len(listing.manifests)} of {wanted} manifests are there: the save is unfinished"
+
+
+def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
+    """Check I6 and I9. A head record off the line is a loss, but not of the newest checkpoint."""
+    numbers = tier.manifests.heads(run)
+    listed = [listing.ref.generation for listing in tier.manifests.checkpoints(run)]
+    if numbers and not listed:
+        # No invariant: there need not have been any, or they were deleted.
+        lost = f"{layout.MANIFESTS}/{run} is lost"
+        message = f"run {run!r} was begun, and has no checkpoint: none was saved, all were deleted, or {lost}"
+        yield Finding("no-checkpoint", Severity.HINT, "", f"{layout.HEADS}/{run}", message)
+    parents: dict[int, int] = {}
+    problems: dict[int, tuple[str, str]] = {}
+    for generation in generations([*numbers, *listed]):
+        try:
+            found = tier.manifests.read_head(run, generation)
+        except UNKNOWING:
+            raise
+        except AsymcheckError as error:
+            problems[generation] = ("damaged-head", str(error))
+            continue
+        if found is None and generation > 1:
+            problems[generation] = ("missing-head", f"generation {generation} has no head record")
+        elif found is not None:
+            head, damaged = found
+            parents[generation] = head.parent.generation if head.parent is not None else 0
+            if damaged:
+                message = "one of two copies of the head record is damaged"
+                yield Finding("damaged-copy", Severity.WARNING, "I9", _path(run, generation), message)
+    line = {max([1, *numbers, *listed])}
+    while parents.get(min(line), 0):
+        line.add(parents[min(line)])
+    if min(line) > 1 and min(line) not in {*parents, *problems}:
+        problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
+    for generation, (kind, message) in problems.items():
+        severity = Severity.ERROR if generation in line else Severity.WARNING
+        yield Finding(kind, severity, "I6", _path(run, generation), message)
+
+
+def _path(run: str, generation: int) -> str:
+    return f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
 
 
 def verify(

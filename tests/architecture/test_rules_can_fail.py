@@ -29,7 +29,7 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/format/a.py": "from asymcheck import store", "asymcheck/store.py": ""},
     ],
     "siblings_do_not_meet": [
-        {"asymcheck/pipeline/transaction.py": "from asymcheck.recovery.survey import survey"},
+        {"asymcheck/pipeline/transaction.py": "from asymcheck.recovery.scan import survey"},
         {"asymcheck/recovery/deep.py": "from asymcheck.measure import drive"},
         {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
         {"asymcheck/measure/drive.py": "from asymcheck.recovery.sample import sample"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import RecoveryError
-from asymcheck.recovery.replace import Replacement
+from asymcheck.recovery.repair import Replacement
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import NvmeTier, Transaction
 from tests.crash.actions import open_store

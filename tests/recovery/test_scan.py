@@ -8,7 +8,7 @@ import pytest
 
 from asymcheck.codecs.encode import encode_zstd
 from asymcheck.format.digest import digest
-from asymcheck.recovery.survey import survey
+from asymcheck.recovery.scan import survey
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import PackId
 from tests.damage.small_store import CONFIG

@@ -12,12 +12,11 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
-from asymcheck.interop.files import Draft, SourceFile, refused
-from asymcheck.interop.hugging_face import other_files, read_folder
+from asymcheck.interop.hugging_face import SafetensorsSink, other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
 from asymcheck.interop.safetensors_format import FileTensor, read_header
-from asymcheck.interop.safetensors_sink import SafetensorsSink
-from asymcheck.interop.target import check_target, format_of
+from asymcheck.interop.source import SourceFile, refused
+from asymcheck.interop.target import Draft, check_target, format_of
 from asymcheck.interop.torch_file import TorchSink, read_torch_file
 from asymcheck.partition.leaves import TensorBytes
 from asymcheck.partition.state import flatten
@@ -184,14 +183,14 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
         elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened)
         elif kind == "folder":
-            folder = read_folder(path, lambda name: opened(name).fileno())
+            folder = read_folder(path, opened)
             if left_out is not None:
                 left_out += folder.ignored
             small = {name: opened(path / name) for name in folder.others}
             beside = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
             state = _state_of(path, folder.tensors, folder.metadata, beside, opened)
         elif kind == "safetensors":
-            header = read_header(path, opened(path).fileno())
+            header = read_header(path, opened(path))
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
         elif kind == "torch":
             state = read_torch_file(opened(path))

@@ -16,8 +16,8 @@ from typing import Any
 
 from asymcheck.errors import ForeignFileError, InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.interop.files import SourceFile
 from asymcheck.interop.part import MODEL
+from asymcheck.interop.source import SourceFile
 from asymcheck.interop.torch_file import read_torch_file
 from asymcheck.partition.leaves import TensorBytes
 

@@ -1,4 +1,4 @@
-"""The folder layout of Hugging Face models: one safetensors file, or several with an index that says what is where.
+"""Safetensors files and folders in the layout of Hugging Face models: read, and written while a checkpoint is read.
 
 ::
 
@@ -7,8 +7,8 @@
     model-00001-of-00002.safetensors  …      or in shards
     model.safetensors.index.json             and the index: {"metadata": {…}, "weight_map": {tensor: shard}}
 
-A folder comes from anywhere, so nothing that it names is read outside of it. The one place beside it that links may
-lead to is `blobs` of the hub's cache, where `snapshots/<revision>/` consists of nothing but such links.
+A folder may come from anywhere, so nothing that it names is read outside of it. Links may lead to only one other
+place: `blobs` of the hub's cache, where `snapshots/<revision>/` consists of nothing but such links.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from typing import Final
 
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
 from asymcheck.format.strict_json import parse_json
+from asymcheck.interop.part import MODEL, Part, encode_tied
 from asymcheck.interop.safetensors_format import (
     FileTensor,
     NewTensor,
     SafetensorsHeader,
-    opened,
+    encode_header,
     read_header,
     shown,
 )
+from asymcheck.interop.source import SourceFile
+from asymcheck.interop.target import Draft
+from asymcheck.recovery.assemble import ByteTarget
+from asymcheck.recovery.stream import Outline
+from asymcheck.tiers.files import translated
 
 SUFFIX: Final = ".safetensors"
 SINGLE_NAME: Final = f"model{SUFFIX}"
@@ -45,6 +51,10 @@ _WEIGHT_SUFFIXES = (
 )
 _NAME_BYTES_MAX = 255
 _FETCH_AGAIN = "fetch or export the folder again"
+# transformers requires this entry in every file that it reads.
+_FORMAT = {"format": "pt"}
+_CONFIGURATION = "config.json"
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,10 @@ class Shard:
     tensors: tuple[NewTensor, ...]
 
 
-def read_folder(folder: Path, descriptor_of: Callable[[Path], int] | None = None) -> ModelFolder:
+def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None) -> ModelFolder:
     """Read the headers of a model in the layout of Hugging Face; no tensor data is read.
 
-    ``descriptor_of`` opens the weights for somebody who will read the tensors from the same descriptors.
+    ``opened`` opens the weights for a caller who will read the tensors from the same files.
 
     The weights are those of ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that ends
     in ``.safetensors``. A folder with the first two is refused, unless the index is about that one file: which of
@@ -92,11 +102,11 @@ def read_folder(folder: Path, descriptor_of: Callable[[Path], int] | None = None
     if INDEX_NAME in names:
         weight_map = _weight_map(folder, names)
         shards = sorted(set(weight_map.values()))
-        headers = {shard: _shard_header(folder, shard, descriptor_of) for shard in shards}
+        headers = {shard: _shard_header(folder, shard, opened) for shard in shards}
         _check_agreement(folder, weight_map, headers)
     else:
         single = _single_name(folder, names)
-        headers = {single: _shard_header(folder, single, descriptor_of)}
+        headers = {single: _shard_header(folder, single, opened)}
     others = [name for name in names if name not in headers and _is_small_other(folder, name)]
     ignored = [name for name in names if name not in headers and name not in others and name != INDEX_NAME]
     tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
@@ -197,10 +207,10 @@ def _single_name(folder: Path, names: Sequence[str]) -> str:
 def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """The index: tensor → name of a shard, each of which is a plain file name."""
     path = _inside(folder, INDEX_NAME)
-    with opened(path) as (file, size):
-        if size > OTHER_BYTES_MAX:
-            raise ForeignFileError(path, f"{size} bytes, an index has at most {OTHER_BYTES_MAX}", _FETCH_AGAIN)
-        text = file.read(size)
+    with SourceFile(path) as file:
+        if file.size > OTHER_BYTES_MAX:
+            raise ForeignFileError(path, f"{file.size} bytes, an index has at most {OTHER_BYTES_MAX}", _FETCH_AGAIN)
+        text = file.read_bytes(0, file.size)
     try:
         index = parse_json(text, "the index")
     except StructureError as error:
@@ -240,12 +250,12 @@ def _stays_inside(folder: Path, name: str) -> bool:
     return in_cache or target.is_relative_to(home)
 
 
-def _shard_header(folder: Path, name: str, descriptor_of: Callable[[Path], int] | None) -> SafetensorsHeader:
+def _shard_header(folder: Path, name: str, opened: Callable[[Path], SourceFile] | None) -> SafetensorsHeader:
     path = _inside(folder, name)
     try:
-        return read_header(path, None if descriptor_of is None else descriptor_of(path))
+        return read_header(path, None if opened is None else opened(path))
     except NotFoundError as error:
-        # The folder was found; that it names a file it does not have is its own fault.
+        # The folder exists, but names a file that it does not have.
         raise ForeignFileError(path, "a file of weights that is missing", _FETCH_AGAIN) from error
 
 
@@ -286,3 +296,107 @@ def _agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
         for key, value in part.items():
             merged.setdefault(key, set()).add(value)
     return {key: value for key, (value, *rest) in sorted(merged.items()) if not rest}
+
+
+class SafetensorsSink:
+    """Writes the tensors of a checkpoint, or of a part; other values are listed in :attr:`left_out`."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        pick: Callable[[object], Part],
+        *,
+        max_shard_bytes: int | None,
+        files: Sequence[Path] = (),
+    ) -> None:
+        """Write to ``draft`` what ``pick`` returns of a checkpoint's shape.
+
+        Args:
+            draft: the file, or the folder.
+            pick: chooses the part.
+            max_shard_bytes: for a folder, the most bytes of tensors in one file; None for a single file.
+            files: for a folder, further files to be copied into it; they come before those of the checkpoint.
+        """
+        self._draft, self._pick = draft, pick
+        self._max_shard_bytes = max_shard_bytes
+        self._files = list(files)
+        self.tensors = 0
+        """Tensors written; tied ones count once."""
+        self.nbytes = 0
+        """Bytes of them."""
+        self.left_out: list[str] = []
+        """Names of values that are no tensors."""
+        self.hints: list[str] = []
+        """Reasons why other programs may not read it as expected, and remedies."""
+
+    def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
+        """Write headers, index and small files; return the places of the tensors."""
+        part = self._pick(outline.shape)
+        rows, tied = part.rows_by_name()
+        self.left_out = part.plain_names()
+        self.hints = self._hints(part)
+        stored = {name: outline.tensors[row] for name, row in rows.items()}
+        tensors = [NewTensor(name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in stored.items()]
+        self.tensors, self.nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
+        metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
+        targets: dict[int, ByteTarget] = {}
+        if self._max_shard_bytes is not None:
+            self._draft.check_kept(self._names_beside(part))
+        for shard in self._shards(tensors):
+            header, starts = encode_header(shard.tensors, metadata)
+            size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
+            file = self._draft.file(shard.name, size)
+            file.write(0, header)
+            for tensor, start in zip(shard.tensors, starts, strict=True):
+                targets[rows[tensor.name]] = file.region(stored[tensor.name], start)
+        if self._max_shard_bytes is not None:
+            targets.update(self._beside(part, outline))
+        return targets
+
+    def _shards(self, tensors: Sequence[NewTensor]) -> list[Shard]:
+        if self._max_shard_bytes is None:
+            return [Shard("", tuple(tensors))]
+        shards = plan_shards(tensors, self._max_shard_bytes)
+        if len(shards) > 1:
+            index = encode_index(shards)
+            self._draft.file(INDEX_NAME, len(index)).write(0, index)
+        return shards
+
+    def _names_beside(self, part: Part) -> set[str]:
+        return {*part.files, *(path.name for path in self._files)}
+
+    def _hints(self, part: Part) -> list[str]:
+        hints = []
+        if part.tops:
+            listed = ", ".join(f"{top}." for top in part.tops[:_SHOWN]) + (" …" if len(part.tops) > _SHOWN else "")
+            chosen = MODEL if MODEL in part.tops else part.tops[0]
+            hints.append(
+                f"names of tensors in {self._draft.target} begin with {listed}; --part {chosen} writes what lies under "
+                f"{chosen}, by the names that it has there"
+            )
+        if self._max_shard_bytes is not None and _CONFIGURATION not in self._names_beside(part):
+            hints.append(
+                f"{self._draft.target} has no {_CONFIGURATION}, without which transformers does not load it; "
+                "asymcheck restore --files-from FOLDER takes along that of another model folder"
+            )
+        return hints
+
+    def _beside(self, part: Part, outline: Outline) -> dict[int, ByteTarget]:
+        given = {path.name for path in self._files}
+        for path in self._files:
+            with translated("read", path):
+                data = path.read_bytes()
+            self._draft.file(path.name, len(data)).write(0, data)
+        return {
+            ref.row: self._draft.file(name, outline.tensors[ref.row].nbytes).region(outline.tensors[ref.row], 0)
+            for name, ref in part.files.items()
+            if name not in given
+        }
+
+    def finish(self) -> None:
+        """Give the file or the folder its name."""
+        self._draft.publish()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._draft.discard()

@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import reprlib
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
+from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.strict_json import parse_json
+from asymcheck.interop.source import SourceFile
 
 HEADER_BYTES_MAX: Final = 100_000_000
 """The longest header that the format allows."""
@@ -112,20 +111,19 @@ class NewTensor(NamedTuple):
     nbytes: int
 
 
-def read_header(path: Path, descriptor: int | None = None) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file; links are followed.
-
-    With a ``descriptor``, it is that of this file, whatever lies at ``path`` by now.
+def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader:
+    """Read and check the header of a safetensors file, which ``file`` is when it is open already.
 
     Memory is bounded by the header's real length: at most the file's, at most 100 MB, and at most 48 times that
     while its JSON is parsed.
 
     Raises:
         ForeignFileError: the file breaks a rule of the format, or uses a dtype that asymcheck does not store.
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         StorageError: the operating system refused to read it.
     """
-    text, file_bytes = _read_text(path, descriptor)
+    with SourceFile(path) if file is None else contextlib.nullcontext(file) as opened:
+        text, file_bytes = _read_text(opened), opened.size
     try:
         header = parse_json(text, "the header")
     except StructureError as error:
@@ -141,51 +139,20 @@ def read_header(path: Path, descriptor: int | None = None) -> SafetensorsHeader:
     return SafetensorsHeader(tuple(tensors), metadata)
 
 
-@contextlib.contextmanager
-def opened(path: Path, descriptor: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file of another program for reading; give it and its size in bytes.
-
-    With a ``descriptor``, which stays open, it is that file.
-
-    Raises:
-        ForeignFileError: not a regular file.
-        NotFoundError: there is no such file.
-        StorageError: the operating system refused to open or read it.
-    """
-    try:
-        # Without O_NONBLOCK opening a named pipe waits for a writer, perhaps for ever.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path, flags) if descriptor is None else os.dup(descriptor), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ForeignFileError(path, "not a regular file", "give the file itself")
-            yield file, status.st_size
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: there is no such file; check the path") from error
-    except IsADirectoryError as error:
-        raise ForeignFileError(path, "a folder, not a file", "give the file itself") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}; check its permissions and the device") from error
-
-
-def _read_text(path: Path, descriptor: int | None) -> tuple[bytes, int]:
-    """The header's text, whose length was checked against the file before it was read, and the file's size."""
-    with opened(path, descriptor) as (file, file_bytes):
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if file_bytes < _LENGTH_BYTES:
-            raise ForeignFileError(path, f"truncated: {file_bytes} bytes are no safetensors file", _FETCH_AGAIN)
-        if length > HEADER_BYTES_MAX:
-            raise ForeignFileError(path, f"a header of {length} bytes, at most {HEADER_BYTES_MAX} are allowed", _CHECK)
-        if length > file_bytes - _LENGTH_BYTES:
-            what = f"truncated: a header of {length} bytes in a file of {file_bytes} bytes"
-            raise ForeignFileError(path, what, _FETCH_AGAIN)
-        first = file.read(min(length, 1))
-        if first != b"{":
-            raise ForeignFileError(path, "the header does not begin with '{'", _CHECK)
-        text = first + file.read(length - 1)
-    if len(text) < length:
-        raise ForeignFileError(path, "truncated while it was read", _FETCH_AGAIN)
-    return text, file_bytes
+def _read_text(file: SourceFile) -> bytes:
+    """Return the text of the header, whose length is compared with the size of the file before it is read."""
+    path = file.path
+    if file.size < _LENGTH_BYTES:
+        raise ForeignFileError(path, f"truncated: {file.size} bytes are no safetensors file", _FETCH_AGAIN)
+    length = int.from_bytes(file.read_bytes(0, _LENGTH_BYTES), "little")
+    if length > HEADER_BYTES_MAX:
+        raise ForeignFileError(path, f"a header of {length} bytes, at most {HEADER_BYTES_MAX} are allowed", _CHECK)
+    if length > file.size - _LENGTH_BYTES:
+        what = f"truncated: a header of {length} bytes in a file of {file.size} bytes"
+        raise ForeignFileError(path, what, _FETCH_AGAIN)
+    if file.read_bytes(_LENGTH_BYTES, min(length, 1)) != b"{":
+        raise ForeignFileError(path, "the header does not begin with '{'", _CHECK)
+    return file.read_bytes(_LENGTH_BYTES, length)
 
 
 def _metadata(path: Path, value: object) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Files of ``torch.save``: read with ``weights_only=True`` and written, without their tensors in memory.
+"""Files of ``torch.save``, read with ``weights_only=True`` and written without their tensors in memory.
 
-Which bytes each tensor has is learned from torch itself: loaded under ``FakeTensorMode``, a storage knows its offset;
-saved under ``skip_data``, a file has room for its storages, to be filled later (both are in torch's notes on
-serialization). This is the one module that calls ``torch.save`` and ``torch.load``.
+Torch itself says where the bytes of each tensor are: a storage that is loaded under ``FakeTensorMode`` knows its
+offset, and a file that is saved under ``skip_data`` has room for its storages, to be filled later (both are described
+in torch's notes on serialization). This is the only module that calls ``torch.save`` and ``torch.load``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import mmap
 import pickle
 import re
 import struct
+import sys
 import threading
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -29,43 +30,62 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.interop.files import Draft, SourceFile, TargetFile, first_line, refused
-from asymcheck.interop.ranged import RangedFile
-from asymcheck.interop.torch_archive import Record, TorchArchive
-from asymcheck.interop.zip_members import MAGIC, fill_checksums
+from asymcheck.interop.source import SourceFile, first_line, refused
+from asymcheck.interop.target import Draft, TargetFile
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.partition.leaves import TensorBytes, flat_bytes
 from asymcheck.recovery.assemble import ByteTarget
-from asymcheck.recovery.shape import RowRef, replace_rows
+from asymcheck.recovery.shape import RowRef
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated
 
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 _FETCH = "fetch or write it again"
+_REWRITE = "load it with torch.load() and write it again with torch.save()"
+_UNCOMPRESSED = f"pack it again without compression (zip -0), or {_REWRITE}"
 _NEWER = "install a newer torch, or use .safetensors"
-# Below this, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
+
+_LOCAL_MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<4s22xHH")
+_CENTRAL = struct.Struct("<4s24xHHH12x")
+_CENTRAL_CRC = 16
+_DESCRIPTOR = b"PK\x07\x08"
+_ENCRYPTED = 1
+_CHUNK = 8 << 20
+_INFLATED_BYTES_MAX: Final = 1 << 28
+"""Limit for a compressed record that is read whole. No pickle comes near it: tensors are records of their own."""
+
+_FOLDER = "archive/"
+_PICKLE = "data.pkl"
+_BYTE_ORDER = "byteorder"
+_COPIED = (_PICKLE, "version", ".data/version")
+# With these records torch computes the places of storages; without them it looks into the file.
+_LEFT_OUT = (".format_version", ".storage_alignment")
+
+# Below this size, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
-_PICKLE_MARK = b"\x80"
 _PROBE_BYTES = 1 << 16
+_METADATA = "_metadata"
+"""The attribute in which ``Module.state_dict()`` keeps the versions of modules."""
+
+_PICKLE_MARK = b"\x80"
 _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
 _UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _ADVICE = " In PyTorch 2.6"
-# Where Module.state_dict() hangs the versions of its modules.
-_METADATA = "_metadata"
-_LOAD_ERRORS = (
-    *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError),
-    *(ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile, zlib.error),
-)
-# What a file that was cut short or damaged looks like to those who read it.
+# Raised for files that were cut short or damaged.
 _DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
+_LOAD_ERRORS = (
+    *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError),
+)
 
 
 def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read from ``file`` when they are captured.
 
-    Nothing in the file is executed. A file in the format before torch 1.6 is read into memory. Where the file names a
-    class that is in ``stand_ins``, by module and name, the object is one of the class given there.
+    Nothing in the file is executed. A file in the format before torch 1.6 is read into memory. An object of a class
+    whose dotted name is in ``stand_ins`` becomes an object of the class given there.
 
     Raises:
         ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
@@ -80,59 +100,188 @@ def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = Non
 
 
 def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
-    """Do as :func:`read_torch_file` does with a file of ``torch.save`` that lies within another one.
+    """Do what :func:`read_torch_file` does for a file of ``torch.save`` that is a range of another file.
 
     Raises:
         ForeignFileError: as there.
     """
-    source: Any = _part(file, start, length)
-    magic = source.read(len(MAGIC))
+    source: Any = RangedFile(file, start, length)
+    magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
-    # So a pickle begins, with the number of its protocol. Of anything else torch would say that it may be trusted.
-    if magic != MAGIC and not magic.startswith(_PICKLE_MARK):
+    # A pickle begins with this mark and its protocol. For any other file, torch would advise to trust it.
+    if magic != _LOCAL_MAGIC and not magic.startswith(_PICKLE_MARK):
         raise ForeignFileError(file.path, "it is no file of torch.save(), or was cut short", _FETCH)
     with (
         refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
-        if magic != MAGIC:
+        if magic != _LOCAL_MAGIC:
             return torch.load(source, map_location="cpu", weights_only=True)
-        archive = TorchArchive(file.path, source)
+        archive = _Archive(file.path, source)
         known: dict[tuple[object, ...], object] = {}
-        return _replace(_faked(archive), lambda tensor: _in_file(tensor, file, start, archive, known))
+
+        def replaced(leaf: object) -> object:
+            return _in_file(leaf, file, start, archive, known) if isinstance(leaf, torch.Tensor) else leaf
+
+        return _mapped(archive.load_faked(), replaced)
 
 
-def _faked(archive: TorchArchive) -> object:
-    """Return the state in a file, with tensors that have no memory."""
-    with FakeTensorMode():
-        return torch.load(archive.outline, map_location="cpu", weights_only=True)
+class RangedFile(io.RawIOBase):
+    """A range of a file, cut off at the end of the file, as the file object that libraries want."""
+
+    def __init__(self, file: SourceFile, start: int, length: int) -> None:
+        """Read ``length`` bytes of ``file`` from ``start`` on."""
+        self._file, self._start = file, start
+        self._size = max(0, min(length, file.size - start))
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position, which may be beyond the end; return it."""
+        self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - as the base class has it
+        """Fill ``buffer`` as far as the range goes; return the number of bytes."""
+        target = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        if target:
+            self._file.read(self._start + self._at, target)
+        self._at += len(target)
+        return len(target)
+
+    def readall(self) -> bytes:
+        """Return everything up to the end of the range, in one read."""
+        return self.read(max(0, self._size - self._at)) or b""
 
 
-def _record_of(tensor: torch.Tensor, path: Path, archive: TorchArchive) -> Record:
-    """Return where the storage of a faked tensor lies in the file.
+class _Archive:
+    """The zip file that ``torch.save`` writes: its pickle, and where its storages are stored.
+
+    Under ``FakeTensorMode`` torch computes the places of storages from the layout that its own writer uses. In a file
+    that another program has packed again, as ``zip`` does, these places are wrong, without any error. So torch loads
+    an outline: the same pickle with empty storages. The place of a storage in the outline identifies its record, whose
+    real place follows from the directory of the file.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        """Read everything but the storages of ``file``, which stays open while this is used.
+
+        Raises:
+            ForeignFileError: the file is damaged, or comes from a machine with another byte order.
+            zipfile.BadZipFile, zlib.error, ValueError: it is damaged.
+        """
+        self._path, self._file = path, file
+        self._size = file.seek(0, io.SEEK_END)
+        with zipfile.ZipFile(file) as packed:
+            members = self._by_name(packed.infolist())
+        self._check_byte_order(members)
+        content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
+        content[_BYTE_ORDER] = sys.byteorder.encode()
+        names = [name for name in members | content if name not in _LEFT_OUT]
+        self._outline = io.BytesIO()
+        with zipfile.ZipFile(self._outline, "w") as outline:
+            for name in names:
+                outline.writestr(_FOLDER + name, content.get(name, b""))
+        starts = [_data_start(path, member, self._outline) for member in outline.infolist()]
+        self._members = {
+            start: (name, members[name]) for start, name in zip(starts, names, strict=True) if name in members
+        }
+
+    def load_faked(self) -> object:
+        """Return the state in the file, with tensors that have no memory."""
+        self._outline.seek(0)
+        with FakeTensorMode():
+            return torch.load(self._outline, map_location="cpu", weights_only=True)
+
+    def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
+        """Return the name, the first byte and the length of the record with the storage of a faked tensor.
+
+        Raises:
+            ForeignFileError: the file does not hold the bytes as they are, or this torch cannot tell.
+        """
+        start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if start is None:
+            raise ForeignFileError(self._path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
+        name, member = self._members[start]
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ForeignFileError(self._path, f"its record {name} is compressed", _UNCOMPRESSED)
+        return name, self._start_of(name, member), member.compress_size
+
+    def _start_of(self, name: str, member: zipfile.ZipInfo) -> int:
+        start = _data_start(self._path, member, self._file)
+        if start + member.compress_size > self._size:
+            raise ForeignFileError(self._path, f"it ends before the end of its record {name}", _FETCH)
+        if member.flag_bits & _ENCRYPTED:
+            raise ForeignFileError(self._path, f"its record {name} is encrypted", "decrypt it first")
+        return start
+
+    def _by_name(self, members: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+        """Return the members of the folder that torch looks into, which is the folder of the first member."""
+        if members and min(member.header_offset for member in members):
+            # Python skips everything before the archive, which here could be another file of torch.
+            raise ForeignFileError(self._path, "its directory is not of what it begins with", _FETCH)
+        folder = members[0].filename.partition("/")[0] + "/" if members else ""
+        inside = [member for member in members if member.filename.startswith(folder) and not member.is_dir()]
+        found = {member.filename.removeprefix(folder): member for member in inside}
+        # Torch ignores the case of names.
+        if len({name.lower() for name in found}) < len(inside):
+            raise ForeignFileError(self._path, "two of its records have one name", _REWRITE)
+        if _PICKLE not in found:
+            raise ForeignFileError(self._path, f"it has no record {_PICKLE}, so torch.save() did not write it", _FETCH)
+        return found
+
+    def _check_byte_order(self, members: dict[str, zipfile.ZipInfo]) -> None:
+        """Refuse files of other machines, whose bytes torch would swap; a file without the record is little-endian."""
+        said = self._content(_BYTE_ORDER, members[_BYTE_ORDER]) if _BYTE_ORDER in members else b"little"
+        order = said.decode(errors="replace")
+        if order != sys.byteorder:
+            problem = f"it says that its byte order is {order!r:.40}, and that of this machine is {sys.byteorder}"
+            raise ForeignFileError(self._path, problem, _REWRITE)
+
+    def _content(self, name: str, member: zipfile.ZipInfo) -> bytes:
+        # Not through zipfile, which requires checksums: torch can write files without them.
+        self._file.seek(self._start_of(name, member))
+        data = self._file.read(member.compress_size)
+        if member.compress_type == zipfile.ZIP_STORED:
+            return data
+        if member.compress_type != zipfile.ZIP_DEFLATED:
+            problem = f"its record {name} is compressed in a way that torch does not read"
+            raise ForeignFileError(self._path, problem, _FETCH)
+        if member.file_size > _INFLATED_BYTES_MAX:
+            problem = f"its record {name} is compressed, and has {member.file_size} bytes without"
+            raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
+        # The limit matters: in a hostile file, a few bytes can expand to more than the memory.
+        stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        content = stream.decompress(data, member.file_size + 1)
+        if len(content) != member.file_size or not stream.eof:
+            raise ForeignFileError(self._path, f"its record {name} is not as long as its directory says", _FETCH)
+        return content
+
+
+def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
+    """Return where the bytes of a member of a zip file begin, which only the header before them tells.
 
     Raises:
-        ForeignFileError: nowhere, or this torch does not say.
+        ForeignFileError: the header is missing.
     """
-    start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if start is None:
-        raise ForeignFileError(path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
-    return archive.record(start)
-
-
-def _part(file: SourceFile, start: int, length: int) -> RangedFile:
-    """Return a part of a file, as a file."""
-
-    def read_at(offset: int, count: int) -> bytes:
-        data = bytearray(count)
-        file.read(start + offset, memoryview(data))
-        return bytes(data)
-
-    return RangedFile(max(0, min(length, file.size - start)), read_at)
+    file.seek(member.header_offset)
+    header = file.read(_LOCAL.size)
+    if len(header) < _LOCAL.size or not header.startswith(_LOCAL_MAGIC):
+        problem = f"{member.filename} does not lie where the directory of the zip file says"
+        raise ForeignFileError(path, problem, _FETCH)
+    _, name, extra = _LOCAL.unpack(header)
+    return int(member.header_offset + _LOCAL.size + name + extra)
 
 
 def _problem(error: Exception) -> str:
-    """Say what torch found in the file; its own words are advice to trust the file, on many lines."""
+    """Return what torch dislikes about a file; its own words are many lines of advice to trust the file."""
     named = _PICKLED.search(str(error))
     if named is not None:
         return f"it holds a pickled object of {named[1]}, which is never run"
@@ -147,19 +296,23 @@ def _damage(error: Exception) -> str:
 
 
 def _in_file(
-    tensor: torch.Tensor, file: SourceFile, begin: int, archive: TorchArchive, known: dict[tuple[object, ...], object]
+    tensor: torch.Tensor, file: SourceFile, begin: int, archive: _Archive, known: dict[tuple[object, ...], object]
 ) -> object:
+    """Return what reads the bytes of a faked tensor from ``file``, where the archive begins at byte ``begin``."""
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if tensor.dtype not in TORCH_NAMES or not plain:
         kind = "quantized" if tensor.is_quantized else "negated by a flag" if tensor.is_neg() else tensor.layout
         raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} that is {kind}", _REMEDY)
-    record = _record_of(tensor, file.path, archive)
+    name, start, length = archive.record_of(tensor)
     offset = int(tensor.storage_offset() * tensor.element_size())
-    extent = _extent(tensor)
-    if extent and offset + extent > record.length:
-        raise ForeignFileError(file.path, f"it holds a tensor that is larger than its storage {record.name}", _FETCH)
-    start = begin + record.start + offset
-    # The same view of the same storage is one tied tensor, so it is one object in the state.
+    extent = 0  # from the first byte of the tensor to its last
+    if tensor.numel():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    if extent and offset + extent > length:
+        raise ForeignFileError(file.path, f"it holds a tensor that is larger than its storage {name}", _FETCH)
+    start += begin + offset
+    # Equal views of one storage are a tied tensor, which has to be one object in the state.
     key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
     if key not in known:
         if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
@@ -169,16 +322,8 @@ def _in_file(
     return known[key]
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to its last."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
 class _View(TensorBytes):
-    """A tensor that is no plain byte range of the file: a view of the mapped file."""
+    """A tensor that is not one byte range of the file: a view of the mapped file."""
 
     def __init__(self, tensor: torch.Tensor, file: SourceFile, start: int, extent: int) -> None:
         super().__init__(TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
@@ -191,7 +336,7 @@ class _View(TensorBytes):
         self._left = self.nbytes
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` from a copy in order, which is kept until all of it was read."""
+        """Fill ``target`` from a row-major copy, which is kept until all of it was read."""
         with self._lock:
             copy = flat_bytes(self._view) if self._copy is None else self._copy
             self._left -= len(target)
@@ -201,27 +346,22 @@ class _View(TensorBytes):
         self._file.check()
 
 
-def _replace(value: object, make: Callable[[torch.Tensor], object]) -> object:
-    if isinstance(value, torch.Tensor):
-        return make(value)
-    if type(value) in (dict, OrderedDict):
-        items = ((key, _replace(item, make)) for key, item in value.items())  # type: ignore[attr-defined]  # the type was just compared
-        if not isinstance(value, OrderedDict):
-            return dict(items)
-        ordered: Any = OrderedDict(items)
-        metadata = getattr(value, _METADATA, None)
-        if metadata is not None:
-            setattr(ordered, _METADATA, metadata)
-        return ordered
+def _mapped(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
+    """Return a copy of a nested state in which ``make`` has replaced every value that is not a container."""
+    if type(value) in (dict, OrderedDict, Counter):
+        copy = type(value)({key: _mapped(item, make) for key, item in value.items()})
+        if hasattr(value, _METADATA):
+            setattr(copy, _METADATA, getattr(value, _METADATA))
+        return copy
     if type(value) in (list, tuple):
-        return type(value)(_replace(item, make) for item in value)  # type: ignore[call-arg, attr-defined]  # the type was just compared
-    return value
+        return type(value)(_mapped(item, make) for item in value)
+    return make(value)
 
 
 class TorchSink:
     """Writes a checkpoint, or one part of it, into a file that ``torch.load(weights_only=True)`` reads.
 
-    Numpy arrays become tensors and numpy scalars Python numbers, for ``weights_only`` refuses both.
+    Numpy arrays become tensors and numpy scalars Python numbers, because ``weights_only`` refuses both.
     """
 
     def __init__(self, draft: Draft, pick: Callable[[object], object]) -> None:
@@ -231,38 +371,40 @@ class TorchSink:
         self.tensors = 0
         """Tensors written."""
         self.nbytes = 0
-        """Bytes of them."""
+        """Bytes of these tensors."""
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return their places."""
-        # Not in every torch that the package works with.
+        # Missing in the oldest versions of torch that the package supports.
         skip_data = getattr(torch.serialization, "skip_data", None)
         if skip_data is None:
             raise InvalidInputError(f"torch {torch.__version__} cannot write .pt files part by part; {_NEWER}")
-        shape = self._pick(outline.shape)
         hollow: dict[int, torch.Tensor] = {}
         order: list[int] = []
 
-        def make(ref: RowRef) -> object:
-            order.append(ref.row)
-            return hollow.setdefault(ref.row, _hollow(outline.tensors[ref.row]))
+        def make(leaf: object) -> object:
+            if isinstance(leaf, RowRef):
+                order.append(leaf.row)
+                return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
+            return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = _plain_numbers(replace_rows(shape, make))
-        file = self._draft.file(size=sum(outline.tensors[row].nbytes for row in set(order)))
+        state = _mapped(self._pick(outline.shape), make)
+        self.tensors, self.nbytes = len(hollow), sum(outline.tensors[row].nbytes for row in hollow)
+        self._file = file = self._draft.file(size=self.nbytes)
         with _writing(file), skip_data():
             torch.save(state, file.path)
         with translated("read", file.path), file.path.open("rb") as written:
-            archive = TorchArchive(file.path, written)
-            places = dict(zip(order, _tensors_in(_faked(archive)), strict=True))
-            starts = {row: _record_of(place, file.path, archive).start for row, place in places.items()}
-        self.tensors, self.nbytes = len(places), sum(outline.tensors[row].nbytes for row in places)
-        self._file = file
+            archive = _Archive(file.path, written)
+            places: list[object] = []
+            _mapped(archive.load_faked(), places.append)
+            tensors = [place for place in places if isinstance(place, torch.Tensor)]
+            starts = {row: archive.record_of(place)[1] for row, place in zip(order, tensors, strict=True)}
         return {row: file.region(outline.tensors[row], start) for row, start in starts.items()}
 
     def finish(self) -> None:
         """Enter the checksums and give the file its name."""
         try:
-            fill_checksums(self._file)
+            _fill_checksums(self._file)
         except BaseException:
             self.abandon()
             raise
@@ -284,7 +426,7 @@ def _writing(file: TargetFile) -> Iterator[None]:
         with translated("write", file.path):
             yield
     except RuntimeError as error:
-        # Torch does not hand on what the operating system said, so that is asked once more.
+        # Torch hides the error of the operating system, so another write asks for it.
         with translated("look at", file.path):
             end = file.path.stat().st_size
         file.write(end, bytes(_PROBE_BYTES))
@@ -293,7 +435,7 @@ def _writing(file: TargetFile) -> Iterator[None]:
 
 
 def _hollow(row: TensorRow) -> torch.Tensor:
-    """Return a tensor whose memory is never touched, so that there need not be any."""
+    """Return a tensor whose memory is reserved but never touched."""
     dtype = TORCH_DTYPES.get(row.dtype)
     if dtype is None:
         raise InvalidInputError(f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks")
@@ -304,32 +446,31 @@ def _hollow(row: TensorRow) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(row.shape)
 
 
-def _plain_numbers(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _plain_numbers(value[key])
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(_plain_numbers(item) for item in value)  # type: ignore[call-arg, attr-defined]  # the type was just compared
-    return value
+def _fill_checksums(file: TargetFile) -> None:
+    """Enter the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
+
+    Torch ignores checksums, but ``unzip`` and Python's ``zipfile`` check them.
+    """
+    with zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
+        place = archive.start_dir
+        for member in archive.infolist():
+            start = _data_start(file.path, member, content)
+            end = start + member.file_size
+            if member.CRC == 0 and member.file_size:
+                value = 0
+                for offset in range(start, end, _CHUNK):
+                    value = zlib.crc32(file.read(offset, min(_CHUNK, end - offset)), value)
+                checksum = struct.pack("<I", value)
+                file.write(place + _CENTRAL_CRC, checksum)
+                if file.read(end, 4) == _DESCRIPTOR:
+                    file.write(end + 4, checksum)
+            _, name, extra, comment = _CENTRAL.unpack(file.read(place, _CENTRAL.size))
+            place += _CENTRAL.size + name + extra + comment
 
 
 def value_file(value: object) -> io.BytesIO:
-    """Return a plain value as a file that ``torch.load`` reads, for who takes values in no other form."""
+    """Return a plain value as a file that ``torch.load`` reads, for callers that take values in no other form."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
     return file
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)

@@ -29,7 +29,7 @@ from asymcheck.checkpointer import Checkpointer, OnError
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.interop.deferred import Deferred, Groups, State, groups_of, set_groups
-from asymcheck.interop.temporary import make_folder
+from asymcheck.interop.target import make_temporary_folder
 from asymcheck.partition.rng import RngState
 from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
@@ -230,7 +230,7 @@ class _Training:
         known = {field.name for field in dataclasses.fields(TrainerState)}
         values = {name: value for name, value in own["state"].items() if name in known}
         history = [json.loads(line) for line in own["log_history"].splitlines()]
-        self._folder = make_folder(_FOLDER)
+        self._folder = make_temporary_folder(_FOLDER)
         TrainerState(**values, log_history=history).save_to_json(str(self._folder / TRAINER_STATE_NAME))
         setattr(self.trainer, _LOADS_WEIGHTS, _nothing)
         self._groups = groups_of(self._optimizer)

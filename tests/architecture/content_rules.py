@@ -21,7 +21,7 @@ BUILTIN_EXCEPTIONS = frozenset(
 )
 
 TORCH_FILES = "asymcheck/interop/torch_file.py"
-DCP_METADATA = "asymcheck/interop/dcp_metadata.py"
+DCP_METADATA = "asymcheck/interop/dcp_folder.py"
 
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")

@@ -230,7 +230,7 @@ def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
 ) -> None:
     """Click's status would be 1, which says that a checkpoint is lost."""
     script = (
-        "import asymcheck.interop.files as f, asymcheck.cli, os, time\n"
+        "import asymcheck.interop.target as f, asymcheck.cli, os, time\n"
         "def stop(self):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    time.sleep(60)\n"

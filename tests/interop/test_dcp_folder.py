@@ -20,8 +20,7 @@ from asymcheck import Store
 from asymcheck.cli.main import commands
 from asymcheck.errors import AsymcheckError, ForeignFileError
 from asymcheck.interop.convert import import_checkpoint
-from asymcheck.interop.dcp_folder import _Joined
-from asymcheck.interop.dcp_metadata import NAME, read_metadata
+from asymcheck.interop.dcp_folder import _METADATA, _Joined, _read_metadata
 from asymcheck.partition.boxes import Box
 from asymcheck.partition.leaves import TensorBytes
 from tests.interop.test_dcp import example
@@ -128,9 +127,9 @@ class _Runs:
 def test_nothing_that_a_pickle_names_is_run(function: Callable[..., object], folder: Path, tmp_path: Path) -> None:
     """It is refused by its name."""
     argument = f"__import__('os').mkdir({str(tmp_path / 'made')!r})" if function is eval else str(tmp_path / "made")
-    (folder / NAME).write_bytes(pickle.dumps(_Runs(function, argument)))
+    (folder / _METADATA).write_bytes(pickle.dumps(_Runs(function, argument)))
     with pytest.raises(ForeignFileError, match=f"names .*{function.__name__}.*never run"):
-        read_metadata(folder)
+        _read_metadata(folder / _METADATA)
     assert not (tmp_path / "made").exists()
 
 
@@ -140,9 +139,9 @@ class _Reader(pickle.Unpickler):
 
 def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
     """Let the metadata say something else."""
-    metadata = _Reader(io.BytesIO((folder / NAME).read_bytes())).load()
+    metadata = _Reader(io.BytesIO((folder / _METADATA).read_bytes())).load()
     change(metadata)
-    (folder / NAME).write_bytes(pickle.dumps(metadata))
+    (folder / _METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def _elsewhere(metadata: Metadata) -> None:
@@ -218,15 +217,15 @@ def test_a_place_that_cannot_be_is_refused(
 
 def test_damaged_metadata_is_refused(folder: Path) -> None:
     """A byte that is another one, or an early end, is an error of the package or makes no difference."""
-    whole = (folder / NAME).read_bytes()
+    whole = (folder / _METADATA).read_bytes()
     dice = random.Random(4)
     refused = 0
     for _ in range(600):
         data = bytearray(whole)
         data[dice.randrange(len(data))] = dice.randrange(256)
-        (folder / NAME).write_bytes(data[: dice.randrange(len(data))] if dice.random() < 0.2 else data)
+        (folder / _METADATA).write_bytes(data[: dice.randrange(len(data))] if dice.random() < 0.2 else data)
         try:
-            read_metadata(folder)
+            _read_metadata(folder / _METADATA)
         except AsymcheckError:
             refused += 1
     assert refused > 300
@@ -234,6 +233,6 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
 
 def test_what_a_killed_save_leaves_is_called_so(folder: Path, store_path: Path) -> None:
     """It has no metadata yet; it is no folder of another format."""
-    (folder / NAME).unlink()
+    (folder / _METADATA).unlink()
     with Store.open(store_path) as store, pytest.raises(ForeignFileError, match="which a save writes last"):
         import_checkpoint(store, folder)

@@ -172,7 +172,7 @@ def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, m
     def refuse(*_arguments: object, **_options: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("asymcheck.interop.files.os.ftruncate", refuse)
+    monkeypatch.setattr("asymcheck.interop.target.os.ftruncate", refuse)
     with pytest.raises(InvalidInputError, match=r"cannot be written here.*name another place") as caught:
         export_checkpoint(store, Output(tmp_path / "m.safetensors"))
     assert "read_only" not in str(caught.value)

@@ -230,10 +230,10 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ForeignFileError, match=r"not a file|not a regular file"):
             read_header(path)
-    with pytest.raises(NotFoundError, match="no such file"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         read_header(tmp_path / "missing")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(StorageError, match=r"cannot read .*loop"):
+    with pytest.raises(StorageError, match=r"open .*loop"):
         read_header(tmp_path / "loop")
 
 
@@ -249,5 +249,5 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         return status
 
     monkeypatch.setattr(os, "fstat", cut_after)
-    with pytest.raises(ForeignFileError, match="truncated while it was read"):
+    with pytest.raises(ForeignFileError, match="changed while it was read"):
         read_header(path)

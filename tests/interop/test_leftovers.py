@@ -13,15 +13,15 @@ import torch
 
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError
-from asymcheck.interop import leftovers
+from asymcheck.interop import target
 from asymcheck.interop.convert import Output, export_checkpoint
-from asymcheck.interop.files import Draft
+from asymcheck.interop.target import Draft
 
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 import asymcheck.cli
-from asymcheck.interop import files, leftovers
+from asymcheck.interop import target
 
 def stop(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -33,11 +33,11 @@ def rename(self, target, rename=Path.rename):
 
 where = sys.argv.pop(1)
 if where == "while it is written":
-    files.TargetFile.sync = stop
+    target.TargetFile.sync = stop
 elif where == "between the renames":
     Path.rename = rename
 elif where == "before the old one is removed":
-    leftovers.shutil.rmtree = stop
+    target.shutil.rmtree = stop
 asymcheck.cli.main()
 """
 
@@ -90,7 +90,7 @@ def test_drafts_of_who_may_be_alive_stay(place: Path) -> None:
     waiting = f"""
 import sys
 from pathlib import Path
-from asymcheck.interop.files import Draft
+from asymcheck.interop.target import Draft
 Draft(Path({str(place / "m.pt")!r}), overwrite=False).file()
 print(flush=True)
 sys.stdin.read()
@@ -142,5 +142,5 @@ def test_what_cannot_be_removed_is_no_error(place: Path, monkeypatch: pytest.Mon
     def refuse(*_arguments: object, **_options: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(leftovers.Path, "unlink", refuse)
+    monkeypatch.setattr(target.Path, "unlink", refuse)
     assert _export(place, "m.pt") == [*left, "m.pt"]

@@ -15,7 +15,7 @@ import torch
 
 from asymcheck import Store
 from asymcheck.errors import AsymcheckError, ForeignFileError
-from asymcheck.interop import torch_archive
+from asymcheck.interop import torch_file
 from asymcheck.interop.convert import import_checkpoint
 from tests.store.equality import assert_same
 
@@ -119,7 +119,7 @@ def test_a_record_that_expands_without_end_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, said: int | None
 ) -> None:
     """By its length in the directory before anything is expanded, and no further than that when it is a lie."""
-    monkeypatch.setattr(torch_archive, "_INFLATED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(torch_file, "_INFLATED_BYTES_MAX", 1 << 20)
     torch.save(example(), tmp_path / "a.pt")
     path = tmp_path / "bomb.pt"
     with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(path, "w") as archive:

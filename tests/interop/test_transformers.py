@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from asymcheck import Store
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
-from asymcheck.interop.temporary import make_folder
+from asymcheck.interop.target import make_temporary_folder
 from asymcheck.interop.transformers import AsymcheckCallback
 from tests.interop import launch_ranks, small_trainer
 from tests.interop.small_trainer import STEPS, STEPS_IN_EPOCH, log_of, make_trainer, outcome
@@ -183,7 +183,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
 def test_what_a_killed_resume_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next one; what is of a process that lives, of another program, or of nobody knows whom, stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import os, sys; from asymcheck.interop.temporary import make_folder; print(make_folder(sys.argv[1]))"
+    code = "import sys, asymcheck.interop.target as t; print(t.make_temporary_folder(sys.argv[1]))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     made = [
         subprocess.run([sys.executable, "-c", code, kind], env=environment, check=True, capture_output=True, text=True)
@@ -192,5 +192,5 @@ def test_what_a_killed_resume_has_left_is_removed(tmp_path: Path, monkeypatch: p
     left, other = (Path(one.stdout.strip()) for one in made)
     (left / "trainer_state.json").write_text("{}")
     (tmp_path / "mine_1_x").mkdir()
-    mine = [make_folder("mine"), make_folder("mine")]
+    mine = [make_temporary_folder("mine"), make_temporary_folder("mine")]
     assert {path.name for path in tmp_path.iterdir()} == {"mine_1_x", other.name, *(path.name for path in mine)}

@@ -28,9 +28,7 @@ class Chain:
     """The frames from the partition that is wanted down to the one that is decoded now."""
 
     names: tuple[Digest, ...] = ()
-    """Digests of those above."""
     deltas: int = 0
-    """How many of them are deltas."""
     lost: set[tuple[Digest, int]] = dataclasses.field(default_factory=set, compare=False)
     """Bases that could not be had below so many deltas, on any way down from the same partition."""
 

@@ -56,7 +56,6 @@ class Chunk:
     width: int
     """Bytes of an element."""
     is_float: bool
-    """As of the segment."""
     entry: int
     """Number of the first of its planes in the table."""
 
@@ -77,7 +76,6 @@ class Layout:
     entries: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
-        """Return the number of chunks."""
         return len(self.starts)
 
     def chunk(self, number: int) -> Chunk:
@@ -158,9 +156,7 @@ class Tables:
     """A payload whose tables were checked."""
 
     layout: Layout
-    """The chunks."""
     encodings: npt.NDArray[np.uint32]
-    """Of every plane."""
     values: npt.NDArray[np.uint32]
     """Of every plane: stored bytes, or the byte that it repeats."""
     offsets: npt.NDArray[np.int64]
@@ -168,11 +164,7 @@ class Tables:
 
 
 def decode_tables(payload: memoryview, plain_length: int, where: str) -> Tables:
-    """Read and check the tables of a payload; ``where`` names the frame in errors.
-
-    Raises:
-        TruncatedError, LimitError, StructureError
-    """
+    """Read and check the tables of a payload; ``where`` names the frame in errors."""
     if len(payload) < HEADER.size:
         raise TruncatedError(f"{where}: {len(payload)} bytes of payload are no table of planes")
     chunk_bytes, segment_count, entry_count, reserved = HEADER.unpack_from(payload)

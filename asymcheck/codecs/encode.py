@@ -41,9 +41,7 @@ class Encoded:
     """A partition ready to be stored."""
 
     descriptor: FrameDescriptor
-    """What the frame's header says."""
     parts: tuple[Buffer, ...]
-    """The payload, in pieces."""
 
     def write_to(self, room: memoryview) -> None:
         """Copy the payload to where it goes, ``descriptor.stored_length`` bytes."""

@@ -20,7 +20,6 @@ class Effort(enum.Enum):
     """Frequent bytes. In exponents of trained weights what repeats is chance; not to look for it is three times as
     fast and packs better, because the entropy coder then sees all bytes."""
     REPEATS = "repeats"
-    """Repeated strings too."""
 
 
 _PARAMETERS = {

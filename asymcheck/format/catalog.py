@@ -115,11 +115,7 @@ def owner_to_json(owner: Owner) -> dict[str, object]:
 
 
 def owner_from_json(value: object, where: str) -> Owner:
-    """Read the JSON form of an owner.
-
-    Raises:
-        StructureError
-    """
+    """Read the JSON form of an owner."""
     if not isinstance(value, dict):
         raise StructureError(f"{where}: owner is not an object")
     return Owner(

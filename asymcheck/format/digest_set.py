@@ -44,11 +44,9 @@ class DigestSet:
         return self._digests
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._digests)
 
     def __getitem__(self, number: int) -> Digest:
-        """Return the digest of a number."""
         return Digest(self._digests[number].tobytes())
 
     def numbers(self, digests: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:

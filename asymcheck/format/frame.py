@@ -33,17 +33,12 @@ class FrameDescriptor:
     digest: Digest
     """Digest of the plain bytes."""
     plain_length: int
-    """Bytes before encoding."""
     stored_length: int
-    """Bytes of payload."""
     stored_sum: bytes
     """sum8 of the payload."""
     kind: int = registry.KIND_FULL
-    """Frame kind number."""
     codec: int = registry.CODEC_IDENTITY
-    """Codec number."""
     digest_algorithm: int = registry.DIGEST_XXH3_128
-    """Digest number."""
     base_digest: bytes = ZERO_DIGEST
     """Digest of the base partition; zero when there is none."""
     codec_parameters: bytes = _NO_PARAMETERS
@@ -72,9 +67,7 @@ class FrameHeader:
     """A whole frame header: the descriptor, and where the frame was stamped to lie."""
 
     descriptor: FrameDescriptor
-    """The tier-independent part."""
     place_id: PackId
-    """The pack."""
     sequence: int
     """Number of the frame in its pack, from 0."""
 
@@ -114,12 +107,7 @@ def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) 
 
 
 def decode_header(data: Buffer, where: str) -> FrameHeader:
-    """Read and check a frame header; ``where`` names the frame in errors.
-
-    Raises:
-        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, UnsupportedCodecError,
-        LimitError
-    """
+    """Read and check a frame header; ``where`` names the frame in errors."""
     if len(data) < HEADER_BYTES:
         raise TruncatedError(f"{where}: header has {len(data)} of {HEADER_BYTES} bytes")
     raw = bytes(data[:HEADER_BYTES])
@@ -170,11 +158,7 @@ def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
 
 
 def check_base(kind: int, name: bytes, base: bytes, where: str) -> None:
-    """Refuse a full frame with a base, and another without one or that is its own.
-
-    Raises:
-        StructureError
-    """
+    """Refuse a full frame with a base, and another without one or that is its own."""
     if (base == ZERO_DIGEST) != (kind == registry.KIND_FULL):
         raise StructureError(f"{where}: a {registry.FRAME_KINDS[kind]} frame whose base is {base.hex()}")
     if kind != registry.KIND_FULL and base == name:
@@ -182,11 +166,7 @@ def check_base(kind: int, name: bytes, base: bytes, where: str) -> None:
 
 
 def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
-    """Refuse lengths beyond the limits, before anything is allocated.
-
-    Raises:
-        LimitError, StructureError
-    """
+    """Refuse lengths beyond the limits, before anything is allocated."""
     if plain > registry.PARTITION_BYTES_MAX or stored > registry.FRAME_STORED_BYTES_MAX:
         raise LimitError(f"{where}: {plain} plain and {stored} stored bytes are beyond the limits")
     if plain < 1 or stored < 1:
@@ -196,11 +176,7 @@ def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
 
 
 def check_shift(shift: int, stored: int, where: str) -> None:
-    """Refuse a payload that begins where none of so many bytes may.
-
-    Raises:
-        StructureError
-    """
+    """Refuse a payload that begins where none of so many bytes may."""
     if shift and (stored < registry.ALIGNED_PAYLOAD_MIN_BYTES or not 0 < shift < registry.BLOCK_BYTES):
         raise StructureError(f"{where}: payload shift {shift} does not belong to {stored} stored bytes")
 
@@ -209,9 +185,6 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
     """Check a whole frame as read from a pack, all but the plain digest, and return its descriptor and payload.
 
     ``data`` is the frame with its padding. The caller decodes the payload and compares the digest.
-
-    Raises:
-        FormatError: of the kind that fits.
     """
     header = decode_header(data, where)
     stored = header.descriptor.stored_length

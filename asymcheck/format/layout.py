@@ -36,23 +36,16 @@ class ManifestName:
     """What the file name of a manifest says."""
 
     rank: int
-    """The rank, from 0."""
     world_size: int
-    """How many ranks the checkpoint has."""
     digest: Digest
     """Digest of the file's content."""
 
     def __str__(self) -> str:
-        """Return the file name."""
         return f"{self.rank:05d}-of-{self.world_size:05d}-{self.digest.hex()}.manifest"
 
 
 def check_run(run: object) -> str:
-    """Return ``run`` if it can name a run.
-
-    Raises:
-        InvalidInputError
-    """
+    """Return ``run`` if it can name a run."""
     if not isinstance(run, str) or not is_run(run):
         raise InvalidInputError(
             f"run name {run!r:.100}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "

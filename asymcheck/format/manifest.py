@@ -33,11 +33,9 @@ class Extent:
     """A byte range of one partition that holds the next bytes of a tensor."""
 
     digest: Digest
-    """The partition."""
     offset: int
     """Bytes from the start of the partition's plain bytes."""
     length: int
-    """Bytes."""
     partition_length: int
     """Plain bytes of the whole partition."""
 
@@ -47,23 +45,14 @@ class TensorRow:
     """One tensor as the manifest describes it; its bytes are inline or in extents."""
 
     name: str
-    """Dotted name in the state."""
     aliases: tuple[str, ...]
-    """Further names of the same tied tensor."""
     dtype: str
-    """A dtype of the registry."""
     role: str
-    """A role of the registry."""
     shape: tuple[int, ...]
-    """Shape of this rank's piece."""
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the piece lies in the whole."""
     nbytes: int
-    """Bytes of the piece."""
     inline: bytes | None
-    """The bytes themselves, or None."""
     extents: tuple[Extent, ...]
     """Where the bytes lie, in order; empty when inline."""
 
@@ -73,27 +62,19 @@ class ManifestHeader:
     """What a manifest says apart from its rows."""
 
     run: str
-    """The run."""
     ref: CheckpointRef
-    """Generation, step and save id."""
     rank: int
-    """This rank."""
     world_size: int
-    """How many ranks the checkpoint has."""
     parent: CheckpointRef | None
     """The checkpoint before, as the writer knew it."""
     created_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
     writer: str
-    """Name and version of the writing program."""
     metrics: Mapping[str, float]
-    """Named numbers of the training loop."""
     plan: Mapping[str, object]
     """How the state was cut."""
     packs: tuple[PackId, ...]
     """Packs in which the partitions lay at commit; a hint."""
     tree: Node
-    """Structure of the state."""
     store_ranks: Spans | None = None
     """The ranks that save into the store for which it was written; None when all do."""
     elsewhere: bytes = b""
@@ -119,7 +100,6 @@ class Manifest:
         self.nbytes: npt.NDArray[np.int64] = batch.column("nbytes").to_numpy()
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return int(self._batch.num_rows)
 
     @property

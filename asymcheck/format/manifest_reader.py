@@ -34,11 +34,7 @@ _SURE = float(1 << 62)
 
 
 def decode_manifest(data: Buffer, where: str) -> Manifest:
-    """Read and check a manifest file whose digest the caller has compared with its name.
-
-    Raises:
-        BadMagicError, StructureError, LimitError, UnsupportedVersionError, UnsupportedFeatureError
-    """
+    """Read and check a manifest file whose digest the caller has compared with its name."""
     header, rows = _open(data, where, parse_json)
     batch = _read_rows(rows, where)
     _check_rows(batch, where)

@@ -45,13 +45,10 @@ class PackHeader:
     pack_id: PackId
     """This life of the file."""
     frame_count: int
-    """Number of frames, at least 1."""
     index_offset: int
     """Bytes from the start of the file to the index."""
     created_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
     writer: str
-    """Name and version of the writing program."""
 
     @property
     def index_length(self) -> int:
@@ -89,11 +86,7 @@ def encode_pack_header(header: PackHeader) -> bytes:
 
 
 def decode_pack_header(data: Buffer, where: str) -> PackHeader:
-    """Read and check the first block of a pack; ``where`` names the pack in errors.
-
-    Raises:
-        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, LimitError
-    """
+    """Read and check the first block of a pack; ``where`` names the pack in errors."""
     if len(data) < registry.BLOCK_BYTES:
         raise TruncatedError(f"{where}: pack header has {len(data)} of {registry.BLOCK_BYTES} bytes")
     raw = bytes(data[: registry.BLOCK_BYTES])
@@ -150,12 +143,7 @@ def encode_index(pack_id: PackId, entries: Entries) -> bytes:
 
 
 def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
-    """Read and check the index of a pack, with its padding.
-
-    Raises:
-        TruncatedError, BadMagicError, UnsupportedVersionError, ChecksumError, StructureError, LimitError,
-        UnsupportedCodecError
-    """
+    """Read and check the index of a pack, with its padding."""
     if len(data) < round_up(header.index_length):
         raise TruncatedError(f"{where}: pack index has {len(data)} of {round_up(header.index_length)} bytes")
     magic, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own = INDEX_HEADER.unpack_from(data)
@@ -179,11 +167,7 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
 
 
 def check_entry(entry: np.void, frame: FrameDescriptor, where: str) -> None:
-    """Check that an index entry says what the frame's own header says.
-
-    Raises:
-        StructureError
-    """
+    """Check that an index entry says what the frame's own header says."""
     same = (
         entry["digest"].tobytes() == frame.digest
         and entry["base_digest"].tobytes() == frame.base_digest

@@ -23,15 +23,10 @@ class Descriptor:
     """The record that makes a directory a store."""
 
     store_id: bytes
-    """16 random bytes."""
     created_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
     writer: str
-    """Name and version of the program that made the store."""
     reader_features: tuple[str, ...] = ()
-    """Features that a reader must know."""
     writer_features: tuple[str, ...] = ()
-    """Features that a writer must know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +34,11 @@ class HeadRecord:
     """The record that opens a generation of a run."""
 
     run: str
-    """The run."""
     generation: int
-    """The generation it opens."""
     parent: CheckpointRef | None
     """The checkpoint that training continued from; None when it began from nothing."""
     created_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
     writer: str
-    """Name and version of the writing program."""
 
     def is_same(self, other: HeadRecord) -> bool:
         """Tell whether another record of this generation is of the same training: its time and parent are no chance."""
@@ -73,11 +64,7 @@ def encode_record(value: Mapping[str, object]) -> bytes:
 
 
 def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object], int]:
-    """Return the object of a record file and how many of its two copies are damaged.
-
-    Raises:
-        TruncatedError, ChecksumError, StructureError, UnsupportedVersionError
-    """
+    """Return the object of a record file and how many of its two copies are damaged."""
     if len(data) != RECORD_BYTES:
         raise TruncatedError(f"{where}: record file has {len(data)} bytes, not {RECORD_BYTES}")
     blocks = [bytes(data[: registry.BLOCK_BYTES]), bytes(data[registry.BLOCK_BYTES :])]
@@ -139,11 +126,7 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
 
 
 def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
-    """Read a store's descriptor; also return how many of its copies are damaged.
-
-    Raises:
-        FormatError: of the kind that fits; UnsupportedFeatureError for an unknown reader feature.
-    """
+    """Read a store's descriptor; also return how many of its copies are damaged."""
     value, damaged = decode_record(data, "store", where)
     readers, writers = _strings(value, "reader_features", where), _strings(value, "writer_features", where)
     check_reader_features(readers, where)
@@ -171,21 +154,13 @@ def encode_head(head: HeadRecord) -> bytes:
 
 
 def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
-    """Read a head record; also return how many of its copies are damaged.
-
-    Raises:
-        FormatError: of the kind that fits.
-    """
+    """Read a head record; also return how many of its copies are damaged."""
     value, damaged = decode_record(data, "head", where)
     return head_from_json(value, where), damaged
 
 
 def head_from_json(value: Mapping[str, object], where: str) -> HeadRecord:
-    """Read the JSON form of a head record.
-
-    Raises:
-        StructureError
-    """
+    """Read the JSON form of a head record."""
     generation = integer(value, "generation", where)
     if "parent" not in value:
         raise StructureError(f"{where}: a head record without a parent says so with null")
@@ -204,11 +179,7 @@ def parent_to_json(parent: CheckpointRef | None) -> dict[str, object] | None:
 
 
 def parent_from_json(value: object, where: str) -> CheckpointRef | None:
-    """Read the JSON form of a parent.
-
-    Raises:
-        StructureError
-    """
+    """Read the JSON form of a parent."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -220,22 +191,14 @@ def parent_from_json(value: object, where: str) -> CheckpointRef | None:
 
 
 def parse_id(value: object, where: str) -> bytes:
-    """Return the 16 bytes that 32 lower-case hexadecimal digits stand for.
-
-    Raises:
-        StructureError
-    """
+    """Return the 16 bytes that 32 lower-case hexadecimal digits stand for."""
     if not isinstance(value, str) or not _HEX32.match(value):
         raise StructureError(f"{where}: not an id of 32 lower-case hexadecimal digits: {value!r}")
     return bytes.fromhex(value)
 
 
 def integer(value: Mapping[str, object], key: str, where: str) -> int:
-    """Return the integer under a key of a record.
-
-    Raises:
-        StructureError
-    """
+    """Return the integer under a key of a record."""
     number = value.get(key)
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 64:
         raise StructureError(f"{where}: {key} is not an integer from 0 to 2^64 - 1")
@@ -243,11 +206,7 @@ def integer(value: Mapping[str, object], key: str, where: str) -> int:
 
 
 def string(value: Mapping[str, object], key: str, where: str) -> str:
-    """Return the string under a key of a record.
-
-    Raises:
-        StructureError
-    """
+    """Return the string under a key of a record."""
     text = value.get(key)
     if not isinstance(text, str):
         raise StructureError(f"{where}: {key} is not a string")

@@ -14,17 +14,12 @@ from asymcheck.format.record import RECORD_BYTES, decode_record, encode_record, 
 from asymcheck.types import Owner, SaveId
 
 CAPTURES_MAX = 64
-"""Entries for captures in one ring."""
 CAPTURES_OFFSET = RECORD_BYTES
-"""Where the entries begin."""
 DATA_OFFSET = CAPTURES_OFFSET + registry.BLOCK_BYTES
-"""Where the data begins."""
 COMPLETE, DURABLE = 1, 2
-"""States of a capture."""
 
 _ENTRY = struct.Struct("<Q16sQ24s8s")
 ENTRY_BYTES = _ENTRY.size
-"""Bytes of one entry."""
 UNUSED = bytes(ENTRY_BYTES)
 """An entry that names no capture."""
 _SUMMED = ENTRY_BYTES - 8
@@ -37,21 +32,14 @@ class RingHeader:
     ring_id: bytes
     """16 random bytes, the ``place_id`` of its frames."""
     store_id: bytes
-    """The store that its checkpoints belong to."""
     store: str
-    """Where that store was."""
     run: str
-    """The run."""
     rank: int
-    """The rank."""
     owner: Owner
-    """The process that made it."""
     data_bytes: int
     """Bytes of data, a multiple of the block."""
     created_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
     writer: str
-    """Name and version of the program that made it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +49,7 @@ class CaptureEntry:
     offset: int
     """Bytes from the start of the file to the frame of its manifest."""
     save_id: SaveId
-    """The attempt that it belongs to."""
     state: int
-    """:data:`COMPLETE` or :data:`DURABLE`."""
 
 
 def encode_ring_header(header: RingHeader) -> bytes:
@@ -90,11 +76,7 @@ def encode_ring_header(header: RingHeader) -> bytes:
 
 
 def decode_ring_header(data: Buffer, where: str) -> RingHeader:
-    """Read the record at the beginning of a ring.
-
-    Raises:
-        FormatError: of the kind that fits.
-    """
+    """Read the record at the beginning of a ring."""
     value, _ = decode_record(data, "ring", where)
     run, size = string(value, "run", where), integer(value, "data_bytes", where)
     if not is_run(run) or size % registry.BLOCK_BYTES or not size:

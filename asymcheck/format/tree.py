@@ -102,11 +102,7 @@ def encode_metric(value: float) -> object:
 
 
 def decode_metric(value: object, where: str) -> float:
-    """Read the JSON form of a metric.
-
-    Raises:
-        StructureError
-    """
+    """Read the JSON form of a metric."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):
@@ -122,9 +118,6 @@ def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> obj
         rows: number of rows of the manifest; every row must be named at least once.
         build: makes the values.
         where: names the manifest in errors.
-
-    Raises:
-        StructureError, LimitError
     """
     seen = bytearray(rows)
     value = _Decoder(rows, seen, build, where).value(node, 1)
@@ -134,11 +127,7 @@ def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> obj
 
 
 def check(node: Node, rows: int, where: str) -> None:
-    """Check a whole tree as :func:`decode` does, and build nothing.
-
-    Raises:
-        StructureError, LimitError
-    """
+    """Check a whole tree as :func:`decode` does, and build nothing."""
     decode(node, rows, _Nothing(), where)
 
 

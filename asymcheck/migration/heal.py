@@ -30,7 +30,6 @@ class Healed:
     """What was brought."""
 
     done: tuple[Repair, ...]
-    """What was repaired by it."""
     _location: str
     _failed: dict[str, str]
 

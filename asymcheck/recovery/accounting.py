@@ -32,11 +32,8 @@ class CheckpointBytes:
     """What one checkpoint takes. Stored bytes are those of whole frames: header, payload and padding."""
 
     run: str
-    """The run."""
     step: int
-    """The training step."""
     generation: int
-    """The line of training."""
     save_id: str
     """The attempt that saved it, 32 hexadecimal digits."""
     complete: bool
@@ -44,7 +41,6 @@ class CheckpointBytes:
     on_line: bool
     """Whether it leads to the present."""
     state_bytes: int
-    """Bytes of all its tensors."""
     stored_bytes: int
     """Stored bytes of the partitions that it refers to, each counted once."""
     own_bytes: int
@@ -62,9 +58,7 @@ class RoleBytes:
     """What the tensors of one role take, in all the checkpoints listed."""
 
     role: str
-    """A role of the format, for instance ``weights``."""
     state_bytes: int
-    """Bytes of these tensors, summed over the checkpoints."""
     stored_bytes: int
     """Stored bytes of their partitions, each counted once; of one with several roles, a share by their bytes in it."""
 
@@ -82,9 +76,7 @@ class Accounting:
     checkpoints: tuple[CheckpointBytes, ...]
     """The checkpoints, or those of one run, oldest first."""
     roles: tuple[RoleBytes, ...]
-    """What they hold, by role."""
     packs: int
-    """Number of packs in use."""
     pack_bytes: int
     """Bytes of their files."""
     live_bytes: int
@@ -109,13 +101,11 @@ class Accounting:
     unfinished_bytes: int
     """Bytes of packs that are being written, or were when a process was killed."""
     manifests: int
-    """Number of manifests."""
     manifest_bytes: int
     """Bytes of their files."""
     unreadable_manifests: int
     """How many of them cannot be read. What they need looks like garbage, so collection frees nothing."""
     catalog_bytes: int
-    """Bytes that the catalog takes on disk."""
 
 
 def account(tier: NvmeTier, run: str | None = None) -> Accounting:

@@ -33,13 +33,10 @@ class TensorChange:
     """One tensor that is not the same in two checkpoints, A and B."""
 
     name: str
-    """Dotted name in the state."""
     aliases: tuple[str, ...]
     """Further names of the same tensor, in both checkpoints if it is in both."""
     rank: int
-    """The rank that saved it."""
     role: str
-    """What part it plays in training."""
     change: str
     """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout``: the rank has another part of the tensor.
 
@@ -55,9 +52,7 @@ class TensorChange:
     shape_b: tuple[int, ...] | None
     """Shape of the whole tensor in B; None when it was removed."""
     bytes_a: int
-    """Bytes in A."""
     bytes_b: int
-    """Bytes in B."""
     shared_bytes: int
     """Those of its bytes in B (in A when it was removed) that both checkpoints have, in the same partitions.
 
@@ -84,9 +79,7 @@ class Difference:
     """What changed between two checkpoints."""
 
     a: Checkpoint
-    """The first checkpoint."""
     b: Checkpoint
-    """The second checkpoint."""
     other_saves_a: tuple[str, ...]
     """Save ids of further checkpoints of A's step, when A was named by a step."""
     other_saves_b: tuple[str, ...]
@@ -94,17 +87,13 @@ class Difference:
     tensors: tuple[TensorChange, ...]
     """The tensors that changed, by name."""
     unchanged_tensors: int
-    """Number of tensors that did not."""
     unchanged_bytes: int
     """Their bytes in B."""
     values: tuple[ValueChange, ...]
     """The plain values that changed, by name."""
     unchanged_values: int
-    """Number of plain values that did not."""
     bytes_a: int
-    """Bytes of all tensors of A."""
     bytes_b: int
-    """Bytes of all tensors of B."""
     shared_bytes: int
     """Bytes of B's tensors in partitions that A refers to, too: these are stored once.
 

@@ -38,7 +38,6 @@ class Opening:
     """Where a generation of a run was opened."""
 
     generation: int
-    """The generation."""
     on_line: bool
     """Whether the line of training leads through it."""
     opened_ns: int | None
@@ -62,7 +61,6 @@ class History:
     """The history of one run, newest first."""
 
     run: str
-    """The run."""
     generation: int | None
     """The present generation; None when a head record is lost."""
     entries: tuple[HistoryEntry, ...]

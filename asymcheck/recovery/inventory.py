@@ -29,7 +29,6 @@ class StoredPartition:
     pack: str | None
     """Id of the pack; None when it lies in no readable pack."""
     frame: int | None
-    """Number of the frame in the pack."""
     codec: str | None
     """Name of the codec in which it is stored; None when it lies in no readable pack."""
     stored_length: int | None
@@ -41,19 +40,13 @@ class StoredTensor:
     """One tensor of a checkpoint, as one rank saved it."""
 
     name: str
-    """Dotted name in the state."""
     aliases: tuple[str, ...]
-    """Further names of the same tied tensor."""
     dtype: str
-    """Name of the dtype."""
     role: str
-    """What part it plays in training."""
     shape: tuple[int, ...]
     """Shape; of a tensor that ranks share, that of the part that this rank saved."""
     nbytes: int
-    """Bytes."""
     rank: int
-    """The rank that saved it."""
     global_shape: tuple[int, ...]
     """Shape of the whole tensor over all ranks."""
     offset: tuple[int, ...]
@@ -71,11 +64,9 @@ class StoredValue:
     """One plain value of a checkpoint, as one rank saved it."""
 
     name: str
-    """Dotted name in the state."""
     text: str
     """The value as Python writes it, or a few words for what has no literal."""
     rank: int
-    """The rank that saved it."""
 
 
 def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:

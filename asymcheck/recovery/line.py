@@ -30,12 +30,10 @@ class Line:
     """The line of one run."""
 
     generation: int
-    """The present generation."""
     limits: dict[int, CheckpointRef | None]
     """For each generation on the line, the last checkpoint that belongs to it; None for the present one: it is open."""
 
     def __contains__(self, ref: CheckpointRef) -> bool:
-        """Tell whether a checkpoint lies on the line."""
         if ref.generation not in self.limits:
             return False
         limit = self.limits[ref.generation]
@@ -89,11 +87,7 @@ def intact_heads(tier: ReadTier, run: str, generations: Iterable[int]) -> list[H
 
 
 def check_generations(listings: list[CheckpointFiles], line: Line, step: int | None = None) -> None:
-    """Refuse checkpoints of a generation later than any head record: a head record has been lost.
-
-    Raises:
-        HeadRecordError
-    """
+    """Refuse checkpoints of a generation later than any head record: a head record has been lost."""
     for listing in listings:
         if listing.ref.generation > line.generation:
             problem = (

@@ -27,7 +27,6 @@ class TensorNorms:
     """
 
     l2_a: float | None
-    """L2 norm of A."""
     l2_difference: float | None
     """L2 norm of B - A."""
     relative: float | None
@@ -41,7 +40,6 @@ class TensorNorms:
     nonfinite_a: int | None
     """Elements of A that are infinite or not a number."""
     nonfinite_b: int | None
-    """Those of B."""
     note: str
     """Why there are no norms (the fields that are None); empty when there are."""
 

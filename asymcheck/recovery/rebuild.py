@@ -25,11 +25,8 @@ class Rebuilt:
     """What a catalog knows after it was made to agree with packs and manifests."""
 
     packs: int
-    """Packs entered."""
     partitions: int
-    """Partitions entered."""
     manifests: int
-    """Manifests entered."""
     left_out: tuple[str, ...]
     """Packs that were not entered, with the reasons."""
     changed: int
@@ -90,7 +87,6 @@ class Seen:
     """What was read before the transaction begins, in which nothing slow may happen."""
 
     survey: Survey
-    """The packs."""
     manifests: Mapping[bytes, int]
     """The manifests, by catalog key, with their sizes in bytes."""
     dead_pins: DeadPins

@@ -61,13 +61,10 @@ class Repaired:
     """What a repair did; a second one in a row does nothing."""
 
     done: tuple[Repair, ...]
-    """What was repaired, in order."""
     left: tuple[Unrepaired, ...]
-    """What is still wrong."""
     copied_partitions: int
     """Partitions copied from damaged packs into new ones."""
     copied_bytes: int
-    """Their bytes."""
 
 
 _AGAIN = "run the repair again when no other process uses it"

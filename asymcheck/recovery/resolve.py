@@ -38,11 +38,8 @@ class Resolved:
     """A consistent checkpoint, with the packs that hold its partitions open."""
 
     run: str
-    """The run."""
     ref: CheckpointRef
-    """Which checkpoint."""
     manifests: list[Manifest]
-    """One for each rank."""
     sources: Sources
     """Where its partitions lie; the caller closes it."""
 
@@ -124,11 +121,7 @@ def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
 
 
 def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> None:
-    """Refuse a run that is none of a store's.
-
-    Raises:
-        CheckpointNotFoundError
-    """
+    """Refuse a run that is none of a store's."""
     if run not in runs:
         raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 

@@ -106,7 +106,7 @@ class Checkpointer:
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on what the training before has left is pushed.
         self._beside = background_push(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
-        self._upkeep = None if pruner is None else Upkeep(self._beside.holding(pruner))
+        self._upkeep = None if pruner is None else Upkeep(pruner, self._beside.held)
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
         """Bring the state back from the newest consistent checkpoint, or from that of ``step``.

@@ -7,11 +7,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, StorageError, UnsupportedFormatError
 from asymcheck.format import layout
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.retention import Retention, Verdict, judge
 from asymcheck.recovery.describe import describe_by, known_line
@@ -39,8 +40,7 @@ class Pruned:
         return [verdict.checkpoint for verdict in self.verdicts if not verdict.stays]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """What manifests say of a checkpoint, which never changes."""
 
     checkpoint: Checkpoint
@@ -75,7 +75,7 @@ class Pruner:
     def __init__(self, tier: NvmeTier, catalog: Catalog, run: str, retention: Retention) -> None:
         """Keep of ``run`` what ``retention`` says."""
         self._tier, self._catalog, self._run, self._retention = tier, catalog, run, retention
-        self._needed = Needed(tier)
+        self._needed = StoreReachability(tier)
         self._known: dict[CheckpointRef, _Known] = {}
         self._present: dict[CheckpointRef, _Known] = {}
         self._is_unfinished = True
@@ -95,14 +95,14 @@ class Pruner:
             UnsupportedFormatError: a checkpoint needs a newer program; nothing was deleted.
             InconsistentCheckpointError: a manifest is damaged, so that nothing can be freed; what goes was deleted.
         """
-        line, listings = self._line(), self._listings()
+        line, listings = known_line(self._tier, self._run), self._listings()
         verdicts = self._judge(line, listings, now_ns)
         going = [verdict.checkpoint.ref for verdict in verdicts if not verdict.stays]
         if dry_run:
             without = [(self._run, ref) for ref in going]
             return Pruned(self._run, tuple(verdicts), collect(self._tier, self._catalog, dry_run=True, without=without))
         collected = Collected()
-        if going and self._line() != line:
+        if going and known_line(self._tier, self._run) != line:
             # Training went back meanwhile, perhaps to one of these.
             return self.prune(now_ns, always_collect=always_collect)
         for ref in going:
@@ -112,9 +112,6 @@ class Pruner:
             collected = collect(self._tier, self._catalog, needed=self._needed)
             self._is_unfinished = collected.busy_packs > 0
         return Pruned(self._run, tuple(verdicts), collected)
-
-    def _line(self) -> Line | None:
-        return known_line(self._tier, self._run)
 
     def _listings(self) -> dict[CheckpointRef, CheckpointFiles]:
         listings = {listing.ref: listing for listing in self._tier.manifests.checkpoints(self._run)}
@@ -171,9 +168,9 @@ class Pruner:
 class Upkeep:
     """Prunes after each commit; what fails is kept for the training loop."""
 
-    def __init__(self, make: Callable[[], Pruner]) -> None:
-        """Prune with what ``make`` returns when the first checkpoint has been committed."""
-        self._make = make
+    def __init__(self, make: Callable[[], Pruner], held: Callable[[], Mapping[str, str]]) -> None:
+        """Prune with what ``make`` returns when the first checkpoint has been committed, but for what is ``held``."""
+        self._make, self._held = make, held
         self._pruner: Pruner | None = None
         self._lock = threading.Lock()
         self._failure: Exception | None = None
@@ -183,7 +180,9 @@ class Upkeep:
         """Prune; never raises."""
         with self._lock:
             try:
-                self._pruner = self._pruner or self._make()
+                if self._pruner is None:
+                    self._pruner = self._make()
+                    self._pruner.held = self._held
                 self._pruner.prune(time.time_ns())
             except Exception as error:  # noqa: BLE001 - the checkpoint is committed; the loop is told of the rest
                 self._failure = error

@@ -45,8 +45,7 @@ from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.migration.transfer_plan import selected
 from asymcheck.migration.transfer_stats import Moved
 from asymcheck.opened_store import OpenedStore
-from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.collect_rings import CollectedRing, collect_rings
+from asymcheck.pipeline.collect import Collected, CollectedRing, collect, collect_rings
 from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.facts import Facts

@@ -11,7 +11,7 @@ import click
 from asymcheck.cli import exits, output
 from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import NotFoundError, StorageError
-from asymcheck.pipeline.collect_rings import CollectedRing
+from asymcheck.pipeline.collect import CollectedRing
 from asymcheck.store import Store
 from asymcheck.tiers.dram_ring import RingCapture, RingFile
 from asymcheck.tiers.files import translated

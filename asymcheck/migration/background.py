@@ -5,17 +5,100 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from asymcheck.errors import AsymcheckError, UnreachableRemoteWarning, warn_user
+from asymcheck.errors import (
+    UNKNOWING,
+    AsymcheckError,
+    ClosedStoreError,
+    ForkedStoreError,
+    GivenUpError,
+    HeadRecordError,
+    InvalidInputError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    UnreachableRemoteWarning,
+    warn_user,
+)
+from asymcheck.migration.checkpoint_cache import CheckpointCache
 from asymcheck.migration.transfer_stats import PushStatistics
-from asymcheck.migration.upload_queue import UploadQueue
-from asymcheck.policies.pushing import Push, check_push, check_seconds, held
-from asymcheck.pruning import Pruner, Upkeep
+from asymcheck.policies.pushing import Push, check_push, check_seconds, due, held
+from asymcheck.pruning import Upkeep
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint
+
+SO_IS_ALL = (
+    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(GivenUpError, HeadRecordError, InvalidInputError),
+)
+"""Errors that every checkpoint would have. The last: another training has this name there, until somebody mends it."""
+
+_AGAIN_S = 600.0
+"""After so long a checkpoint that is damaged is tried again: nobody says when it has been repaired."""
+
+Damaged = dict[str, tuple[str, float]]
+"""Checkpoints that are damaged here, by save id: the reason, and when they are tried again, on the monotonic clock."""
+
+
+def add_damaged(damaged: Damaged, checkpoint: Checkpoint, error: Exception) -> None:
+    """Note why a checkpoint cannot be pushed: another attempt changes nothing until somebody has repaired it."""
+    damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + _AGAIN_S
+
+
+class Backlog(NamedTuple):
+    """The state of the queue at one look."""
+
+    there: Sequence[Checkpoint]
+    """Checkpoints that are known to be at the location, or were."""
+    due: list[Checkpoint]
+    """Checkpoints to be sent, the newest last; without those that cannot be."""
+    damaged: list[str]
+    """Why the others cannot be sent."""
+
+
+class UploadQueue:
+    """Decides what is to be pushed. Threads may share it: each takes ``lock`` for as long as it must not change."""
+
+    def __init__(self, here: ReadTier, run: str, rules: Push) -> None:
+        """Look into ``here``; nothing is known of the location yet."""
+        self._rules = rules
+        self.known = CheckpointCache(here, run, metrics=rules.asks_for_metrics)
+        """The checkpoints of the store."""
+        self.sent: dict[str, Checkpoint] = {}
+        """The checkpoints that are at the location, or were, by save id."""
+        self.generation = 0
+        """The newest that was known there when it was looked for."""
+        self.damaged: Damaged = {}
+        """The checkpoints that are damaged here."""
+        self.lock = threading.RLock()
+
+    def look(self) -> Backlog:
+        """Look what is here now, and what of it is to be sent.
+
+        Raises:
+            StorageError: nobody knows.
+        """
+        with self.lock:
+            here = self.known.look()
+            there = self._there_by(here)
+            found = due(self._rules, here, there, time.time_ns())
+            now = time.monotonic()
+            reasons = [self.damaged[one.save_id][0] for one in found if one.save_id in self.damaged]
+            return Backlog(there, [one for one in found if self._is_due(one, now)], reasons)
+
+    def _is_due(self, one: Checkpoint, now: float) -> bool:
+        return one.save_id not in self.damaged or self.damaged[one.save_id][1] <= now
+
+    def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
+        """Return what is there; whether it is on the line the store says, where training goes on."""
+        own = {one.save_id: one for one in here}
+        away = [one for save_id, one in self.sent.items() if save_id not in own]
+        present = [own[save_id] for save_id in self.sent if save_id in own]
+        return [*self.known.placed(away, self.generation), *present]
+
 
 if TYPE_CHECKING:
     from asymcheck.ranks import Ranks
@@ -104,7 +187,6 @@ class Pushing(abc.ABC):
             warn_user(f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning)
 
     def __enter__(self) -> Pushing:
-        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -161,18 +243,9 @@ class BackgroundPush:
         if self._pushing is not None and self._is_open:
             self._pushing.look()
 
-    def holding(self, make: Callable[[], Pruner]) -> Callable[[], Pruner]:
-        """Return what makes a pruner that leaves alone what is still to be pushed."""
-
-        def held() -> dict[str, str]:
-            return {} if self._pushing is None or not self._is_open else dict(self._pushing.held())
-
-        def made() -> Pruner:
-            pruner = make()
-            pruner.held = held
-            return pruner
-
-        return made
+    def held(self) -> Mapping[str, str]:
+        """Return the save ids that are still to be pushed, which no pruner removes, with the reasons."""
+        return {} if self._pushing is None or not self._is_open else self._pushing.held()
 
     def statistics(self) -> PushStatistics:
         """Return what was done so far, and count what waits now."""

@@ -1,23 +1,24 @@
-"""Collection in a remote location, where there are no locks: by age, and in two steps (SPEC.md §8.6)."""
+"""Garbage collection and retention in a remote location: without locks, by age and in two steps (SPEC.md §8.6)."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from asymcheck.errors import AsymcheckError, FormatError, InconsistentCheckpointError, MissingPartitionError
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.migration.checkpoint_cache import CheckpointCache
-from asymcheck.pipeline.collect import Collected
+from asymcheck.pipeline.collect import Collected, Sweep
+from asymcheck.pipeline.reachability import HeldFrames, Reachability
 from asymcheck.policies.retention import Retention, Verdict, judge
 from asymcheck.pruning import newest_consistent
 from asymcheck.tiers.base_frames import bases_in
 from asymcheck.tiers.pack_index import digests_of
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.tiers.remote.contract import Entry
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
+from asymcheck.types import Checkpoint, Digest, PackId
 
 _COLLECT_S = 3600.0
 """A collection reads all manifests there, and frees only what is older than a day: more of them would find nothing."""
@@ -33,149 +34,124 @@ def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
             unknown; no pack was removed.
         RemoteUnreachableError: nobody answers.
     """
-    return _Collection(there, dry_run=dry_run).carry_out()
+    return RemoteSweep(there, dry_run=dry_run).carry_out()
 
 
-class _Collection:
+class RemoteReachability(Reachability):
+    """What is needed in a remote location. What was seen in one collection counts until its end."""
+
+    _tier: RemoteTier
+
+    def __init__(self, there: RemoteTier) -> None:
+        """Begin with nothing read."""
+        super().__init__(there, f"nothing was removed from {there.location}")
+        self._damaged: set[PackId] = set()
+        self._scanned: set[Digest] = set()
+
+    def _look_at_packs(self) -> None:
+        new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in self._bases]
+        for pack_id, index in self._tier.read_indexes(new).items():
+            is_sound = index is not None and index.damage is None
+            if not is_sound:
+                self._damaged.add(pack_id)
+            if index is not None:
+                # Also of a damaged one: what was found in it may be all that there is of a live partition.
+                self._bases[pack_id] = bases_in(index.entries)
+                if pack_id in self._damaged:
+                    self._scanned.update(digests_of(index.entries))
+                else:
+                    self.packs[pack_id] = HeldFrames(index.entries)
+        # What lies in no pack may lie where a pack could not be read, encoded against anything.
+        is_certain = not self._damaged or self.live() <= self._scanned.union(
+            *(one.names for one in self.packs.values())
+        )
+        self.problem = None if is_certain else InconsistentCheckpointError(self._uncertainty())
+
+    def _uncertainty(self) -> str:
+        names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._damaged))
+        return (
+            f"{self._refusal}, because {names} is damaged, and what the checkpoints that need it are encoded against "
+            f"is unknown; delete those first: asymcheck verify {self._tier.location} names them"
+        )
+
+
+class RemoteSweep(Sweep):
+    """A collection in a remote location: packs are announced as garbage by another name, and are removed under it."""
+
     def __init__(self, there: RemoteTier, *, dry_run: bool) -> None:
+        """Collect in ``there``; with ``dry_run`` only count."""
+        super().__init__(RemoteReachability(there), there.location, dry_run=dry_run)
         self._there = there
-        self._dry_run = dry_run
         self._before_ns = time.time_ns() - int(there.config.remote.grace_s * 1e9)
-        self._named: set[Digest] = set()
-        self._seen: set[tuple[str, CheckpointRef, str]] = set()
-        self._digests: dict[PackId, list[Digest]] = {}
-        self._bases: dict[Digest, set[Digest]] = {}
-        self._partly_read: set[PackId] = set()
-        self._live: set[Digest] = set()
-        self._is_certain = True
-        self._is_spared = False
         self._name = os.urandom(16)
-        self._result = Collected()
+        self._spared: AsymcheckError | None = None
 
-    def carry_out(self) -> Collected:
-        self._temporaries()
+    def _remove_temporaries(self) -> None:
+        """Remove what uploads have left."""
+        for entry in self._there.temporaries():
+            if entry.is_older(self._before_ns):
+                self.result.removed_temporaries += 1
+                if not self.dry_run:
+                    self._there.files.delete(entry.path)
+
+    def _mark(self) -> None:
+        """Find what is old enough, and is garbage."""
         # In this order: whoever relies on a pack of this listing, and commits after the manifests were read, looks for
         # it again then.
-        packs = self._there.lasting_packs()
-        self._look()
-        for pack_id, entry in packs.items():
-            if not entry.is_older(self._before_ns) or not self._is_garbage(pack_id):
-                continue
-            if self._dry_run:
-                self._count(entry.size)
-            elif self._there.doom(entry, pack_id, self._name):
+        self.packs = self._there.lasting_packs()
+        self.reachable.look()
+        self.candidates = self._garbage([one for one, entry in self.packs.items() if entry.is_older(self._before_ns)])
+
+    def _garbage(self, among: Collection[PackId]) -> set[PackId]:
+        found = self.reachable.garbage().keys() & among
+        if found and self.reachable.problem is not None:
+            self._spared = self.reachable.problem
+            return set()
+        return found
+
+    def _count(self) -> None:
+        """Count the candidates, and what others have announced."""
+        self.doomed = self._there.doomed_packs()
+        for packs, garbage in ((self.packs, self.candidates), (self.doomed, self._garbage(self.doomed))):
+            for pack_id in garbage:
+                self._count_freed(packs[pack_id].size)
+
+    def _free(self, *, insists: bool) -> bool:  # noqa: ARG002 - nothing that comes makes it begin again
+        """Announce the candidates, look again, and remove them; take back what is needed by then."""
+        for pack_id, entry in self.packs.items():
+            if pack_id in self.candidates and self._there.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
-        doomed = self._there.doomed_packs()
-        if not self._dry_run:
-            self._claim(doomed)
-            doomed = self._there.doomed_packs()
-            self._look()
-        needed = [pack_id for pack_id in doomed if not self._is_garbage(pack_id)]
-        for pack_id, entry in sorted(doomed.items()):
-            if pack_id not in needed and (self._dry_run or self._is_own(pack_id, entry)):
-                self._remove(pack_id, entry)
-        if needed and not self._dry_run:
-            self._there.reprieve(needed)
-        if self._is_spared:
-            raise InconsistentCheckpointError(self._uncertainty())
-        self._result.kept_packs = len(packs.keys() | doomed.keys()) - self._result.freed_packs
-        return self._result
-
-    def _claim(self, doomed: Mapping[PackId, Entry]) -> None:
-        """Take over what others have announced, for they may have been killed.
-
-        What a living one has seen of it is not what holds then: it removes under its own names only, as this one does.
-        """
-        for pack_id, entry in doomed.items():
+        for pack_id, entry in self._there.doomed_packs().items():
+            # What others have announced is taken over, for they may have been killed. What a living one has seen of it
+            # is not what holds then: it removes under its own names only, as this one does.
             if not self._is_own(pack_id, entry):
                 self._there.doom(entry, pack_id, self._name)
+        self.doomed = self._there.doomed_packs()
+        self.reachable.look()
+        garbage = self._garbage(self.doomed)
+        for pack_id in sorted(garbage):
+            entry = self.doomed[pack_id]
+            if self._is_own(pack_id, entry):
+                self._there.files.delete(entry.path)
+                emit("remote.pack_removed", pack_id.hex())
+                self._count_freed(entry.size)
+        needed = self.doomed.keys() - garbage
+        if needed:
+            self._there.reprieve(needed)
+        return True
 
     def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
         return entry.path.name == layout.doomed_name(pack_id, self._name)
 
-    def _temporaries(self) -> None:
-        for entry in self._there.temporaries():
-            if entry.is_older(self._before_ns):
-                self._result.removed_temporaries += 1
-                if not self._dry_run:
-                    self._there.files.delete(entry.path)
+    def _finish(self) -> None:
+        """Count what stays.
 
-    def _look(self) -> None:
-        """Find out what is needed; what was read before is not read again.
-
-        Manifests first: what they name, and what that is encoded against, lay there before them.
+        Raises:
+            InconsistentCheckpointError: packs stay because it is unknown whether they are needed.
         """
-        self._read_manifests()
-        self._read_packs()
-        self._live = self._with_bases()
-        # What lies in no pack may lie where a pack could not be read, encoded against anything.
-        self._is_certain = not self._partly_read or self._live <= set().union(*self._digests.values())
-
-    def _read_manifests(self) -> None:
-        manifests = self._there.manifests
-        for run in manifests.runs():
-            for listing in manifests.checkpoints(run):
-                for name in listing.manifests:
-                    key = (run, listing.ref, str(name))
-                    if key in self._seen:
-                        continue
-                    try:
-                        self._named.update(manifests.read(run, listing.ref, name).partitions())
-                    except (FormatError, MissingPartitionError) as error:
-                        if name not in manifests.listing(run, listing.ref).manifests:
-                            continue  # Deleted since it was listed.
-                        raise InconsistentCheckpointError(
-                            f"nothing was removed from {self._there.location}, because what a damaged manifest needs "
-                            f"is unknown: {error}; delete that checkpoint first"
-                        ) from error
-                    self._seen.add(key)
-
-    def _read_packs(self) -> None:
-        new = [pack_id for pack_id in self._there.pack_ids() if pack_id not in self._digests]
-        for pack_id, index in self._there.read_indexes(new).items():
-            if index is None or index.damage is not None:
-                self._partly_read.add(pack_id)
-            if index is None:
-                continue
-            # Also of a damaged one: what was found in it may be all that there is of a live partition.
-            self._digests[pack_id] = digests_of(index.entries)
-            for name, base in bases_in(index.entries).items():
-                self._bases.setdefault(name, set()).add(base)
-
-    def _with_bases(self) -> set[Digest]:
-        needed, new = set(self._named), self._named & self._bases.keys()
-        while new:
-            bases = set().union(*(self._bases[name] for name in new))
-            new = (bases - needed) & self._bases.keys()
-            needed |= bases
-        return needed
-
-    def _is_garbage(self, pack_id: PackId) -> bool:
-        # Nobody can tell what a pack with a damaged index holds.
-        if pack_id in self._partly_read or pack_id not in self._digests:
-            return False
-        if not self._live.isdisjoint(self._digests[pack_id]):
-            return False
-        self._is_spared |= not self._is_certain
-        return self._is_certain
-
-    def _remove(self, pack_id: PackId, entry: Entry) -> None:
-        if not self._dry_run:
-            self._there.files.delete(entry.path)
-            emit("remote.pack_removed", pack_id.hex())
-        self._count(entry.size)
-
-    def _count(self, nbytes: int) -> None:
-        self._result.freed_packs += 1
-        self._result.freed_bytes += nbytes
-
-    def _uncertainty(self) -> str:
-        names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._partly_read))
-        where = self._there.location
-        return (
-            f"nothing was removed from {where}, because {names} is damaged, and what the checkpoints that need it are "
-            f"encoded against is unknown; delete those first: asymcheck verify {where} names them"
-        )
+        if self._spared is not None:
+            raise self._spared
+        self.result.kept_packs = len(self.packs.keys() | self.doomed.keys()) - self.result.freed_packs
 
 
 class RemotePruner:

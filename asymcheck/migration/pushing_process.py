@@ -14,21 +14,28 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, ClosedStoreError, GivenUpError
-from asymcheck.events import Interval, relay
-from asymcheck.migration.background import Pushing
-from asymcheck.migration.pushing_thread import GIVE_UP_S, RETRY_S
+from asymcheck.events import Interval, relay, watch
+from asymcheck.migration.background import Damaged, Pushing
+from asymcheck.migration.pushing_thread import GIVE_UP_S, RETRY_S, PushingThread
 from asymcheck.migration.transfer_stats import PushStatistics
-from asymcheck.migration.upload_queue import Damaged
 from asymcheck.policies.pushing import Push
+from asymcheck.threads import NICE, begin
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint
+
+if TYPE_CHECKING:
+    from asymcheck.store import Store
 
 _START_S = 30.0
 """It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
@@ -36,6 +43,7 @@ _ANSWER_S = 3.0
 """So long after its time is over it may have given up, and have said so."""
 
 _WAIT_S = 0.5
+_POLL_S = 0.05
 
 # They are for the training, which says what is to be done: terminals and schedulers send them to all processes.
 _NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -46,8 +54,8 @@ _CHILD = (
     f"numbers = [getattr(signal, name) for name in {_NOT_FOR_IT}]; "
     "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
-    "from asymcheck.migration.pushing_child import main; "
-    "main({descriptor}, {parent})"
+    "from asymcheck.migration.pushing_process import serve; "
+    "serve({descriptor}, {parent})"
 )
 
 _forking = threading.Lock()
@@ -375,6 +383,137 @@ def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> obje
     except (EOFError, OSError):
         return None
     return message
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Do what the process ``parent`` asks for by the socket ``descriptor``, until it has enough or is gone."""
+    # That takes a minute beside busy loops at the priority that comes then.
+    from asymcheck.store import Store  # noqa: PLC0415 - a store imports this module
+
+    _stand_back()
+    training: Connection[Any, Any] = Connection(descriptor)
+    status = 1
+    try:
+        # When the training is gone, what was sent stays, and the next one goes on from there.
+        with contextlib.suppress(EOFError, ConnectionError):
+            status = _serve(training, parent, Store.open)
+    except Exception:  # noqa: BLE001 - the training sees the status
+        traceback.print_exc()
+    # Not by the interpreter's own end, which would wait for threads that wait for servers.
+    os._exit(status)
+
+
+def _stand_back() -> None:
+    """Take what the training leaves, with all threads that libraries have begun."""
+    for task in os.listdir("/proc/self/task"):
+        # It may have ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(task), NICE)
+
+
+def _serve(training: Connection[Any, Any], parent: int, open_store: Callable[..., Store]) -> int:
+    while not training.poll(_POLL_S):
+        if os.getppid() != parent:
+            return 1
+    order: Order = training.recv()
+    rules = dataclasses.replace(order.rules, own_process=False)
+    try:
+        store = open_store(order.location, config=order.config, read_only=True)
+        pushing = store.pushing(rules, run=order.run, poll_s=order.poll_s, prunes=order.prunes)
+        # By a thread, as the rules say.
+        assert isinstance(pushing, PushingThread)  # noqa: S101 - for the reader and mypy
+    except AsymcheckError as error:
+        training.send(Failed(_portable(error)))
+        return 1
+    serving = _Serving(training, parent, pushing)
+    with watch(serving.note):
+        serving.serve()
+    return 0
+
+
+class _Serving:
+    """One training that is served."""
+
+    def __init__(self, training: Connection[Any, Any], parent: int, pushing: PushingThread) -> None:
+        self._training, self._parent, self._pushing = training, parent, pushing
+        self._told: object = None
+        self._told_sent: dict[str, Checkpoint] = {}
+        self._waited: list[Waited] = []
+        self._intervals: deque[Interval] = deque()
+        self._closed = threading.Event()
+
+    def serve(self) -> None:
+        """Return when it has been closed, or the training has ended.
+
+        Raises:
+            EOFError, ConnectionError: so it has.
+        """
+        while True:
+            has_looked = self._training.poll(_POLL_S) and self._obey(self._training.recv())
+            if os.getppid() != self._parent:
+                # A process that the training has forked may hold its end of the socket.
+                return
+            # In this order what is told is no older than the answers, and no newer than the end.
+            is_over = self._closed.is_set()
+            waited, self._waited = self._waited, []
+            self._tell(has_looked=has_looked)
+            for one in waited:
+                self._training.send(one)
+            if is_over:
+                return
+
+    def note(self, interval: Interval) -> None:
+        """Keep what the training may want to know of: not of each frame, there may be many thousands."""
+        if interval.name == "push":
+            self._intervals.append(dataclasses.replace(interval, thread=os.getpid()))
+
+    def _obey(self, message: object) -> bool:
+        """Do what is asked, or begin it; return whether it was to look."""
+        if isinstance(message, Wait):
+            begin(partial(self._wait, message.number), "push-wait")
+        elif isinstance(message, Close):
+            begin(partial(self._close, message.limit_s), "push-close")
+        else:
+            self._pushing.look()
+        return isinstance(message, Look)
+
+    def _wait(self, number: int) -> None:
+        error: Exception | None = None
+        try:
+            self._pushing.wait()
+        except Exception as found:  # noqa: BLE001 - raised where it was asked for
+            error = _portable(found)
+        self._waited.append(Waited(number, error))
+
+    def _close(self, limit_s: float | None) -> None:
+        try:
+            self._pushing.close_in(limit_s)
+        finally:
+            self._closed.set()
+
+    def _tell(self, *, has_looked: bool) -> None:
+        """Send what is new. First the numbers: what is counted as pushed is then among what is known to be there."""
+        pushing, queue = self._pushing, self._pushing.queue
+        facts = pushing.statistics(), pushing.sending, pushing.is_connected, pushing.is_well
+        with queue.lock:
+            state = *facts, queue.generation, dict(queue.damaged)
+            told = state, len(queue.sent)
+            if told == self._told and not has_looked and not self._intervals:
+                return
+            sent = dict(queue.sent)
+        before, self._told, self._told_sent = self._told_sent, told, sent
+        new = {save_id: one for save_id, one in sent.items() if save_id not in before}
+        intervals = [self._intervals.popleft() for _ in range(len(self._intervals))]
+        self._training.send(News(*state, new, before.keys() - sent.keys(), has_looked, intervals))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that arrives as it is: not every class can be made again from its words."""
+    try:
+        found: Exception = ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever is wrong with it
+        return GivenUpError(f"{type(error).__name__}: {error}")
+    return found
 
 
 _living: weakref.WeakSet[PushingProcess] = weakref.WeakSet()

@@ -17,13 +17,12 @@ from asymcheck.errors import (
     RecoveryError,
 )
 from asymcheck.events import Detail, timed
-from asymcheck.migration.background import Pushing
+from asymcheck.migration.background import SO_IS_ALL, Pushing, add_damaged
 from asymcheck.migration.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.migration.collect_remote import RemotePruner
 from asymcheck.migration.cross_node_dedup import SentParts, begun_first
 from asymcheck.migration.push import encoder_for, publish_heads, push
 from asymcheck.migration.transfer_stats import Moved, PushStatistics
-from asymcheck.migration.upload_queue import SO_IS_ALL, add_damaged
 from asymcheck.pipeline.encoder import Encoder
 from asymcheck.policies.pushing import Push
 from asymcheck.threads import stand_back

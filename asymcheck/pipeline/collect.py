@@ -1,21 +1,26 @@
-"""Collection: frees the packs that no manifest and no pin names (SPEC.md §8.3)."""
+"""Garbage collection: frees packs that no manifest and no pin names (SPEC.md §8.3), and rings of killed processes."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
-from asymcheck.pipeline.needed import NamedCheckpoint, Needed, is_gone
+from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, StoreReachability, is_gone
 from asymcheck.pipeline.repack import plan_repack, repack
+from asymcheck.pipeline.ring_store import is_gone as is_store_gone
+from asymcheck.pipeline.ring_store import is_of_a_copy
+from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.nvme.catalog import DeadPins
-from asymcheck.types import PackId
+from asymcheck.types import CheckpointRef, PackId
 
 _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
@@ -47,13 +52,82 @@ class Collected:
     """Bytes of the frames copied."""
 
 
+class Sweep(abc.ABC):
+    """One collection. A subclass knows how packs are stored.
+
+    A pack that nothing needs is first announced as garbage, where every writer looks, and is removed only when another
+    look at manifests and packs has confirmed it.
+    """
+
+    def __init__(self, reachable: Reachability, place: object, *, dry_run: bool) -> None:
+        """Free what is not ``reachable`` in ``place``; with ``dry_run`` only count it."""
+        self.reachable, self.place, self.dry_run = reachable, place, dry_run
+        self.result = Collected()
+
+    def carry_out(self) -> Collected:
+        """Collect, again while packs or checkpoints come meanwhile.
+
+        Raises:
+            StorageError: they came too often.
+        """
+        self._remove_temporaries()
+        for attempt in range(_ATTEMPTS):
+            if attempt and self.reachable.problem is not None:
+                # What was refused may be had in a moment.
+                time.sleep(attempt * _PAUSE_S)
+            self._mark()
+            if self.dry_run:
+                self._count()
+            elif not self._free(insists=attempt >= _PATIENT_ATTEMPTS):
+                continue
+            self._finish()
+            return self.result
+        problem = self.reachable.problem
+        if problem is not None:
+            raise StorageError(
+                f"nothing was freed, because it is unknown what partitions in a pack are encoded against: {problem}; "
+                "run gc again, or verify --repair if that does not help"
+            ) from problem
+        raise StorageError(
+            f"store {self.place}: packs or checkpoints came {_ATTEMPTS} times during one collection; run gc again"
+        )
+
+    @abc.abstractmethod
+    def _remove_temporaries(self) -> None:
+        """Remove, or count, what killed writers have left unfinished."""
+
+    @abc.abstractmethod
+    def _mark(self) -> None:
+        """Look at manifests and packs, and find the packs that nothing needs."""
+
+    @abc.abstractmethod
+    def _count(self) -> None:
+        """Count the packs that would be freed."""
+
+    @abc.abstractmethod
+    def _free(self, *, insists: bool) -> bool:
+        """Announce and remove the packs; return False when it has to begin again.
+
+        If it ``insists``, it looks again while commits wait for it: no checkpoint comes then, but one may go.
+        """
+
+    @abc.abstractmethod
+    def _finish(self) -> None:
+        """Complete the result, and what goes with it unless it is a dry run."""
+
+    def _count_freed(self, nbytes: int) -> None:
+        """Count a pack that was freed, or would be."""
+        self.result.freed_packs += 1
+        self.result.freed_bytes += nbytes
+
+
 def collect(
     tier: NvmeTier,
     catalog: Catalog,
     *,
     dry_run: bool = False,
     without: Collection[NamedCheckpoint] = (),
-    needed: Needed | None = None,
+    needed: StoreReachability | None = None,
 ) -> Collected:
     """Free every pack that nothing names, and those of which little is needed, when that is copied.
 
@@ -68,126 +142,104 @@ def collect(
         InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was freed.
         StructureError: the manifests are gone, though nobody deleted them here; nothing was freed.
     """
-    result = Collected()
-    if not dry_run:
-        result.removed_temporaries = tier.remove_stale_temporaries()
-        # First of all: on a full disk, what follows needs the room.
-        _trim_pool(tier)
-    known = needed or Needed(tier, without)
-    for attempt in range(_ATTEMPTS):
-        if attempt and known.problem is not None:
-            # What was refused may be had in a moment.
-            time.sleep(attempt * _PAUSE_S)
-        plan = _Plan(tier, catalog, known)
-        result.kept_packs = plan.kept
-        if dry_run:
-            plan.count(result)
-            return result
-        if plan.carry_out(result, insists=attempt >= _PATIENT_ATTEMPTS):
-            _repack(tier, catalog, known, result)
-            _remove_empty(tier, catalog)
-            return result
-    if known.problem is not None:
-        raise StorageError(
-            f"nothing was freed, because it is unknown what partitions in a pack are encoded against: {known.problem}; "
-            "run gc again, or verify --repair if that does not help"
-        ) from known.problem
-    raise StorageError(
-        f"store {tier.root}: packs or checkpoints came {_ATTEMPTS} times during one collection; run gc again"
-    )
+    return StoreSweep(tier, catalog, needed or StoreReachability(tier, without), dry_run=dry_run).carry_out()
 
 
-def _repack(tier: NvmeTier, catalog: Catalog, needed: Needed, result: Collected) -> None:
-    def retire(packs: Sequence[PackId]) -> None:
-        retire_packs(tier, catalog, packs, result)
+class StoreSweep(Sweep):
+    """A collection in a store: packs are announced as garbage in the catalog, and go to the pool or are unlinked."""
 
-    done = repack(tier, catalog, needed, retire)
-    result.repacked_packs, result.copied_bytes = done.packs, done.copied_bytes
-    result.busy_packs += done.busy
-    result.kept_packs += done.new_packs - done.packs - done.busy
+    reachable: StoreReachability
 
+    def __init__(self, tier: NvmeTier, catalog: Catalog, reachable: StoreReachability, *, dry_run: bool) -> None:
+        """Free what is not ``reachable``; with ``dry_run`` only count it."""
+        super().__init__(reachable, tier.root, dry_run=dry_run)
+        self._tier, self._catalog = tier, catalog
 
-class _Plan:
-    """What one attempt saw: §8.3 steps 1 to 3."""
+    def _remove_temporaries(self) -> None:
+        """Remove unfinished packs, and trim the pool: on a full disk, what follows needs the room."""
+        if self.dry_run:
+            self.result.removed_temporaries = len(self._tier.stale_temporaries())
+            return
+        self.result.removed_temporaries = self._tier.remove_stale_temporaries()
+        for path in self._tier.pool.surplus():
+            # But for packs that a writer takes at this moment.
+            with self._tier.locked(path) as held:
+                if held:
+                    self._tier.files.unlink(path)
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, known: Needed) -> None:
-        self.tier, self.catalog, self.known = tier, catalog, known
+    def _mark(self) -> None:
+        """Do steps 1 to 3 of §8.3."""
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
-        self.dead_pins = DeadPins.of(catalog)
+        self.dead_pins = DeadPins.of(self._catalog)
         self._look()
-        _, self.stale = known.since(catalog)
+        _, self.stale = self.reachable.since(self._catalog)
+        self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
 
     def _look(self) -> None:
-        self.known.look()
-        self.manifests = self.known.manifests
-        live = self.known.live()
-        self.candidates = {
-            pack_id: held.names for pack_id, held in self.known.packs.items() if live.isdisjoint(held.names)
-        }
-        self.kept = len(self.known.packs) - len(self.candidates) + self.known.unread
+        self.reachable.look()
+        self.manifests = self.reachable.manifests
+        self.candidates = self.reachable.garbage()
 
-    def count(self, result: Collected) -> None:
-        """Say what would be freed."""
-        with self.catalog.read() as transaction:
+    def _count(self) -> None:
+        """Count what ``_free`` and a repack would free."""
+        with self._catalog.read() as transaction:
             dead_pins = self.dead_pins.among(transaction)
             pinned = _pinned(transaction, dead_pins)
-        room = self.tier.pool.room()
+        room = self._tier.pool.room()
         for pack_id in self.candidates:
-            with self.tier.locked(_path(self.tier, pack_id)) as held:
+            with self._tier.locked(_path(self._tier, pack_id)) as held:
                 if not held:
-                    result.busy_packs += 1
+                    self.result.busy_packs += 1
                 elif pack_id in pinned:
-                    result.kept_packs += 1
+                    self.result.kept_packs += 1
                 else:
-                    room = self._count_freed(pack_id, room, result)
-        result.removed_temporaries = len(self.tier.stale_temporaries())
-        planned = plan_repack(self.tier, self.catalog, self.known, dead_pins)
-        for pack_id in planned.victims:
-            room = self._count_freed(pack_id, room, result)
-        result.repacked_packs, result.copied_bytes = len(planned.victims), planned.copied_bytes
-        result.busy_packs += planned.busy
-        result.kept_packs += planned.new_packs - len(planned.victims) - planned.busy
+                    room = self._count_pooled(pack_id, room)
+        plan = plan_repack(self._tier, self._catalog, self.reachable, dead_pins)
+        for pack_id in plan.victims:
+            room = self._count_pooled(pack_id, room)
+        self._count_repacked(len(plan.victims), plan.copied_bytes, plan.new_packs, plan.busy)
 
-    def _count_freed(self, pack_id: PackId, room: int, result: Collected) -> int:
+    def _count_pooled(self, pack_id: PackId, room: int) -> int:
         """Count a pack that would be freed; return what room the pool has then."""
-        path = _path(self.tier, pack_id)
-        result.freed_packs += 1
-        result.freed_bytes += path.stat().st_size
-        if not self.tier.pool.would_keep(path, room):
+        path = _path(self._tier, pack_id)
+        self._count_freed(path.stat().st_size)
+        if not self._tier.pool.would_keep(path, room):
             return room
-        result.pooled_packs += 1
+        self.result.pooled_packs += 1
         return room - path.stat().st_size
 
-    def carry_out(self, result: Collected, *, insists: bool) -> bool:
-        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile.
+    def _count_repacked(self, packs: int, copied_bytes: int, new_packs: int, busy: int) -> None:
+        self.result.repacked_packs, self.result.copied_bytes = packs, copied_bytes
+        self.result.busy_packs += busy
+        self.result.kept_packs += new_packs - packs - busy
 
-        If it ``insists``, it looks again while commits wait for it: no checkpoint comes then, but one may go.
-        """
+    def _free(self, *, insists: bool) -> bool:
+        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile."""
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
             batch = candidates[start : start + _BATCH]
             with contextlib.ExitStack() as stack:
                 locked = [
-                    pack_id for pack_id in batch if stack.enter_context(self.tier.locked(_path(self.tier, pack_id)))
+                    pack_id for pack_id in batch if stack.enter_context(self._tier.locked(_path(self._tier, pack_id)))
                 ]
                 freed = self._mark_freed(locked, insists=insists)
                 if freed is None:
                     return False
-                result.busy_packs += len(batch) - len(locked)
-                result.kept_packs += len(locked) - len(freed)
-                retire_packs(self.tier, self.catalog, freed, result)
+                self.result.busy_packs += len(batch) - len(locked)
+                self.result.kept_packs += len(locked) - len(freed)
+                self._retire(freed)
         return True
 
     def _mark_freed(self, locked: Sequence[PackId], *, insists: bool) -> list[PackId] | None:
         """§8.3 step 4, one transaction; None when there is a manifest or a pack that this attempt has not seen."""
-        with self.catalog.write() as transaction:
+        with self._catalog.write() as transaction:
             if insists and not self._has_seen_all(transaction):
                 self._look()
             if not self._has_seen_all(transaction):
                 return None
             # A pull may have brought one back, under the name that it had.
-            if not all(is_gone(self.tier, key) for key in self.stale):
+            if not all(is_gone(self._tier, key) for key in self.stale):
                 return None
             for key in self.stale:
                 transaction.delete_manifest(key)
@@ -203,27 +255,40 @@ class _Plan:
         return freed
 
     def _has_seen_all(self, transaction: Transaction) -> bool:
-        return not transaction.manifests() - self.manifests - self.stale and self.known.has_seen_all(transaction)
+        come = transaction.manifests() - self.manifests - self.stale
+        return not come and self.reachable.has_seen_all(transaction)
 
+    def _retire(self, freed: Sequence[PackId]) -> None:
+        """§8.3 step 5: packs that are marked freed, and locked by the caller, go to the pool."""
+        for pack_id in freed:
+            path = _path(self._tier, pack_id)
+            self._count_freed(path.stat().st_size)
+            self.result.pooled_packs += self._tier.pool.put(path)
+            emit("gc.retired", path.name)
+        if freed:
+            self._tier.pool.sync()
+            self._tier.files.sync_directory(self._tier.packs)
+        present = set(self._tier.pack_ids())
+        with self._catalog.write() as transaction:
+            # Also those that an earlier collection marked and retired before it was killed.
+            for pack_id in transaction.freed_packs():
+                if pack_id not in present:
+                    transaction.delete_pack(pack_id)
+        emit("gc.forgotten", f"{len(freed)} packs")
 
-def retire_packs(tier: NvmeTier, catalog: Catalog, freed: Sequence[PackId], result: Collected) -> None:
-    """§8.3 step 5: packs that are marked freed, and locked by the caller, go to the pool."""
-    for pack_id in freed:
-        path = _path(tier, pack_id)
-        result.freed_packs += 1
-        result.freed_bytes += path.stat().st_size
-        result.pooled_packs += tier.pool.put(path)
-        emit("gc.retired", path.name)
-    if freed:
-        tier.pool.sync()
-        tier.files.sync_directory(tier.packs)
-    present = set(tier.pack_ids())
-    with catalog.write() as transaction:
-        # Also those that an earlier collection marked and retired before it was killed.
-        for pack_id in transaction.freed_packs():
-            if pack_id not in present:
-                transaction.delete_pack(pack_id)
-    emit("gc.forgotten", f"{len(freed)} packs")
+    def _finish(self) -> None:
+        """Repack, and remove folders that a save left which was killed before its commit."""
+        if self.dry_run:
+            return
+        done = repack(self._tier, self._catalog, self.reachable, self._retire)
+        self._count_repacked(done.packs, done.copied_bytes, done.new_packs, done.busy)
+        manifests = self._tier.manifests
+        empty = [(run, ref) for run in manifests.runs() for ref in manifests.empty(run)]
+        with self._catalog.read() as transaction:
+            saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
+        for run, ref in empty:
+            if ref.save_id not in saving:
+                manifests.remove_empty(run, ref)
 
 
 def _path(tier: NvmeTier, pack_id: PackId) -> Path:
@@ -234,19 +299,60 @@ def _pinned(transaction: Transaction, dead_pins: set[bytes]) -> set[PackId]:
     return {pack_id for key, (_, packs) in transaction.pins().items() if key not in dead_pins for pack_id in packs}
 
 
-def _trim_pool(tier: NvmeTier) -> None:
-    """Unlink freed packs that are too many, but for those that a writer takes at this moment."""
-    for path in tier.pool.surplus():
-        with tier.locked(path) as held:
-            if held:
-                tier.files.unlink(path)
+@dataclasses.dataclass(frozen=True)
+class CollectedRing:
+    """A ring of a killed process, and what became of it."""
+
+    ring: RingFile
+    """The ring, as it was found; its frames were not checked."""
+    is_store_gone: bool
+    """Whether its store is not where it was any more."""
+    unsaved: int
+    """Captures in it that are complete and not durable."""
+    is_removed: bool
+    """Whether it was removed, or would be."""
 
 
-def _remove_empty(tier: NvmeTier, catalog: Catalog) -> None:
-    """Remove folders that a save left which was killed before its commit."""
-    empty = [(run, ref) for run in tier.manifests.runs() for ref in tier.manifests.empty(run)]
-    with catalog.read() as transaction:
-        saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
-    for run, ref in empty:
-        if ref.save_id not in saving:
-            tier.manifests.remove_empty(run, ref)
+def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool) -> list[CollectedRing]:
+    """Remove rings of killed processes: of this store, and of stores that are gone.
+
+    With ``discard`` also those with captures that are not durable.
+
+    Raises:
+        StorageError: one could not be read or removed.
+    """
+    collected = []
+    store_id = tier.descriptor.store_id.hex()
+    for path in left_rings(folder, None):
+        ring = look_at(path, partial(_is_stored, tier), check=False)
+        if ring is None or ring.is_alive:
+            continue
+        is_gone = ring.store_id != store_id
+        if not is_gone and is_of_a_copy(tier, ring.store):
+            continue
+        if is_gone and not is_store_gone(tier, ring.store, bytes.fromhex(ring.store_id)):
+            continue
+        unsaved = sum(not capture.is_durable for capture in ring.captures)
+        is_needless = ring.is_unmade or not (unsaved or ring.problem)
+        is_removed = (is_needless or discard) and (dry_run or _remove(ring))
+        collected.append(CollectedRing(ring, is_gone, unsaved, is_removed))
+    return collected
+
+
+def _is_stored(tier: NvmeTier, run: str, ref: CheckpointRef, rank: int) -> bool:
+    return tier.manifests.listing(run, ref).has(rank)
+
+
+def _remove(ring: RingFile) -> bool:
+    """Remove a ring that nobody uses; return whether it is gone."""
+    if ring.problem:
+        return remove_unread(ring.path, damaged=not ring.is_unmade) != "used"
+    try:
+        reader = open_left(ring.path)
+    except FileNotFoundError:
+        return True
+    if reader is None:
+        return False
+    with reader:
+        reader.unlink()
+    return True

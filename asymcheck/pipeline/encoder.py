@@ -18,8 +18,7 @@ from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
 from asymcheck.partition.plan import Piece
 from asymcheck.pipeline.meter import Meter
-from asymcheck.policies.compression import Choice, Sampled, choose
-from asymcheck.policies.moves import Move, Tier
+from asymcheck.policies.compression import Choice, Move, Sampled, Tier, choose
 from asymcheck.types import Digest
 
 _AGAIN = 64

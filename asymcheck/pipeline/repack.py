@@ -23,7 +23,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST, digest
 from asymcheck.format.frame import FrameDescriptor, check_frame
 from asymcheck.format.pack import PackHeader
-from asymcheck.pipeline.needed import HeldFrames, Needed, is_gone
+from asymcheck.pipeline.reachability import HeldFrames, StoreReachability, is_gone
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location, PackId
 
@@ -105,7 +105,7 @@ class Repacked:
 
 
 def plan_repack(
-    tier: NvmeTier, catalog: Catalog, needed: Needed, dead_pins: Collection[bytes] = frozenset()
+    tier: NvmeTier, catalog: Catalog, needed: StoreReachability, dead_pins: Collection[bytes] = frozenset()
 ) -> RepackPlan:
     """Choose the packs that are worth it, by what ``needed`` has seen; ``dead_pins`` protect nothing."""
     live = needed.live()
@@ -182,7 +182,9 @@ def _location(pack_id: PackId, held: HeldFrames, number: int) -> Location:
     return Location(pack_id, *lengths, *numbers, entry["base_digest"].tobytes())
 
 
-def repack(tier: NvmeTier, catalog: Catalog, needed: Needed, retire: Callable[[Sequence[PackId]], object]) -> Repacked:
+def repack(
+    tier: NvmeTier, catalog: Catalog, needed: StoreReachability, retire: Callable[[Sequence[PackId]], object]
+) -> Repacked:
     """Copy what is needed of packs that are mostly garbage, and free these; safe beside saves and reads.
 
     ``retire`` takes the packs that are marked freed and locked. On a disk without room for a copy nothing is done.
@@ -208,7 +210,7 @@ class _Batch:
     """
 
     def __init__(
-        self, tier: NvmeTier, catalog: Catalog, needed: Needed, plan: RepackPlan, packs: Sequence[PackId]
+        self, tier: NvmeTier, catalog: Catalog, needed: StoreReachability, plan: RepackPlan, packs: Sequence[PackId]
     ) -> None:
         self._tier, self._catalog, self._needed, self._plan = tier, catalog, needed, plan
         self._held = {pack_id: needed.packs[pack_id] for pack_id in packs}

@@ -33,19 +33,13 @@ class AutoInterval:
     """
 
     def __post_init__(self) -> None:
-        """Refuse what no interval can be made of.
-
-        Raises:
-            InvalidInputError
-        """
-        _check(self.overhead, self.mtbf)
-
-
-def _check(overhead: object, mtbf: object) -> None:
-    if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 < overhead <= 1:
-        raise InvalidInputError(f"overhead={overhead!r:.100}: give a number above 0 and at most 1")
-    if not isinstance(mtbf, timedelta) or mtbf <= timedelta():
-        raise InvalidInputError(f"mtbf={mtbf!r:.100}: give a timedelta above zero")
+        """Refuse what no interval can be made of."""
+        overhead: object = self.overhead
+        mtbf: object = self.mtbf
+        if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 < overhead <= 1:
+            raise InvalidInputError(f"overhead={overhead!r:.100}: give a number above 0 and at most 1")
+        if not isinstance(mtbf, timedelta) or mtbf <= timedelta():
+            raise InvalidInputError(f"mtbf={mtbf!r:.100}: give a timedelta above zero")
 
 
 @dataclasses.dataclass(frozen=True)

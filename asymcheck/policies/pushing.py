@@ -42,11 +42,7 @@ class Push:
     """Whether a process of its own pushes, which leaves the interpreter to the training, or a thread of this one."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that mean nothing.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse rules that mean nothing."""
         if type(self.location) is not str:
             raise InvalidInputError(f"location {self.location!r:.100}: give a URI, such as hdfs://namenode:8020/runs")
         if self.every is not None and (type(self.every) is not int or self.every < 1):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Literal
 
 from asymcheck.errors import InvalidInputError
@@ -13,8 +14,6 @@ from asymcheck.types import Checkpoint
 
 Best = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 """Name of a metric, how many, and whether small or great is good; small, if not said."""
-
-_NOTHING: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +40,16 @@ class Retention:
     """Whether all that is not on the line is kept; if not, only ``keep_for`` keeps it."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that mean nothing.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse rules that mean nothing."""
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidInputError(f"{name}={value!r:.100}: give an integer, 1 or more")
         if self.keep_best is not None:
             check_best("keep_best", self.keep_best)
-        _check_span(self.keep_for)
+        span: object = self.keep_for
+        if span is not None and (not isinstance(span, timedelta) or span < timedelta()):
+            raise InvalidInputError(f"keep_for={span!r:.100}: give a timedelta, not below zero")
         if type(self.keep_abandoned) is not bool:
             raise InvalidInputError(f"keep_abandoned={self.keep_abandoned!r:.100}: give True or False")
         if (self.keep_last, self.keep_every, self.keep_best, self.keep_for) == (None,) * 4:
@@ -74,11 +71,6 @@ def check_best(field: str, best: object) -> None:
         raise InvalidInputError(
             f"{field}={best!r:.100}: give a metric and how many, such as ('loss', 3), or ('accuracy', 1, 'max')"
         )
-
-
-def _check_span(span: object) -> None:
-    if span is not None and (not isinstance(span, timedelta) or span < timedelta()):
-        raise InvalidInputError(f"keep_for={span!r:.100}: give a timedelta, not below zero")
 
 
 def check_retention(keep: object) -> Retention:
@@ -108,7 +100,7 @@ class Verdict:
 
 
 def judge(
-    retention: Retention, checkpoints: Sequence[Checkpoint], now_ns: int, held: Mapping[str, str] = _NOTHING
+    retention: Retention, checkpoints: Sequence[Checkpoint], now_ns: int, held: Mapping[str, str] = MappingProxyType({})
 ) -> list[Verdict]:
     """Say of each checkpoint of one run whether it stays, and why; in the order of ``CheckpointRef``.
 

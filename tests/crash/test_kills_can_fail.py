@@ -12,7 +12,7 @@ import pytest
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline import collect, needed, transaction
+from asymcheck.pipeline import collect, reachability, transaction
 from asymcheck.pipeline.packing import Packing
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import CheckpointFiles
@@ -76,7 +76,7 @@ def collection_forgets_a_manifest() -> None:
         return checkpoints(self, run)[:-1]
 
     ManifestFiles.checkpoints = overlook  # type: ignore[method-assign]  # as above
-    for module in (collect, needed):
+    for module in (collect, reachability):
         module.is_gone = lambda _tier, _key: True  # type: ignore[attr-defined]  # as above
 
 

@@ -14,7 +14,7 @@ from asymcheck import CaptureConfig, Checkpointer, Retention, Store, pruning
 from asymcheck.errors import LostCheckpointError, PruneError, StorageError
 from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.moving import Moving
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.ring_flush import RingFlusher
 from asymcheck.threads import begin
 from asymcheck.tiers.nvme import Catalog, NvmeTier
@@ -57,7 +57,7 @@ def test_frames_of_the_next_capture_are_written_while_a_collection_is_held_up(
     """Pruning has a thread of its own: the next checkpoint is durable before the collection ends."""
     held, may_go_on = threading.Event(), threading.Event()
 
-    def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: Needed) -> Collected:
+    def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: StoreReachability) -> Collected:
         held.set()
         assert may_go_on.wait(60)
         return collect(tier, catalog, needed=needed)
@@ -101,7 +101,7 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
     """What is to be removed takes room: commits wait for it in the end."""
     may_go_on = threading.Event()
 
-    def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: Needed) -> Collected:
+    def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: StoreReachability) -> Collected:
         assert may_go_on.wait(60)
         return collect(tier, catalog, needed=needed)
 

@@ -22,7 +22,7 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format.layout import ManifestName
-from asymcheck.migration import collect_remote, upload_queue
+from asymcheck.migration import background, collect_remote
 from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.pipeline.collect import Collected
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -135,7 +135,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
 
 def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says when that is, so now and then it is tried."""
-    monkeypatch.setattr(upload_queue, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(background, "_AGAIN_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()

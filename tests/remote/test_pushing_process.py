@@ -26,7 +26,6 @@ from asymcheck.errors import (
     RanksMissingError,
 )
 from asymcheck.events import Interval, watch
-from asymcheck.migration import pushing_child
 from asymcheck.migration import pushing_process as module
 from asymcheck.migration.pushing_process import News, PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
@@ -332,13 +331,13 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
 def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
     """Of whatever class, also of one that cannot be made from its words."""
     same = errors.DamagedPartitionError("damaged", b"x" * 16)
-    found = pickle.loads(pickle.dumps(pushing_child._portable(same)))
+    found = pickle.loads(pickle.dumps(module._portable(same)))
     assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
     other: Exception = RanksMissingError("rank 1 is missing", [1])
-    assert str(pushing_child._portable(other)) == "RanksMissingError: rank 1 is missing"
+    assert str(module._portable(other)) == "RanksMissingError: rank 1 is missing"
     other = errors.StorageError("it holds a lock")
     other.__dict__["lock"] = threading.Lock()
-    assert str(pushing_child._portable(other)) == "StorageError: it holds a lock"
+    assert str(module._portable(other)) == "StorageError: it holds a lock"
 
 
 def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:

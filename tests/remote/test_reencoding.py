@@ -194,7 +194,7 @@ def test_the_speed_is_measured_before_most_is_sent(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a part that goes ahead, plain; the rest is encoded when that was slow, in the same push."""
-    monkeypatch.setattr("asymcheck.migration.uploader._PROBE_BYTES", MIB)
+    monkeypatch.setattr("asymcheck.migration.push._PROBE_BYTES", MIB)
     monkeypatch.setattr("asymcheck.tiers.remote.pace._ENOUGH_BYTES", MIB // 2)
     noted = Pace.wrote
     monkeypatch.setattr(Pace, "wrote", lambda self, count, _seconds: noted(self, count, count / 1e6))

@@ -147,7 +147,7 @@ def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other packs wait until it shows what the location takes."""
-    monkeypatch.setattr("asymcheck.migration.uploader._PROBE_BYTES", 8192)
+    monkeypatch.setattr("asymcheck.migration.push._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (
         Store.open(store, config=config(attempts=2)) as opened,

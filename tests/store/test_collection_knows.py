@@ -16,7 +16,7 @@ import torch
 from asymcheck import Checkpointer, Retention, Store
 from asymcheck.errors import LockTimeoutError, StorageError
 from asymcheck.events import Event, observe
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.repack import Homes
 from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier
@@ -197,12 +197,12 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
 def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> None:
     """Collections meet packs that others have just sealed: the bases of their frames are known, and they are kept."""
     tier = NvmeTier(store_path, CONFIG, read_only=True)
-    needed = Needed(tier)
+    needed = StoreReachability(tier)
     needed.look()
     wanted = needed.live()
     with tier.locked(store_path / "packs" / pack_of_the_delta(store_path)) as held:
         assert held
-        needed = Needed(tier)
+        needed = StoreReachability(tier)
         needed.look()
         assert (needed.live(), needed.unread, needed.problem) == (wanted, 1, None)
 

@@ -12,8 +12,8 @@ import torch
 from asymcheck import Store
 from asymcheck.format.catalog import manifest_key, pin_key
 from asymcheck.pipeline import collect as collect_module
-from asymcheck.pipeline import needed as needed_module
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline import reachability as reachability_module
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.recovery import rebuild as rebuild_module
 from asymcheck.tiers.owners import hold, let_go, this_process
 from asymcheck.types import Owner, SaveId
@@ -72,7 +72,7 @@ def test_a_pin_that_is_taken_up_stays(
             hold(PIN)
         pin(store, living)
 
-    once(monkeypatch, Needed, "look", take_up)
+    once(monkeypatch, StoreReachability, "look", take_up)
     packs = store._opened.nvme.pack_ids()
     assert store.gc().freed_packs == 0
     assert store._opened.nvme.pack_ids() == packs
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_comes_back_keeps_its_packs(
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
-    once(monkeypatch, needed_module, "is_gone", lambda: store.pull(location, 1))
+    once(monkeypatch, reachability_module, "is_gone", lambda: store.pull(location, 1))
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1]
@@ -129,14 +129,14 @@ def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
-    whole = collect_module._Plan.carry_out
+    whole = collect_module.StoreSweep._free
 
-    def carry_out(plan: collect_module._Plan, result: collect_module.Collected, *, insists: bool) -> bool:
-        plan.candidates = dict(sorted(plan.candidates.items(), key=lambda one: one[0] not in garbage))
-        return whole(plan, result, insists=insists)
+    def free(sweep: collect_module.StoreSweep, *, insists: bool) -> bool:
+        sweep.candidates = dict(sorted(sweep.candidates.items(), key=lambda one: one[0] not in garbage))
+        return whole(sweep, insists=insists)
 
-    monkeypatch.setattr(collect_module._Plan, "carry_out", carry_out)
-    once(monkeypatch, collect_module, "retire_packs", lambda: store.pull(location, 1))
+    monkeypatch.setattr(collect_module.StoreSweep, "_free", free)
+    once(monkeypatch, collect_module.StoreSweep, "_retire", lambda: store.pull(location, 1))
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1]
@@ -164,8 +164,8 @@ def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
         path.parent.mkdir()
         path.write_bytes(data)
 
-    once(monkeypatch, collect_module, "retire_packs", come_and_go)
-    once(monkeypatch, needed_module, "is_gone", come_again)
+    once(monkeypatch, collect_module.StoreSweep, "_retire", come_and_go)
+    once(monkeypatch, reachability_module, "is_gone", come_again)
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1, 2]
@@ -187,10 +187,10 @@ def test_a_deletion_does_not_make_the_catalog_forget_what_came_back(
 def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint comes after each of its looks, which needs what nothing needed then; in the end they wait for it."""
     again, saves = torch.rand(100_000), list[int]()
-    look = collect_module._Plan.__init__
+    look = collect_module.StoreSweep._mark
 
-    def look_and_save(plan: collect_module._Plan, *arguments: object) -> None:
-        look(plan, *arguments)  # type: ignore[arg-type]  # as they came
+    def look_and_save(sweep: collect_module.StoreSweep) -> None:
+        look(sweep)
         saves.append(len(saves) + 2)
         store.save({"again": again, "new": torch.rand(100_000)}, step=saves[-1])
 
@@ -199,7 +199,7 @@ def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch:
         store.save({"useless": torch.rand(100_000)}, step=1)
         store.delete(0)
         store.delete(1)
-        monkeypatch.setattr(collect_module._Plan, "__init__", look_and_save)
+        monkeypatch.setattr(collect_module.StoreSweep, "_mark", look_and_save)
         assert store.gc().freed_packs == 1
         assert saves == list(range(2, 2 + collect_module._PATIENT_ATTEMPTS + 1))
         assert store.verify() == []

@@ -12,7 +12,7 @@ import torch
 from asymcheck import Retention, Store, StoreConfig
 from asymcheck.errors import StructureError
 from asymcheck.pipeline.collect import Collected
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pruning import Pruner
 from tests.store.equality import assert_same
 
@@ -88,15 +88,15 @@ def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
         for step in range(3):
             store.save(_state(step), step=step)
         store.delete(0)
-        real, looks = Needed.look, list[int]()
+        real, looks = StoreReachability.look, list[int]()
 
-        def look(needed: Needed) -> None:
+        def look(needed: StoreReachability) -> None:
             looks.append(1)
             if len(looks) == 2:
                 _copy_in(store_path)
             real(needed)
 
-        monkeypatch.setattr(Needed, "look", look)
+        monkeypatch.setattr(StoreReachability, "look", look)
         with pytest.raises(StructureError, match="all manifests that its catalog names are gone"):
             store.gc()
         _put_back(store_path)

@@ -15,7 +15,7 @@ from asymcheck.errors import OutOfSpaceError
 from asymcheck.events import Event
 from asymcheck.format import layout, registry
 from asymcheck.pipeline import repack as repack_module
-from asymcheck.pipeline.needed import Needed
+from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.owners import hold, let_go, this_process
@@ -236,17 +236,17 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
 
     with Store.open(store.path) as other, events.observe(pause):
         thread = threading.Thread(target=lambda: other.save(_state(0), step=7))
-        original, entering = Needed.live, repack_module._Batch._enter
+        original, entering = StoreReachability.live, repack_module._Batch._enter
 
         def enter(self: repack_module._Batch, *arguments: object) -> object:
-            def live(needed: Needed) -> object:
+            def live(needed: StoreReachability) -> object:
                 found = original(needed)
                 if not go_on.is_set():
                     go_on.set()
                     thread.join()
                 return found
 
-            monkeypatch.setattr(Needed, "live", live)
+            monkeypatch.setattr(StoreReachability, "live", live)
             return entering(self, *arguments)  # type: ignore[arg-type]  # as it was called
 
         def new_pack(self: repack_module._Batch) -> object:

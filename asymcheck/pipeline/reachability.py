@@ -1,8 +1,8 @@
-"""What checkpoints need and packs hold, kept from one collection to the next: only what is new is read again."""
+"""Reachability: which partitions the checkpoints of a store or a remote location need, and which packs hold them."""
 
 from __future__ import annotations
 
-import dataclasses
+import abc
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -26,6 +26,8 @@ from asymcheck.format.catalog import manifest_key
 from asymcheck.format.pack import Entries, frame_lengths
 from asymcheck.tiers.files import translated
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction, bases_in
+from asymcheck.tiers.pack_index import digests_of
+from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 _ATTEMPTS = 8
@@ -35,58 +37,53 @@ NamedCheckpoint = tuple[str, CheckpointRef]
 """A run and a checkpoint of it."""
 
 
-@dataclasses.dataclass(frozen=True)
 class HeldFrames:
     """The index of one sound pack."""
 
-    names: list[Digest]
-    """Digests of the frames, in order."""
-    entries: Entries
-    """The rows of the index."""
-    lengths: npt.NDArray[np.int64]
-    """Bytes of each frame, with header and padding."""
+    def __init__(self, entries: Entries) -> None:
+        """Take the rows of the index."""
+        self.entries = entries
+        """The rows of the index."""
+        self.names = digests_of(entries)
+        """Digests of the frames, in order."""
+        self.lengths: npt.NDArray[np.int64] = frame_lengths(entries).astype(np.int64)
+        """Bytes of each frame, with header and padding."""
 
 
-class Needed:
-    """The partitions that manifests name, and the frames that packs hold. For one thread."""
+class Reachability(abc.ABC):
+    """The partitions that manifests name, and the frames that packs hold: the mark of a collection. For one thread."""
 
-    def __init__(self, tier: NvmeTier, without: Collection[NamedCheckpoint] = ()) -> None:
-        """Begin with nothing read; the checkpoints in ``without`` count as deleted."""
+    _UNREADABLE: tuple[type[AsymcheckError], ...] = (FormatError, MissingPartitionError)
+    """Errors of a manifest that are no errors of the place where it is stored."""
+
+    def __init__(self, tier: ReadTier, refusal: str, without: Collection[NamedCheckpoint] = ()) -> None:
+        """Begin with nothing read; the checkpoints in ``without`` count as deleted. Errors begin with ``refusal``."""
         self._tier = tier
+        self._refusal = refusal
         self._without = frozenset(without)
         self._digests: dict[bytes, bytes] = {}
         self._users: dict[Digest, int] = {}
         self._bases: dict[PackId, dict[Digest, Digest]] = {}
         self.packs: dict[PackId, HeldFrames] = {}
         """The packs that could be read and are sound."""
-        self.unread = 0
-        """How many could not: held by a writer that has just sealed them, or damaged, so that nobody can tell."""
         self.problem: AsymcheckError | None = None
-        """Why it is not known of one of these what its frames are encoded against."""
-        self.unmovable: set[PackId] = set()
-        """Packs in which a needed frame was found to be damaged, so that not all that is needed can be copied."""
-
-    @property
-    def manifests(self) -> set[bytes]:
-        """The keys of the manifests that were read and are there."""
-        return set(self._digests)
+        """Why it is unknown what some partitions are encoded against, so that packs that seem to be garbage stay."""
 
     def look(self) -> None:
-        """Read what has come, and forget what has gone: manifests first, then packs.
+        """Read what is new: manifests first, for what they name, and its bases, was stored before them; then packs.
 
         Raises:
             InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown.
-            StructureError: the folder of manifests is gone.
         """
         self._look_at_manifests()
-        # After it was read: it may have been moved away meanwhile, and the store have been opened long before.
-        self._tier.refuse_lost_manifests()
         self._look_at_packs()
 
-    def _look_at_manifests(self) -> None:
+    def _look_at_manifests(self) -> set[bytes]:
+        """Read the manifests that have come; return the keys of all that are there."""
         found = set()
-        for run in self._tier.manifests.runs():
-            for listing in self._tier.manifests.checkpoints(run):
+        manifests = self._tier.manifests
+        for run in manifests.runs():
+            for listing in manifests.checkpoints(run):
                 if (run, listing.ref) in self._without:
                     continue
                 for name in listing.manifests:
@@ -95,19 +92,82 @@ class Needed:
                     if key in self._digests:
                         continue
                     try:
-                        manifest = self._tier.manifests.read(run, listing.ref, name)
-                    except (FormatError, MissingPartitionError, StorageError) as error:
-                        if name not in self._tier.manifests.listing(run, listing.ref).manifests:
+                        manifest = manifests.read(run, listing.ref, name)
+                    except self._UNREADABLE as error:
+                        if name not in manifests.listing(run, listing.ref).manifests:
                             # Deleted since it was listed.
                             continue
                         raise InconsistentCheckpointError(
-                            f"nothing was freed, because what a damaged manifest needs is unknown: {error}; "
+                            f"{self._refusal}, because what a damaged manifest needs is unknown: {error}; "
                             "delete that checkpoint first"
                         ) from error
                     self._digests[key] = b"".join(manifest.partitions())
                     self._count(self._digests[key], 1)
+        return found
+
+    def _count(self, digests: bytes, change: int) -> None:
+        for name in _each(digests):
+            users = self._users.get(name, 0) + change
+            if users:
+                self._users[name] = users
+            else:
+                del self._users[name]
+
+    @abc.abstractmethod
+    def _look_at_packs(self) -> None:
+        """Read the indexes of the packs that have come."""
+
+    def live(self) -> set[Digest]:
+        """Return the digests that manifests name, what these are encoded against, and so on."""
+        bases: dict[Digest, set[Digest]] = {}
+        for based in self._bases.values():
+            for name, base in based.items():
+                bases.setdefault(name, set()).add(base)
+        needed = set(self._users)
+        new = needed & bases.keys()
+        while new:
+            further = set().union(*(bases[name] for name in new))
+            new = (further - needed) & bases.keys()
+            needed |= further
+        return needed
+
+    def garbage(self) -> dict[PackId, list[Digest]]:
+        """Return the sound packs that hold nothing live, with what they hold."""
+        live = self.live()
+        return {pack_id: held.names for pack_id, held in self.packs.items() if live.isdisjoint(held.names)}
+
+
+class StoreReachability(Reachability):
+    """What is needed in a store on a local drive, kept from one collection to the next."""
+
+    _UNREADABLE = (FormatError, MissingPartitionError, StorageError)
+    _tier: NvmeTier
+
+    def __init__(self, tier: NvmeTier, without: Collection[NamedCheckpoint] = ()) -> None:
+        """Begin with nothing read; the checkpoints in ``without`` count as deleted."""
+        super().__init__(tier, "nothing was freed", without)
+        self.unread = 0
+        """How many could not be read: held by a writer that has just sealed them, or damaged."""
+        self.unmovable: set[PackId] = set()
+        """Packs in which a needed frame was found to be damaged, so that not all that is needed can be copied."""
+
+    @property
+    def manifests(self) -> set[bytes]:
+        """The keys of the manifests that were read and are there."""
+        return set(self._digests)
+
+    def _look_at_manifests(self) -> set[bytes]:
+        """Read what has come, and forget what has gone.
+
+        Raises:
+            StructureError: the folder of manifests is gone.
+        """
+        found = super()._look_at_manifests()
         for key in self._digests.keys() - found:
             self._count(self._digests.pop(key), -1)
+        # After it was read: it may have been moved away meanwhile, and the store have been opened long before.
+        self._tier.refuse_lost_manifests()
+        return found
 
     def since(self, catalog: Catalog) -> tuple[set[bytes], set[bytes]]:
         """Return which of the manifests that the catalog names have come since the last look, and which are deleted.
@@ -138,14 +198,6 @@ class Needed:
         """
         checkpoints = {path.parent for path in map(_path_of, gone) if path is not None}
         return len(checkpoints) > 1 or not all((self._tier.root / path.parent).is_dir() for path in checkpoints)
-
-    def _count(self, digests: bytes, change: int) -> None:
-        for name in _each(digests):
-            users = self._users.get(name, 0) + change
-            if users:
-                self._users[name] = users
-            else:
-                del self._users[name]
 
     def _look_at_packs(self) -> None:
         present = self._tier.pack_ids()
@@ -179,8 +231,7 @@ class Needed:
             self._scan(pack_id)
             raise pack.damage
         self._bases[pack_id] = bases_in(pack.entries)
-        lengths = frame_lengths(pack.entries).astype(np.int64)
-        self.packs[pack_id] = HeldFrames(pack.digests(), pack.entries, lengths)
+        self.packs[pack_id] = HeldFrames(pack.entries)
 
     def _scan(self, pack_id: PackId) -> None:
         """Find the bases of all that can be found in a pack, which may be all that there is of a live partition."""
@@ -209,20 +260,6 @@ class Needed:
         path = self._tier.packs / layout.pack_name(pack_id)
         with translated("look at", path):
             return path.is_file()
-
-    def live(self) -> set[Digest]:
-        """Return the digests that manifests name, what these are encoded against, and so on."""
-        bases: dict[Digest, set[Digest]] = {}
-        for based in self._bases.values():
-            for name, base in based.items():
-                bases.setdefault(name, set()).add(base)
-        needed = set(self._users)
-        new = needed & bases.keys()
-        while new:
-            further = set().union(*(bases[name] for name in new))
-            new = (further - needed) & bases.keys()
-            needed |= further
-        return needed
 
 
 def _each(digests: bytes) -> Iterator[Digest]:

@@ -170,7 +170,6 @@ class Pushing(abc.ABC):
         """Push until it is to end, on the thread of its own."""
 
     def _due(self) -> list[Checkpoint]:
-        """Return the checkpoints that wait to be sent."""
         return self.queue.look().due
 
     def _warn_of_left(self) -> None:

@@ -131,7 +131,6 @@ class RemotePresence:
     """What lies in a location now. Each index is read once, and no more of them than are needed. For one thread."""
 
     def __init__(self, there: RemoteTier) -> None:
-        """Look into ``there`` when the first question comes."""
         self._there = there
         self._unread: list[PackId] | None = None
         self._read = 0

@@ -40,17 +40,16 @@ def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
 class RemoteReachability(Reachability):
     """What is needed in a remote location. What was seen in one collection counts until its end."""
 
-    _tier: RemoteTier
+    tier: RemoteTier
 
     def __init__(self, there: RemoteTier) -> None:
-        """Begin with nothing read."""
         super().__init__(there, f"nothing was removed from {there.location}")
         self._damaged: set[PackId] = set()
         self._scanned: set[Digest] = set()
 
     def _look_at_packs(self) -> None:
-        new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in self._bases]
-        for pack_id, index in self._tier.read_indexes(new).items():
+        new = [pack_id for pack_id in self.tier.pack_ids() if pack_id not in self._bases]
+        for pack_id, index in self.tier.read_indexes(new).items():
             is_sound = index is not None and index.damage is None
             if not is_sound:
                 self._damaged.add(pack_id)
@@ -71,7 +70,7 @@ class RemoteReachability(Reachability):
         names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._damaged))
         return (
             f"{self._refusal}, because {names} is damaged, and what the checkpoints that need it are encoded against "
-            f"is unknown; delete those first: asymcheck verify {self._tier.location} names them"
+            f"is unknown; delete those first: asymcheck verify {self.tier.location} names them"
         )
 
 
@@ -79,15 +78,13 @@ class RemoteSweep(Sweep):
     """A collection in a remote location: packs are announced as garbage by another name, and are removed under it."""
 
     def __init__(self, there: RemoteTier, *, dry_run: bool) -> None:
-        """Collect in ``there``; with ``dry_run`` only count."""
-        super().__init__(RemoteReachability(there), there.location, dry_run=dry_run)
+        super().__init__(RemoteReachability(there), dry_run=dry_run)
         self._there = there
         self._before_ns = time.time_ns() - int(there.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
 
     def _remove_temporaries(self) -> None:
-        """Remove what uploads have left."""
         for entry in self._there.temporaries():
             if entry.is_older(self._before_ns):
                 self.result.removed_temporaries += 1

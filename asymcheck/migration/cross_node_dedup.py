@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asymcheck.format.manifest import Manifest
 from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.pack_index import digests_of
 from asymcheck.tiers.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
 
@@ -42,7 +43,6 @@ class SentParts:
     """Checkpoints of which this store has sent its part, and others may not have sent theirs."""
 
     def __init__(self, run: str) -> None:
-        """Begin with none of ``run``."""
         self._run = run
         self._sent: Mapping[CheckpointRef, float] = {}
 
@@ -73,44 +73,35 @@ class SentParts:
                 return
 
 
-class Others:
-    """What other stores bring of one checkpoint, as it arrives."""
+def wait_for_others(
+    there: RemoteTier, listing: CheckpointFiles, names: set[Digest], report: Callable[[], object]
+) -> None:
+    """Wait until ``names`` are there, or the other stores of a checkpoint have sent all, or nothing more comes.
 
-    def __init__(self, there: RemoteTier, listing: CheckpointFiles, report: Callable[[], object]) -> None:
-        """Look into ``there`` for what belongs to the checkpoint of ``listing``; ``report`` may raise to stop that."""
-        self._there, self._listing, self._report = there, listing, report
-        self._seen: set[PackId] = set()
+    ``report`` is called now and then, and may raise to stop that.
 
-    def wait_for(self, names: set[Digest]) -> None:
-        """Wait until all of these are there, or the other stores have come to their end, or nothing more comes.
-
-        Raises:
-            RemoteUnreachableError, StorageError: nobody knows.
-        """
-        missing, pause_s = set(names), _POLL_S[0]
-        news = last_use = time.monotonic()
-        while missing:
-            count = len(missing)
-            # Before the packs: who has published all manifests has sent all packs.
-            are_done = self._are_done()
-            new = [pack_id for pack_id in self._there.lasting_packs() if pack_id not in self._seen]
-            self._seen.update(new)
-            for index in self._there.read_indexes(new).values():
-                if index is not None and index.damage is None:
-                    missing -= {Digest(name.tobytes()) for name in index.entries["digest"]}
-            now = time.monotonic()
-            if len(missing) < count:
-                last_use = now
-            if are_done or now - news > PATIENCE_S or now - last_use > _AT_MOST * PATIENCE_S:
-                return
-            if new:
-                news, pause_s = now, _POLL_S[0]
-            self._report()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S[1])
-
-    def _are_done(self) -> bool:
-        """Tell whether the manifests of all other stores are there."""
-        listing = self._there.manifests.listing(self._listing.run, self._listing.ref)
-        own = {name.rank for name in self._listing.manifests}
-        return {name.rank for name in listing.manifests} | own >= set(range(self._listing.world_size))
+    Raises:
+        RemoteUnreachableError, StorageError: nobody knows.
+    """
+    missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
+    own, everybody = {name.rank for name in listing.manifests}, set(range(listing.world_size))
+    news = last_use = time.monotonic()
+    while missing:
+        count = len(missing)
+        # Before the packs: who has published all manifests has sent all packs.
+        come = {name.rank for name in there.manifests.listing(listing.run, listing.ref).manifests}
+        new = [pack_id for pack_id in there.lasting_packs() if pack_id not in seen]
+        seen.update(new)
+        for index in there.read_indexes(new).values():
+            if index is not None and index.damage is None:
+                missing -= set(digests_of(index.entries))
+        now = time.monotonic()
+        if len(missing) < count:
+            last_use = now
+        if come | own >= everybody or now - news > PATIENCE_S or now - last_use > _AT_MOST * PATIENCE_S:
+            return
+        if new:
+            news, pause_s = now, _POLL_S[0]
+        report()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S[1])

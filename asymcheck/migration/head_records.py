@@ -70,7 +70,6 @@ def _have_one_training(there: RemoteTier, here: NvmeTier, run: str, generation: 
 
 
 def _intact(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
-    """Return a head record; None when there is none, or none that is intact."""
     try:
         found = tier.manifests.read_head(run, generation)
     except UnsupportedFormatError:

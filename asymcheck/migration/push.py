@@ -32,7 +32,7 @@ from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.checkpoint_cache import RemotePresence
-from asymcheck.migration.cross_node_dedup import Others, held_back
+from asymcheck.migration.cross_node_dedup import held_back, wait_for_others
 from asymcheck.migration.transfer_plan import Chooser, Frame, Older, PartitionIndex, Reencoder, all_needs, older_of
 from asymcheck.migration.transfer_stats import Moved
 from asymcheck.pipeline.encoder import Encoder
@@ -127,7 +127,6 @@ def push(
 
 
 def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, there: RemoteTier) -> None:
-    """Raise what kept checkpoints or runs from being copied, if anything did."""
     if not failures:
         return
     first = next(iter(failures.values()))
@@ -232,7 +231,7 @@ class _Push:
         if held:
             # Other stores bring them. What does not come after all is sent with the rest.
             self._send(manifests, held)
-            Others(self.there, self.listing, self._report).wait_for(held)
+            wait_for_others(self.there, self.listing, held, self._report)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
             while staging:

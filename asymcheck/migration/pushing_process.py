@@ -137,7 +137,6 @@ class PushingProcess(Pushing):
     """Pushes in a process of its own, which is begun again when it was killed, and ends with this one."""
 
     def __init__(self, here: ReadTier, order: Order) -> None:
-        """Push from ``here`` as ``order`` says."""
         super().__init__(here, order.run, order.rules)
         self._order = order
         self._child: Connection[Any, Any] | None = None
@@ -286,7 +285,9 @@ class PushingProcess(Pushing):
                 if isinstance(message, Failed):
                     failure = message.error
                 elif isinstance(message, Waited):
-                    self._take_end(message)
+                    with self._turn:
+                        self._waits[message.number] = message.error
+                        self._turn.notify_all()
                 elif isinstance(message, News):
                     self._take(message, told)
             status = process.wait()
@@ -316,11 +317,6 @@ class PushingProcess(Pushing):
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-    def _take_end(self, message: Waited) -> None:
-        with self._turn:
-            self._waits[message.number] = message.error
-            self._turn.notify_all()
 
     def _take(self, message: News, told: dict[str, Checkpoint]) -> None:
         """Note what it says; ``told`` is what this process has said to be there."""
@@ -478,12 +474,12 @@ class _Serving:
         return isinstance(message, Look)
 
     def _wait(self, number: int) -> None:
-        error: Exception | None = None
         try:
             self._pushing.wait()
-        except Exception as found:  # noqa: BLE001 - raised where it was asked for
-            error = _portable(found)
-        self._waited.append(Waited(number, error))
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            self._waited.append(Waited(number, _portable(error)))
+        else:
+            self._waited.append(Waited(number, None))
 
     def _close(self, limit_s: float | None) -> None:
         try:

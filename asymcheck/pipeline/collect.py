@@ -59,10 +59,8 @@ class Sweep(abc.ABC):
     look at manifests and packs has confirmed it.
     """
 
-    def __init__(self, reachable: Reachability, place: object, *, dry_run: bool) -> None:
-        """Free what is not ``reachable`` in ``place``; with ``dry_run`` only count it."""
-        self.reachable, self.place, self.dry_run = reachable, place, dry_run
-        self.result = Collected()
+    def __init__(self, reachable: Reachability, *, dry_run: bool) -> None:
+        self.reachable, self.dry_run, self.result = reachable, dry_run, Collected()
 
     def carry_out(self) -> Collected:
         """Collect, again while packs or checkpoints come meanwhile.
@@ -89,7 +87,8 @@ class Sweep(abc.ABC):
                 "run gc again, or verify --repair if that does not help"
             ) from problem
         raise StorageError(
-            f"store {self.place}: packs or checkpoints came {_ATTEMPTS} times during one collection; run gc again"
+            f"store {self.reachable.tier.root}: packs or checkpoints came {_ATTEMPTS} times during one collection; "
+            "run gc again"
         )
 
     @abc.abstractmethod
@@ -116,7 +115,6 @@ class Sweep(abc.ABC):
         """Complete the result, and what goes with it unless it is a dry run."""
 
     def _count_freed(self, nbytes: int) -> None:
-        """Count a pack that was freed, or would be."""
         self.result.freed_packs += 1
         self.result.freed_bytes += nbytes
 
@@ -151,8 +149,7 @@ class StoreSweep(Sweep):
     reachable: StoreReachability
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, reachable: StoreReachability, *, dry_run: bool) -> None:
-        """Free what is not ``reachable``; with ``dry_run`` only count it."""
-        super().__init__(reachable, tier.root, dry_run=dry_run)
+        super().__init__(reachable, dry_run=dry_run)
         self._tier, self._catalog = tier, catalog
 
     def _remove_temporaries(self) -> None:

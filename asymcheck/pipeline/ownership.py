@@ -61,7 +61,6 @@ class Ownership:
     """
 
     def __init__(self) -> None:
-        """Begin without a state."""
         self._known: _Known | None = None
         self._modules: list[nn.Module] = []
         self._embeddings: list[nn.Module] = []

@@ -27,7 +27,6 @@ class Steady:
     """Says that a checkpoint is due every so many steps: nothing is measured for that."""
 
     def __init__(self, every: int) -> None:
-        """Take the number of steps."""
         self._before: int | None = None
         self.chosen = ChosenInterval(every, "so it was asked for")
         """How often, and why."""
@@ -54,7 +53,6 @@ class Pacer:
     """Says at each step whether a checkpoint is due. For the training thread."""
 
     def __init__(self, aim: AutoInterval) -> None:
-        """Begin with nothing measured."""
         self._aim = aim
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._stalls_s: deque[float] = deque(maxlen=_CAPTURES_KEPT)

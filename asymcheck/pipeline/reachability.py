@@ -41,7 +41,6 @@ class HeldFrames:
     """The index of one sound pack."""
 
     def __init__(self, entries: Entries) -> None:
-        """Take the rows of the index."""
         self.entries = entries
         """The rows of the index."""
         self.names = digests_of(entries)
@@ -58,7 +57,8 @@ class Reachability(abc.ABC):
 
     def __init__(self, tier: ReadTier, refusal: str, without: Collection[NamedCheckpoint] = ()) -> None:
         """Begin with nothing read; the checkpoints in ``without`` count as deleted. Errors begin with ``refusal``."""
-        self._tier = tier
+        self.tier = tier
+        """The place."""
         self._refusal = refusal
         self._without = frozenset(without)
         self._digests: dict[bytes, bytes] = {}
@@ -81,7 +81,7 @@ class Reachability(abc.ABC):
     def _look_at_manifests(self) -> set[bytes]:
         """Read the manifests that have come; return the keys of all that are there."""
         found = set()
-        manifests = self._tier.manifests
+        manifests = self.tier.manifests
         for run in manifests.runs():
             for listing in manifests.checkpoints(run):
                 if (run, listing.ref) in self._without:
@@ -141,7 +141,7 @@ class StoreReachability(Reachability):
     """What is needed in a store on a local drive, kept from one collection to the next."""
 
     _UNREADABLE = (FormatError, MissingPartitionError, StorageError)
-    _tier: NvmeTier
+    tier: NvmeTier
 
     def __init__(self, tier: NvmeTier, without: Collection[NamedCheckpoint] = ()) -> None:
         """Begin with nothing read; the checkpoints in ``without`` count as deleted."""
@@ -166,7 +166,7 @@ class StoreReachability(Reachability):
         for key in self._digests.keys() - found:
             self._count(self._digests.pop(key), -1)
         # After it was read: it may have been moved away meanwhile, and the store have been opened long before.
-        self._tier.refuse_lost_manifests()
+        self.tier.refuse_lost_manifests()
         return found
 
     def since(self, catalog: Catalog) -> tuple[set[bytes], set[bytes]]:
@@ -181,13 +181,13 @@ class StoreReachability(Reachability):
             with catalog.read() as transaction:
                 named = transaction.manifests()
             unseen = named - self._digests.keys()
-            gone = {key for key in unseen if is_gone(self._tier, key)}
+            gone = {key for key in unseen if is_gone(self.tier, key)}
             if gone != named or not self._are_lost(gone):
                 return unseen - gone, gone
         raise StructureError(
-            f"store {self._tier.root}: all manifests that its catalog names are gone, and nothing was freed: put the "
+            f"store {self.tier.root}: all manifests that its catalog names are gone, and nothing was freed: put the "
             f"folder {layout.MANIFESTS} back, from where it was moved to or from a copy; only if they were removed on "
-            f"purpose, run asymcheck rebuild {self._tier.root}"
+            f"purpose, run asymcheck rebuild {self.tier.root}"
         )
 
     def _are_lost(self, gone: Collection[bytes]) -> bool:
@@ -197,10 +197,10 @@ class StoreReachability(Reachability):
         and the folder of the run, which no deletion removes.
         """
         checkpoints = {path.parent for path in map(_path_of, gone) if path is not None}
-        return len(checkpoints) > 1 or not all((self._tier.root / path.parent).is_dir() for path in checkpoints)
+        return len(checkpoints) > 1 or not all((self.tier.root / path.parent).is_dir() for path in checkpoints)
 
     def _look_at_packs(self) -> None:
-        present = self._tier.pack_ids()
+        present = self.tier.pack_ids()
         there = set(present)
         self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in there}
         self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in there}
@@ -221,7 +221,7 @@ class StoreReachability(Reachability):
 
     def _read_pack(self, pack_id: PackId) -> None:
         try:
-            pack = self._tier.open_pack(pack_id, wait=False)
+            pack = self.tier.open_pack(pack_id, wait=False)
         except (FormatError, LockTimeoutError):
             # Whoever sealed it, or frees another one for it, holds it. What it has does not change any more.
             self._scan(pack_id)
@@ -237,7 +237,7 @@ class StoreReachability(Reachability):
         """Find the bases of all that can be found in a pack, which may be all that there is of a live partition."""
         if pack_id not in self._bases:
             try:
-                self._bases[pack_id] = bases_in(self._tier.peek(pack_id).entries)
+                self._bases[pack_id] = bases_in(self.tier.peek(pack_id).entries)
             except UnsupportedFormatError:
                 raise
             except FormatError:
@@ -250,14 +250,14 @@ class StoreReachability(Reachability):
         Of one that came since the last look, by a save or by another collection, it is not: what it needs may lie in a
         pack that seems to be garbage. To be asked in the transaction that frees packs; ``but`` are the caller's own.
         """
-        unseen = set(self._tier.pack_ids()) - self._bases.keys() - {*but}
+        unseen = set(self.tier.pack_ids()) - self._bases.keys() - {*but}
         return not any(
             transaction.pack_state(pack_id) != registry.PACK_FREED and self._is_file(pack_id) for pack_id in unseen
         )
 
     def _is_file(self, pack_id: PackId) -> bool:
         """Tell whether a pack is a file, and not a folder of its name, or a link that leads nowhere."""
-        path = self._tier.packs / layout.pack_name(pack_id)
+        path = self.tier.packs / layout.pack_name(pack_id)
         with translated("look at", path):
             return path.is_file()
 

@@ -20,8 +20,8 @@ from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
 from asymcheck.format.manifest import Manifest, elsewhere_bits, encode
 from asymcheck.format.manifest_reader import check_manifest
 from asymcheck.pipeline.encoder import Base, Contents, Encoder, encoding_record
-from asymcheck.pipeline.reachability import is_gone
 from asymcheck.pipeline.packing import Packing
+from asymcheck.pipeline.reachability import is_gone
 from asymcheck.pipeline.request import Place
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier, PackWriter
 from asymcheck.tiers.owners import hold, let_go, this_process

@@ -49,7 +49,6 @@ class Unchanged:
     """Finds out what is as it was. For the training thread."""
 
     def __init__(self, ring: Ring) -> None:
-        """Begin without an earlier capture."""
         self._ring = ring
         self._seen: deque[_Seen] = deque(maxlen=_REMEMBERED)
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from asymcheck.policies.batching import FlushFacts, batch_bytes, flush_s
 from asymcheck.policies.facts import CodecFacts, Facts
-from asymcheck.policies.interval import young_s
+from asymcheck.policies.interval import span, young_s
 
 IDENTITY = "identity"
-# From here on a time in ms has no decimals.
-_DIGITS_S = 0.1
 _CAPTURES_IN_RING = 2
 # What a ring needs beside the bytes of the tensors: headers, padding, manifests.
 _RING_SLACK = 1.02
@@ -149,8 +147,8 @@ def _batch(facts: Facts, situation: Situation) -> BatchAdvice:
     size = batch_bytes(flush, situation.pack_limit_bytes)
     count = max(1, math.ceil(situation.state_bytes / size))
     reason = (
-        f"a durable pack costs {_ms(flush.latency_s)} besides its bytes, and the drive waits "
-        f"{_ms(flush.chunk_s)} for each partition: least in {count} pack{'s' if count > 1 else ''}"
+        f"a durable pack costs {span(flush.latency_s)} besides its bytes, and the drive waits "
+        f"{span(flush.chunk_s)} for each partition: least in {count} pack{'s' if count > 1 else ''}"
     )
     return BatchAdvice(size, flush_s(flush, size), flush_s(flush, situation.pack_bytes), reason)
 
@@ -219,10 +217,6 @@ def encoded_s(codec: CodecFacts, length: int, write_bytes_per_s: float, threads:
 
 def _threads(facts: Facts) -> int:
     return max(1, facts.cores // 2)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds >= _DIGITS_S else f"{seconds * 1e3:.3g} ms"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -73,7 +73,6 @@ class ChosenInterval:
     """Why."""
 
     def __str__(self) -> str:
-        """Return one sentence."""
         if not self.steps:
             return f"not chosen yet: {self.reason}"
         return f"every {'step' if self.steps == 1 else f'{self.steps} steps'}: {self.reason}"

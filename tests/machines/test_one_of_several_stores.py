@@ -20,7 +20,7 @@ from asymcheck.errors import StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.migration.collect_remote import RemotePruner
-from asymcheck.migration.cross_node_dedup import Others
+from asymcheck.migration.cross_node_dedup import wait_for_others
 from asymcheck.tiers.files import Files
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.remote import RemoteTier, parse_location
@@ -167,7 +167,7 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
 
     names = (ManifestName(0, 2, bytes(16)),)
     listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
-    Others(cast(RemoteTier, Busy()), listing, report).wait_for({Digest(bytes(16))})
+    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report)
 
 
 def test_what_others_do_not_bring_is_sent_after_all(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, ClosedStoreError, GivenUpError
@@ -34,8 +34,8 @@ from asymcheck.threads import NICE, begin
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint
 
-if TYPE_CHECKING:
-    from asymcheck.store import Store
+_OpenStore = Callable[..., Any]
+"""``Store.open``: the class Store imports this module."""
 
 _START_S = 30.0
 """It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
@@ -54,8 +54,10 @@ _CHILD = (
     f"numbers = [getattr(signal, name) for name in {_NOT_FOR_IT}]; "
     "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
+    # The priority drops when all is imported: with it, imports took a minute beside two busy loops on two cores.
+    "from asymcheck.store import Store; "
     "from asymcheck.migration.pushing_process import serve; "
-    "serve({descriptor}, {parent})"
+    "serve({descriptor}, {parent}, Store.open)"
 )
 
 _forking = threading.Lock()
@@ -381,18 +383,15 @@ def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> obje
     return message
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Do what the process ``parent`` asks for by the socket ``descriptor``, until it has enough or is gone."""
-    # That takes a minute beside busy loops at the priority that comes then.
-    from asymcheck.store import Store  # noqa: PLC0415 - a store imports this module
-
+def serve(descriptor: int, parent: int, open_store: _OpenStore) -> None:
+    """Push for the process ``parent``, which sends its orders by the socket ``descriptor``, until it closes or ends."""
     _stand_back()
     training: Connection[Any, Any] = Connection(descriptor)
     status = 1
     try:
         # When the training is gone, what was sent stays, and the next one goes on from there.
         with contextlib.suppress(EOFError, ConnectionError):
-            status = _serve(training, parent, Store.open)
+            status = _serve(training, parent, open_store)
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
     # Not by the interpreter's own end, which would wait for threads that wait for servers.
@@ -407,7 +406,7 @@ def _stand_back() -> None:
             os.setpriority(os.PRIO_PROCESS, int(task), NICE)
 
 
-def _serve(training: Connection[Any, Any], parent: int, open_store: Callable[..., Store]) -> int:
+def _serve(training: Connection[Any, Any], parent: int, open_store: _OpenStore) -> int:
     while not training.poll(_POLL_S):
         if os.getppid() != parent:
             return 1

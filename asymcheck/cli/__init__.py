@@ -1,4 +1,4 @@
-"""The command line: one command a file, each parses, calls the library and prints."""
+"""The command line: each command parses its options, calls the library and prints."""
 
 from asymcheck.cli.main import main
 

@@ -6,20 +6,27 @@ from pathlib import Path
 
 import click
 
-from asymcheck.cli import exits, output
-from asymcheck.cli.options import json_option, parse_size, parse_span, ring_folder_option
+from asymcheck.cli import output
+from asymcheck.cli.options import (
+    command,
+    json_option,
+    open_existing,
+    parse_size,
+    parse_span,
+    ring_folder_option,
+    store_argument,
+)
 from asymcheck.config import StoreConfig
 from asymcheck.measure.drive import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Situation, advise
 from asymcheck.policies.facts import Facts
-from asymcheck.store import Store
 
 # From here on a time in ms has no decimals.
 _DIGITS_S = 0.1
 
 
-@click.command(epilog=exits.HELP, short_help="Measure the machine and the drive, and say what to configure.")
-@click.argument("store", type=click.Path())
+@command("Measure the machine and the drive, and say what to configure.")
+@store_argument
 @click.option("--quick", is_flag=True, help="Measure less and for less long: about a second instead of ten.")
 @click.option(
     "--mtbf", default="1d", show_default=True, callback=parse_span, help="Mean time between failures, as 90min, 3h, 2d."
@@ -36,15 +43,16 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     removes that file. Codecs are measured on tensors of the newest checkpoint. Measure on an idle machine, and again
     while training: what else runs takes its share.
     """
-    with Store.open(store, read_only=True):
-        pass  # There is a store: to open it for writing would make one.
-    output.note(f"measuring writes up to {output.size(planned_bytes(quick=quick))} into {store} and removes it")
-    with Store.open(store) as opened:
+    with open_existing(store) as opened:
+        output.note(f"measuring writes up to {output.size(planned_bytes(quick=quick))} into {store} and removes it")
         facts = opened.measure(quick=quick, ring_folder=ring_folder)
     size = state_size or facts.state_bytes or 0
     # What fits into one partition is cut, batched and encoded in one way only.
     is_small = size <= StoreConfig.partition_bytes
-    advice = None if is_small else advise(facts, _situation(size, mtbf))
+    # A pack larger than the pool could never be kept to be overwritten.
+    config = StoreConfig()
+    situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, config.pool_bytes)
+    advice = None if is_small else advise(facts, situation)
     if as_json:
         output.print_json({"store": store, "quick": quick, "facts": facts, "advice": advice})
         return
@@ -59,12 +67,6 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
         click.echo(f"{known}; for what is to be saved, name its bytes, as in --state-size 1.5GB")
         return
     _show_advice(advice)
-
-
-def _situation(state_bytes: int, mtbf_s: float) -> Situation:
-    config = StoreConfig()
-    # A pack larger than the pool could never be kept to be overwritten.
-    return Situation(state_bytes, mtbf_s, config.partition_bytes, config.pack_bytes, config.pool_bytes)
 
 
 def _show_facts(facts: Facts) -> None:

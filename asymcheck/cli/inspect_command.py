@@ -1,4 +1,4 @@
-"""``asymcheck inspect``: what is in a store."""
+"""``asymcheck inspect``: the content of a store."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import json_option, parse_which, places_option, ring_options
-from asymcheck.cli.places import Places, places_of
-from asymcheck.cli.rings import note_what_is_only_in_memory, show_rings
+from asymcheck.cli.options import command, json_option, parse_which, places_option, ring_options, store_argument
+from asymcheck.cli.places import Places, note_what_is_only_in_memory, places_of, show_rings
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.resolve import check_run_exists
@@ -21,8 +20,8 @@ _HEX_SHOWN = 8
 _METRICS_SHOWN = 3
 
 
-@click.command(epilog=exits.HELP, short_help="List checkpoints, or the tensors or values of one.")
-@click.argument("store", type=click.Path())
+@command("List checkpoints, or the tensors or values of one.")
+@store_argument
 @click.option("--run", default=None, help="Only this run; for tensors, the run to look into [default: 'default'].")
 @click.option(
     "--step",
@@ -39,9 +38,7 @@ _METRICS_SHOWN = 3
 @places_option
 @click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
 @json_option
-@click.pass_context
 def inspect(
-    ctx: click.Context,
     store: str,
     run: str | None,
     step: int | str | None,
@@ -52,7 +49,7 @@ def inspect(
     remote: str | None,
     where: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Show the checkpoints of STORE, or the tensors of one of them.
 
     Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
@@ -72,16 +69,15 @@ def inspect(
         raise click.UsageError("plain values lie in the manifest: leave out --where")
     with Store.open(store, read_only=True) as opened:
         if tier == "dram":
-            ctx.exit(show_rings(opened, run, ring_folder, as_json=as_json))
+            return show_rings(opened, run, ring_folder, as_json=as_json)
         if not of_one:
             note_what_is_only_in_memory(opened, run, ring_folder)
             places = None if remote is None else places_of(opened, remote, run)
-            ctx.exit(_show_checkpoints(opened, run, places, as_json=as_json))
+            return _show_checkpoints(opened, run, places, as_json=as_json)
         if values:
-            _show_values(*opened.values(step, pattern or "*", run=run or DEFAULT_RUN), as_json=as_json)
-            return
+            return _show_values(*opened.values(step, pattern or "*", run=run or DEFAULT_RUN), as_json=as_json)
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
-        ctx.exit(_show_tensors(checkpoint, tensors, where=where, as_json=as_json))
+        return _show_tensors(checkpoint, tensors, where=where, as_json=as_json)
 
 
 def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, as_json: bool) -> int:
@@ -106,7 +102,9 @@ def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, a
     if not checkpoints:
         click.echo("no checkpoints yet")
         return status
-    newest, is_repeated = _newest(checkpoints), output.has_repeated_steps(checkpoints)
+    is_repeated = output.has_repeated_steps(checkpoints)
+    # Of each run, the newest complete checkpoint on its line.
+    newest = {item.run: item.save_id for item in checkpoints if item.complete and item.on_line}
     is_shared = any(item.world_size > 1 for item in checkpoints)
     rows = [
         {
@@ -129,11 +127,6 @@ def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, a
     return status
 
 
-def _newest(checkpoints: list[Checkpoint]) -> dict[str, str]:
-    """Return the save id of each run's newest complete checkpoint on its line."""
-    return {item.run: item.save_id for item in checkpoints if item.complete and item.on_line}
-
-
 def _standing(item: Checkpoint, newest: dict[str, str]) -> str:
     if not item.complete:
         return "incomplete or damaged"
@@ -150,10 +143,10 @@ def _metrics(item: Checkpoint) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
 
 
-def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: bool) -> None:
+def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: bool) -> int:
     if as_json:
         output.print_json({"checkpoint": checkpoint, "values": values})
-        return
+        return exits.OK
     is_shared = checkpoint.world_size > 1
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if is_shared else ""
     click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{ranks}")
@@ -161,6 +154,7 @@ def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: 
         {"rank": one.rank if is_shared else None, "value": one.name, "is": shortened(one.text) or ""} for one in values
     ]
     output.print_table(rows, numbers=["rank"])
+    return exits.OK
 
 
 def _title(checkpoint: Checkpoint) -> str:

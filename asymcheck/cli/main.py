@@ -11,25 +11,19 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import get_completion_class
 
-from asymcheck.cli import exits, output
-from asymcheck.cli.convert_command import convert
-from asymcheck.cli.delete_command import delete
-from asymcheck.cli.diff_command import diff
+from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
-from asymcheck.cli.du_command import du
 from asymcheck.cli.exits import DEFECT, INTERRUPTED, STORAGE, status_of
-from asymcheck.cli.gc_command import gc
 from asymcheck.cli.inspect_command import inspect
-from asymcheck.cli.log_command import log
-from asymcheck.cli.move_commands import pull, push
-from asymcheck.cli.rebuild_command import rebuild
-from asymcheck.cli.restore_command import restore
-from asymcheck.cli.verify_command import verify
+from asymcheck.cli.maintenance import delete, gc, rebuild, verify
+from asymcheck.cli.options import command
+from asymcheck.cli.reports import diff, du, log
+from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.config import __version__
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
@@ -44,7 +38,7 @@ _PROGRAM = "asymcheck"
 _VARIABLE = "_ASYMCHECK_COMPLETE"
 
 
-@click.command(epilog=exits.HELP, short_help="Print the script that makes a shell complete asymcheck's commands.")
+@command("Print the script that makes a shell complete asymcheck's commands.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
@@ -72,10 +66,11 @@ _WARNINGS = (
 
 
 class _Commands(click.Group):
-    def invoke(self, ctx: click.Context) -> object:
+    def invoke(self, ctx: click.Context) -> NoReturn:
         try:
             with _warnings_as_notes():
-                return super().invoke(ctx)
+                status = super().invoke(ctx)
+            ctx.exit(status or 0)
         except AsymcheckError as error:
             output.note(str(error))
             ctx.exit(status_of(error))
@@ -91,18 +86,11 @@ def _warnings_as_notes() -> Iterator[None]:
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:  # noqa: ANN401 - passed on
             if issubclass(category, _WARNINGS):
                 output.note(str(message))
             else:
-                shown(message, category, filename, lineno, file, line)
+                shown(message, category, *place, **more)
 
         warnings.showwarning = show
         for category in _WARNINGS:

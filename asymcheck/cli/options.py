@@ -12,11 +12,14 @@ from typing import TypeVar
 import click
 
 from asymcheck.arguments import check_which
+from asymcheck.cli import exits
 from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best, Retention
+from asymcheck.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
+_R = TypeVar("_R")
 
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([KMGT]?B|[KMGT]iB|)\Z", re.ASCII)
@@ -27,20 +30,33 @@ _AGE = re.compile(r"([0-9]{1,6})(min|[shdw])\Z", re.ASCII)
 _UNITS = {"s": "seconds", "min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?\Z", re.ASCII)
 
+store_argument = click.argument("store", type=click.Path())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+ring_folder_option = click.option(
+    "--ring-folder",
+    type=click.Path(path_type=Path),
+    default=RING_FOLDER,
+    envvar=RING_FOLDER_VARIABLE,
+    show_default=True,
+    help="Where rings lie: the ring_folder of the training's CaptureConfig.",
+)
 places_option = click.option("--remote", default=None, help="Also say which checkpoints lie in this location.")
 
 
-def ring_folder_option(command: _F) -> _F:
-    """Add ``--ring-folder`` to a command."""
-    return click.option(
-        "--ring-folder",
-        type=click.Path(path_type=Path),
-        default=RING_FOLDER,
-        envvar=RING_FOLDER_VARIABLE,
-        show_default=True,
-        help="Where rings lie: the ring_folder of the training's CaptureConfig.",
-    )(command)
+def command(short_help: str) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Make a command of a function, which returns the exit status; None stands for 0."""
+    return click.command(epilog=exits.HELP, short_help=short_help)
+
+
+def open_existing(store: str, remote: str | None = None) -> Store:
+    """Open a store for reading and writing, which would make a new one where none exists.
+
+    Raises:
+        StoreNotFoundError: none exists.
+    """
+    with Store.open(store, read_only=True):
+        pass
+    return Store.open(store, remote=remote)
 
 
 def ring_options(command: _F) -> _F:
@@ -108,7 +124,7 @@ def parse_span(_ctx: click.Context, _param: click.Parameter, text: str) -> float
     return seconds
 
 
-def keep_options(command: Callable[..., None]) -> Callable[..., None]:
+def keep_options(command: Callable[..., _R]) -> Callable[..., _R]:
     """Add the options of retention to a command, which gets what they say as ``retention``: None without a rule.
 
     Raises:
@@ -124,13 +140,13 @@ def keep_options(command: Callable[..., None]) -> Callable[..., None]:
         keep_for: timedelta | None,
         drop_abandoned: bool,
         **others: object,
-    ) -> None:
+    ) -> _R:
         retention = None
         if (keep_last, keep_every, keep_best, keep_for) != (None,) * 4:
             retention = Retention(keep_last, keep_every, keep_best, keep_for, keep_abandoned=not drop_abandoned)
         elif drop_abandoned:
             raise click.UsageError("--drop-abandoned goes with a rule that says what stays, such as --keep-last")
-        command(retention=retention, **others)
+        return command(retention=retention, **others)
 
     for option in reversed(_OPTIONS):
         with_retention = option(with_retention)

@@ -29,6 +29,7 @@ _MINUTE = 60
 _LINE = "\n  "
 _SAVE_SHOWN = 12
 _NAMES_SHOWN = 3
+size = readable_size
 _SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -114,11 +115,6 @@ def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
     """Tell whether some of these are told apart by their save ids only."""
     counts = Counter((item.run, item.step, item.generation) for item in items)
     return any(count > 1 for count in counts.values())
-
-
-def size(count: int) -> str:
-    """Return bytes for people, for instance ``1.5 GiB``."""
-    return readable_size(count)
 
 
 def moment(nanoseconds: int) -> str:

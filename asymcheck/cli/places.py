@@ -1,10 +1,21 @@
-"""Places on the command line: which checkpoint lies in the store, in a remote location, or in both."""
+"""Other places of checkpoints: a remote location, and the rings in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shlex
+from pathlib import Path
 
+import click
+
+from asymcheck.cli import exits, output
+from asymcheck.config import DEFAULT_RUN, ring_folder_of
+from asymcheck.errors import NotFoundError, StorageError
+from asymcheck.pipeline.collect import CollectedRing
 from asymcheck.store import Store
+from asymcheck.tiers.dram_ring import RingCapture, RingFile
+from asymcheck.tiers.files import translated
 from asymcheck.types import Checkpoint
 
 
@@ -13,26 +24,22 @@ class Places:
     """The checkpoints of a store and of a remote location, by save id."""
 
     location: str
-    """The remote location."""
     here: dict[str, Checkpoint]
-    """Those of the store."""
     there: dict[str, Checkpoint]
-    """Those of the location."""
     runs: list[str]
-    """The runs of the location."""
 
     @property
     def only_there(self) -> list[Checkpoint]:
-        """Those that the store does not have."""
+        """The checkpoints that the store does not have."""
         return [one for save_id, one in self.there.items() if save_id not in self.here]
 
     @property
     def all(self) -> list[Checkpoint]:
-        """All, in the order in which the store has its own."""
+        """All checkpoints, in the order of the store."""
         return sorted([*self.here.values(), *self.only_there], key=lambda one: (one.run, one.ref))
 
     def of(self, one: Checkpoint) -> str:
-        """Say where a checkpoint lies whole."""
+        """Say where a checkpoint is complete."""
         found = [
             name
             for name, known in (("here", self.here), ("there", self.there))
@@ -42,14 +49,107 @@ class Places:
 
 
 def places_of(store: Store, location: str, run: str | None) -> Places:
-    """Look into both.
+    """List the checkpoints of both.
 
     Raises:
-        StoreNotFoundError: nothing was pushed there.
-        RemoteUnreachableError: it does not answer.
+        StoreNotFoundError: nothing was pushed to the location.
+        RemoteUnreachableError: the location does not answer.
         InvalidInputError: it is no location.
     """
     here = {one.save_id: one for one in store.checkpoints(run)}
     with Store.open(location, read_only=True) as opened:
         there = {one.save_id: one for one in opened.checkpoints(run)}
         return Places(str(opened.location), here, there, opened.runs())
+
+
+def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path) -> None:
+    """Print a line for each run of which a killed process left something newer than every checkpoint."""
+    # A folder that this user may not look into is no reason to show nothing of the store.
+    with contextlib.suppress(StorageError):
+        for capture in store.only_in_memory(run, ring_folder=ring_folder):
+            command = _restore_command(store.location, capture.run, ring_folder)
+            told = f"step {capture.step} of run {capture.run} is in memory only"
+            output.note(f"{told}: restore() takes it up, or {command}")
+
+
+def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> str:
+    words = ["asymcheck", "restore", str(store), "--tier", "dram"]
+    words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
+    words += [] if ring_folder == ring_folder_of(None) else ["--ring-folder", str(ring_folder)]
+    return shlex.join(words)
+
+
+def show_rings(store: Store, run: str | None, ring_folder: Path, *, as_json: bool) -> int:
+    """Print the rings of a store; return the exit status, which tells whether a ring of a killed process is damaged.
+
+    Raises:
+        NotFoundError: the folder does not exist, so that it may be the wrong one.
+    """
+    with translated("look at", ring_folder):
+        if not ring_folder.exists():
+            raise NotFoundError(f"{ring_folder} does not exist; --ring-folder names where the training has its rings")
+    rings = store.rings(run, ring_folder=ring_folder)
+    is_damaged = any(_is_damaged(ring) for ring in rings)
+    if as_json:
+        output.print_json({"store": store.location, "ring_folder": ring_folder, "rings": rings})
+    elif not rings:
+        of_run = "" if run is None else f" of run {run}"
+        click.echo(f"no rings{of_run} of store {store.location} in {ring_folder}")
+    for ring in () if as_json else rings:
+        _show(ring)
+    return exits.WARNINGS if is_damaged else exits.OK
+
+
+def _is_damaged(ring: RingFile) -> bool:
+    return not ring.is_alive and bool(ring.problem or any(capture.problem for capture in ring.captures))
+
+
+def _show(ring: RingFile) -> None:
+    click.echo(f"ring {ring.path}  {output.size(ring.nbytes)}")
+    if ring.problem:
+        click.echo(f"    {output.shown(ring.problem)}")
+        return
+    state = "alive" if ring.is_alive else "dead"
+    made = "" if ring.created_ns is None else f"  made {output.moment(ring.created_ns)} UTC"
+    click.echo(f"    run {ring.run}  rank {ring.rank}  process {ring.pid}, {state}{made}")
+    if not ring.captures:
+        click.echo("    nothing is complete in it")
+        return
+    rows = [
+        {
+            "step": "?" if capture.step is None else capture.step,
+            "generation": "?" if capture.generation is None else capture.generation,
+            "save": output.save(capture.save_id),
+            "state": output.size(capture.state_bytes),
+            "is": "durable" if capture.is_durable else "in memory only",
+            "": _soundness(capture),
+        }
+        for capture in ring.captures
+    ]
+    output.print_table(rows, numbers=("step", "generation", "state"))
+
+
+def _soundness(capture: RingCapture) -> str:
+    if capture.is_intact is None:
+        return "not checked: its process writes"
+    return "intact" if capture.is_intact else f"DAMAGED: {capture.problem}"
+
+
+def collected_ring(collected: CollectedRing, store: str, *, dry_run: bool) -> str:
+    """Return what became of a ring of a killed process, and how to take up what it holds."""
+    ring = collected.ring
+    name = f"ring {ring.path}, {output.size(ring.nbytes)}"
+    whose = "" if ring.run is None else f", run {ring.run}"
+    if collected.is_store_gone:
+        whose += f" of store {ring.store}, which is not there any more"
+    holds = ring.problem or "nothing in it is needed"
+    if collected.unsaved:
+        steps = ", ".join("?" if one.step is None else str(one.step) for one in ring.captures if not one.is_durable)
+        lost = output.count(collected.unsaved, "capture")
+        holds = f"{lost} in it not durable (step {steps})"
+    if collected.is_removed:
+        return f"{'would remove' if dry_run else 'removed'} {name}{whose}: {holds}"
+    take_up = f"restore() takes them up, or {_restore_command(store, ring.run, ring.path.parent)}"
+    if collected.is_store_gone or not collected.unsaved:
+        take_up = "nothing can take up what it holds"
+    return f"left {name}{whose}: {holds}; {take_up}; --discard-rings removes it"

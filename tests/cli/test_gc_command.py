@@ -10,7 +10,7 @@ import torch
 
 import asymcheck
 from asymcheck.cli import exits
-from asymcheck.cli.gc_command import _sentence
+from asymcheck.cli.maintenance import _sentence
 from asymcheck.pipeline.collect import Collected
 from tests.cli.conftest import Outcome
 

@@ -1,4 +1,7 @@
-"""How Checkpointers go back to a checkpoint: those of several ranks together, one by itself."""
+"""How Checkpointers go back to a checkpoint: several ranks together, or one process alone.
+
+The machines of a job may have a store each. Then one line of training leads through all stores.
+"""
 
 from __future__ import annotations
 
@@ -13,77 +16,66 @@ from asymcheck.errors import (
     AsymcheckError,
     CheckpointNotFoundError,
     FormatError,
+    HeadRecordError,
     InconsistentCheckpointError,
     LostCheckpointError,
     RankFailedError,
     RanksError,
     RecoveryError,
     RefusedStateError,
+    RemoteUnreachableError,
     UnsupportedFormatError,
 )
-from asymcheck.machines import Proposals, align, named, open_too, opened, ref_of
+from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
+from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.ownership import distributed
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.policies.pushing import Push
 from asymcheck.ranks import Ranks, Session
-from asymcheck.ranks.homes import Home
+from asymcheck.ranks.meeting import Home
 from asymcheck.ranks.session import reason_of
+from asymcheck.recovery.resolve import Skips
 from asymcheck.store import Store
 from asymcheck.tiers.owners import this_process
-from asymcheck.types import Checkpoint, CheckpointRef, Part
+from asymcheck.types import Checkpoint, CheckpointRef, Part, SaveId
 
-_REASONS_SHOWN = 4
+_SHOWN = 4
+_WHERE = "head record of another machine"
 
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """Where all ranks have gone back to."""
+    """The checkpoint to which all ranks have gone back."""
 
-    checkpoint: Checkpoint
-    """The checkpoint, as this rank has read it."""
-    generation: int
-    """The line of training that was opened from it."""
-    skipped: tuple[str, ...]
-    """On rank 0: what was passed over, with the reasons."""
+    checkpoint: Checkpoint  # as this rank has read it
+    generation: int  # which was opened from it
+    skipped: tuple[str, ...]  # on rank 0: the checkpoints that were passed over, with the reasons
 
 
 class Together:
-    """This rank among those that train one state."""
+    """One of the ranks that train one state."""
 
     def __init__(
         self, store: Store, run: str, ranks: Ranks, is_ending: Callable[[], bool], push: Push | None = None
     ) -> None:
-        """Prepare; the ranks find each other when they are needed first. ``is_ending``: this process is to end."""
+        """Prepare; the ranks find each other later. ``is_ending`` tells whether this process is to end."""
         self._store, self._run, self._ranks, self._is_ending = store, run, ranks, is_ending
         self._pushes = push is not None
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.is_first = ranks.rank == 0
         self._session: Session | None = None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self._ranks.rank == 0
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return self._ranks.world_size
-
     def part(self) -> Part:
-        """Return this rank's part of a checkpoint that is begun now; the save id of rank 0 is that of all."""
+        """Return this rank's part of a new checkpoint; all ranks will take the save id of rank 0."""
         return Part(self.rank, self.world_size, new_save_id().hex())
 
     def session(self) -> Session:
-        """Return what the ranks agree by.
+        """Return the session of the ranks, which find each other at the first call.
 
         Raises:
-            RanksMissingError: some are not there.
+            RanksMissingError: some do not come.
             RankFailedError: they are about to do different things.
         """
         if self._session is None:
@@ -97,10 +89,10 @@ class Together:
         return self._session
 
     def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
-        """Return on all ranks what ``say`` makes on rank 0, the only one that is waited for. On the training thread.
+        """Return on all ranks what ``say`` returns on rank 0, which waits for no other; on the training thread.
 
         Raises:
-            RanksMissingError: it says nothing in time.
+            RanksMissingError: rank 0 does not answer in time.
             RankFailedError: the ranks are about to do different things.
         """
         what = f"choice of an interval at step {step}"
@@ -108,15 +100,14 @@ class Together:
         return said
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others that this rank takes no part in what they do next."""
+        """Tell the other ranks that this one does not take part in the next action."""
         if self._session is not None:
             self._session.give_up(self._session.next_number(), error)
 
     def close(self) -> None:
-        """End what the ranks agree by; they find each other again when they are needed again."""
+        """End the session; the ranks find each other again when they need to."""
         session, self._session = self._session, None
         if session is not None:
-            # What is to be known is known by now.
             with contextlib.suppress(RanksError):
                 session.leave()
 
@@ -125,12 +116,12 @@ class Together:
     ) -> Returned | None:
         """Restore the newest checkpoint that all ranks can read, or that of ``step``; None when there is none yet.
 
-        Rank 0 calls ``prepare`` first, while the others wait. What ``tell`` raises fails the restore of all.
+        Rank 0 calls ``prepare`` first, while the others wait. An error of ``tell`` fails the restore of all ranks.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError: on rank 0, as :meth:`Store.load`.
-            RankFailedError: on the others, and when another one could not restore.
-            RanksMissingError: some did not come so far in time.
+            RankFailedError: on other ranks, and when another rank could not restore.
+            RanksMissingError: some did not come in time.
         """
         session = self.session()
         does = "restores the newest checkpoint" if step is None else f"restores step {step}"
@@ -141,7 +132,7 @@ class Together:
         if is_one and self.is_first:
             proposals = self._proposals(step, skipped, prepare)
         elif not is_one:
-            common = Proposals(session, self._store, self._run, step)
+            common = _Proposals(session, self._store, self._run, step)
             common.gather((number, 1), prepare)
             proposals = common.each(skipped)
         part = 1 if is_one else 2
@@ -150,7 +141,7 @@ class Together:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            # By its step each rank would read the newest of several attempts, which one has found damaged.
+            # A read by step would take the newest of several attempts again, which a rank has found damaged.
             by_step = is_one and ref.step not in steps
             steps.add(ref.step)
             read = partial(self._read if by_step else self._read_part, ref, into, tell)
@@ -176,9 +167,9 @@ class Together:
     def _proposed(
         self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None
     ) -> CheckpointRef | None:
-        """Return what rank 0 wants to restore next; None when there is nothing."""
+        """Return the checkpoint that rank 0 proposes next; None when none is left."""
         if not self.is_first:
-            return ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
+            return _ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
         try:
             ref = next(proposals, None)
         except CheckpointNotFoundError as error:
@@ -189,7 +180,7 @@ class Together:
         except BaseException as error:
             session.post(at, f"rank 0: {reason_of(error)}".encode(), failed=True)
             raise
-        session.post(at, json.dumps(named(ref)).encode())
+        session.post(at, json.dumps(_named(ref)).encode())
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
@@ -211,16 +202,16 @@ class Together:
         read: Callable[[], Checkpoint],
         skipped: list[str] | None,
     ) -> Returned | None:
-        """Go back to a checkpoint by ``read``, all ranks or none; None: one found it damaged, so another is tried.
+        """Go back by ``read``, all ranks or none; return None if the checkpoint is damaged and another may be tried.
 
-        Without ``skipped``, to which rank 0 appends why, there is no other to be tried.
+        Rank 0 appends the reason to ``skipped``; without that, no other is tried.
         """
         checkpoint, failure, is_damage = None, None, False
         try:
             checkpoint = read()
         except AsymcheckError as error:
             failure = error
-            # What an object refuses now, it would refuse of an older checkpoint, too.
+            # An object would refuse the state of an older checkpoint, too.
             is_damage = isinstance(error, (RecoveryError, FormatError)) and not isinstance(
                 error, (RefusedStateError, UnsupportedFormatError)
             )
@@ -234,9 +225,10 @@ class Together:
             failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if one["failed"] is not None]
             if not failed and checkpoint is not None:
                 generation = self._store.begin_generation(checkpoint, run=self._run)
-                head = None if session.store_ranks is None else opened(self._store, self._run, generation)
+                heads = [] if session.store_ranks is None else self._store.training.heads(self._run)
+                head = next((head_to_json(one) for one in heads if one.generation == generation), None)
                 return json.dumps({"generation": generation, "head": head}).encode()
-            reasons = "; ".join(failed[:_REASONS_SHOWN])
+            reasons = "; ".join(failed[:_SHOWN])
             if skipped is not None and all(one["failed"] is None or one["is_damage"] for one in found):
                 skipped.append(f"{ref}: {reasons}")
                 return json.dumps({"again": True}).encode()
@@ -251,30 +243,30 @@ class Together:
         if checkpoint is None or "failed" in said:
             raise RankFailedError(f"{said['failed']}; no rank may train on from it")
         if said["head"] is not None:
-            open_too(self._store, said["head"])
+            self._store.training.take_head(head_from_json(said["head"], _WHERE))
         return Returned(checkpoint, said["generation"], ())
 
     def rollback(self, background: Background | None, into: object, tell: Callable[[], object]) -> Returned:
         """Go back to the newest checkpoint on the line that is complete in the memory of all ranks.
 
-        What ``tell`` raises fails it for all.
+        An error of ``tell`` fails it for all ranks.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: no checkpoint is in the memory of all.
             RanksError
         """
         session = self.session()
         what = f"rollback of run {self._run!r}"
         number, _ = session.begin("rolls back", None, 1, lambda: None, what)
-        mine = [named(ref) for ref in (() if background is None else background.in_ring())]
+        mine = [_named(ref) for ref in (() if background is None else background.in_ring())]
 
         def decide(reports: Sequence[bytes]) -> bytes:
-            everywhere = set.intersection(*({ref_of(one) for one in json.loads(report)} for report in reports))
+            everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
             on_line = self._store.training.line(self._run)
             newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
-            return json.dumps(named(newest)).encode()
+            return json.dumps(_named(newest)).encode()
 
-        ref = ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
+        ref = _ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
         if ref is None or background is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
@@ -296,16 +288,16 @@ class Together:
 
 
 def _settle(into: object) -> None:
-    """Let parts do what takes all ranks: from here on none of them can have failed to come so far."""
+    """Let parts of the state do what needs all ranks, none of which can fail to come from here on."""
     for part in distributed(into):
         part.settle()
 
 
 def saved(capture: Capture) -> Checkpoint:
-    """Return the checkpoint that a capture of all ranks became.
+    """Return the checkpoint of a capture of all ranks.
 
     Raises:
-        LostCheckpointError: it became none.
+        LostCheckpointError: it was not committed.
     """
     ref, request = capture.ref, capture.request
     if ref is None:
@@ -321,7 +313,7 @@ def restored_alone(
 ) -> Returned | None:
     """Restore the newest consistent checkpoint, or that of ``step``; None when there is none yet.
 
-    What was passed over is told before it is abandoned: a caller may turn the warning into an error.
+    ``tell_of_skipped`` is called before a checkpoint is abandoned, because a warning may be turned into an error.
 
     Raises:
         CheckpointNotFoundError: ``step`` was given and is not there.
@@ -350,3 +342,127 @@ def rolled_back_alone(store: Store, run: str, background: Background | None, int
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
     checkpoint = store.training.load_captured(*found, into=into)
     return Returned(checkpoint, store.begin_generation(checkpoint, run=run), ())
+
+
+def _named(ref: CheckpointRef | None) -> list[object] | None:
+    """Return the identity of a checkpoint as JSON."""
+    return None if ref is None else [ref.generation, ref.step, ref.save_id.hex()]
+
+
+def _ref_of(said: object) -> CheckpointRef | None:
+    """Return the identity that :func:`_named` encoded."""
+    if not isinstance(said, list):
+        return None
+    generation, step, save_id = said
+    return CheckpointRef(generation, step, SaveId(bytes.fromhex(save_id)))
+
+
+def align(session: Session, store: Store, run: str) -> None:
+    """Copy the head records of every store to all stores, because a machine may be new, or have been away.
+
+    Raises:
+        HeadRecordError: a record is damaged in all stores, or two stores belong to different trainings.
+        RanksError: another rank is missing, or could not read its store.
+        AsymcheckError: this rank could not read its store; it tells the others.
+    """
+    what = f"line of run {run!r}"
+    number, _ = session.begin("compares its line of training", None, 1, lambda: None, what)
+    try:
+        heads = _heads(session, store, run)
+    except BaseException as error:
+        session.report((number, 1), reason_of(error).encode(), failed=True)
+        raise
+    mine = [head_to_json(head) for head in heads]
+    decide = partial(_merged, session.groups)
+    for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
+        store.training.take_head(head_from_json(said, _WHERE))
+
+
+def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
+    if not session.is_first_here:
+        return []
+    if session.is_first:
+        # If all machines are new, the records are in the location behind them.
+        with contextlib.suppress(RemoteUnreachableError):
+            return store.training.heads(run, behind=True)
+    return store.training.heads(run)
+
+
+def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
+    """Return the head records of all stores.
+
+    Raises:
+        HeadRecordError: two stores have different records of one generation.
+    """
+    found: dict[int, tuple[HeadRecord, Spans]] = {}
+    for group in groups:
+        for said in json.loads(reports[group[0][0]]):
+            head = head_from_json(said, _WHERE)
+            other, theirs = found.setdefault(head.generation, (head, group))
+            if not other.is_same(head):
+                raise HeadRecordError(
+                    f"generation {head.generation} of run {head.run!r} is one thing in the store of "
+                    f"{named_spans(theirs)} and another in that of {named_spans(group)}: one of the two machines "
+                    "was part of an attempt, or of another training, of which the other knows nothing. Remove its "
+                    "store, or give the run another name"
+                )
+    return json.dumps([head_to_json(found[generation][0]) for generation in sorted(found)]).encode()
+
+
+class _Proposals:
+    """The checkpoints that the ranks of several stores can read, each from its store or the location behind it."""
+
+    def __init__(self, session: Session, store: Store, run: str, step: int | None) -> None:
+        self._session, self._store, self._run, self._step = session, store, run, step
+        # For each store, its checkpoints, and whether its ranks can read them.
+        self._found: list[dict[CheckpointRef, bool]] = []
+
+    def gather(self, at: tuple[int, int], prepare: Callable[[], object]) -> None:
+        """Let the first rank of each store call ``prepare``, and report what the ranks of the store can read."""
+        session = self._session
+        try:
+            mine: list[object] = []
+            if session.is_first_here:
+                prepare()
+                found = self._store.training.restorable_parts(self._run, self._step, ranks_in(session.groups[0]))
+                mine = [[_named(ref), is_readable] for ref, is_readable in found.items()]
+        except BaseException as error:
+            session.report(at, reason_of(error).encode(), failed=True)
+            raise
+        what = f"restore of run {self._run!r}"
+        session.agree(at, json.dumps(mine).encode(), self._take, what)
+
+    def _take(self, reports: Sequence[bytes]) -> bytes:
+        firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]
+        self._found = [
+            {ref: is_readable for said, is_readable in found if (ref := _ref_of(said)) is not None} for found in firsts
+        ]
+        return b""
+
+    def each(self, skipped: list[str]) -> Iterator[CheckpointRef]:
+        """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``.
+
+        Raises:
+            CheckpointNotFoundError: no store has any checkpoint.
+            InconsistentCheckpointError: no checkpoint is left.
+        """
+        which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
+        if not any(self._found):
+            raise CheckpointNotFoundError(f"none of {len(self._found)} stores has {which} of run {self._run!r}")
+        skips = Skips(skipped)
+        for ref in sorted(set[CheckpointRef]().union(*self._found), reverse=True):
+            if all(found.get(ref, False) for found in self._found):
+                yield ref
+            else:
+                skips.add(ref, self._lacking(ref))
+        raise InconsistentCheckpointError(
+            f"{which} of run {self._run!r} can be restored by all ranks. Machines that lost their store, or have other "
+            "ranks than before, restore from the location to which all push: give it as remote:",
+            skipped,
+        )
+
+    def _lacking(self, ref: CheckpointRef) -> str:
+        groups = zip(self._session.groups, self._found, strict=True)
+        lacking = [named_spans(group) for group, found in groups if not found.get(ref, False)]
+        more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
+        return f"what {', '.join(lacking[:_SHOWN])}{more} would read of it is not there"

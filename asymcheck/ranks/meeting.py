@@ -1,31 +1,40 @@
-"""The meeting: ranks find each other by a key that rank 0 writes and all others look at."""
+"""The rendezvous: ranks find each other by a key that rank 0 writes, and compare where each of them saves."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from asymcheck.errors import RankFailedError
 from asymcheck.format.spans import Spans, spans_of
-from asymcheck.ranks.clock import Clock, Remedy, missing_error
-from asymcheck.ranks.homes import Home, grouped, refusal_of
-from asymcheck.ranks.keys import Keys, in_parts
+from asymcheck.ranks.keys import Clock, Keys, Remedy, in_parts, missing_error
 from asymcheck.ranks.ranks import Ranks
 
 
 @dataclasses.dataclass(frozen=True)
+class Home:
+    """The place where a rank saves."""
+
+    store: str
+    node: str
+    boot: str
+    pushes: bool = False  # whether it pushes to a location
+
+
+NO_HOME = Home("", "", "")
+"""For ranks whose place does not matter."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Met:
-    """What came of a meeting."""
+    """The result of a rendezvous."""
 
     name: str
-    """The name of the session."""
-    groups: tuple[Spans, ...]
-    """On rank 0: the ranks of each store. On others: those of its own alone."""
+    groups: tuple[Spans, ...]  # on rank 0: the ranks of each store. On others: those of its own alone
     count: int
-    """How many stores there are."""
 
 
 def meet(ranks: Ranks, keys: Keys, run: str, terms: Mapping[str, str], home: Home) -> Met:
@@ -106,3 +115,40 @@ def _receive(ranks: Ranks, keys: Keys, meeting: str, mine: bytes, clock: Clock) 
     if refusal:
         raise RankFailedError(refusal)
     return groups
+
+
+def grouped(homes: Sequence[Home]) -> list[list[int]]:
+    """Return the ranks of each store, ordered by their first rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, home in enumerate(homes):
+        groups.setdefault(home.store, []).append(rank)
+    return list(groups.values())
+
+
+def refusal_of(homes: Sequence[Home]) -> str:
+    """Return why ranks that save in these places cannot save together; empty when they can."""
+    of_store: dict[str, int] = {}
+    of_node: dict[str, int] = {}
+    for rank, home in enumerate(homes):
+        first = of_store.setdefault(home.store, rank)
+        if homes[first].boot != home.boot:
+            return (
+                f"the stores of rank {first} on {homes[first].node} and of rank {rank} on {home.node} have one id "
+                f"({home.store}): one is a copy of the other. Remove the copy, so that a new store is made there"
+            )
+        first = of_node.setdefault(home.node, rank)
+        if homes[first].store != home.store:
+            return (
+                f"ranks on one machine save into one store: rank {first} has {homes[first].store}, rank {rank} has "
+                f"{home.store}, both on {home.node}. Open the same directory on both; containers with a drive of their "
+                "own say so by Ranks.from_torch(node=…), with a name for each"
+            )
+    firsts = [group[0] for group in grouped(homes)]
+    pushes, silent = ([rank for rank in firsts if homes[rank].pushes is does] for does in (True, False))
+    if not pushes or not silent:
+        return ""
+    does, does_not = (f"rank {rank} on {homes[rank].node}" for rank in (pushes[0], silent[0]))
+    return (
+        f"{does} pushes, and {does_not} does not: where machines have a store each, a checkpoint is whole only where "
+        "all push. Give all of them the same push=, or none"
+    )

@@ -1,8 +1,8 @@
 """A session: ranks that found each other, and come to decisions one after the other.
 
-Each decision is a *round*: every rank reports, rank 0 decides on all reports, and everyone gets the verdict. Rounds
-are numbered the same on all ranks, because all do the same things in the same order; a session has a random name that
-rank 0 gave it, so that what processes of before have left in the store is never taken for an answer.
+Each decision is a *round*: every rank reports, rank 0 decides on all reports, and every rank gets the verdict. Rounds
+have the same numbers on all ranks, because all ranks do the same things in the same order. A session has a random name
+from rank 0, so that an answer of earlier processes in the key-value store is never taken for a new one.
 """
 
 from __future__ import annotations
@@ -16,94 +16,88 @@ from typing import Any
 
 from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format.spans import ranks_in
-from asymcheck.ranks.clock import ENDING_S, Clock, missing_error
-from asymcheck.ranks.homes import NO_HOME, Home
-from asymcheck.ranks.keys import Keys, in_parts
-from asymcheck.ranks.meeting import Met, meet
+from asymcheck.ranks.keys import ENDING_S, Clock, Keys, in_parts, missing_error
+from asymcheck.ranks.meeting import NO_HOME, Home, Met, meet
 from asymcheck.ranks.ranks import Ranks
 
 _SHOWN = 8
 _SAID, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
 Round = tuple[int, int]
-"""A number of what is done together, and of a part of that; rounds of one thread come in this order."""
+"""The number of a common action, and of a part of it; rounds of one thread come in this order."""
 _LAST: Round = (1 << 62, 0)
 Decide = Callable[[Sequence[bytes]], "bytes | list[bytes]"]
-"""Makes the verdict of all reports: one for all, or one for each rank."""
+"""Makes the verdict from all reports: one for all ranks, or one for each rank."""
 
 
 class Session:
-    """Ranks that found each other. One thread uses it at a time; a further one takes :meth:`for_thread`."""
+    """Ranks that found each other. One thread uses it at a time; another one takes :meth:`for_thread`.
+
+    Methods that wait raise RanksMissingError when ranks do not report in time, or rank 0 does not answer, and
+    RankFailedError when a rank reports a failure, or ranks are about to do different things.
+    """
 
     def __init__(self, ranks: Ranks, keys: Keys, name: str, met: Met, posted: list[tuple[Round, str]]) -> None:
-        """Wrap what was agreed; use :meth:`join`."""
+        """Use :meth:`join` instead."""
         self._ranks, self._keys, self._name, self._met = ranks, keys, name, met
-        # Of rank 0: what it has said, to be removed when everybody has heard it. Shared by all threads.
+        # On rank 0: keys to be removed when all ranks have read them. Shared by all threads.
         self._posted = posted
-        # Of rank 0, too: the round to which all report in what it has told them last, if to any.
+        # On rank 0: the round in which all ranks report on the last action that it has announced, if in any.
         self._awaited: Round | None = None
         self._lock = threading.Lock()
         self._absent = Absent()
         self._number = 0
-        # Of the others: to which part of what rank 0 does this one has to report, and whether it may have missed some.
+        # On other ranks: the part of the action in which to report, and whether an action may have been missed.
         self._first: int | None = None
         self._is_behind = False
         self._reported: tuple[Round, int] | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
         self.local_size = min(ranks.local_size, len(ranks_in(met.groups[0])))
-        """How many ranks share the memory of this machine, as far as is known."""
+        """Number of ranks that share the memory of this machine, as far as is known."""
         self.groups = met.groups
-        """The ranks of each store: on rank 0 of all stores, on others of its own."""
+        """The ranks of each store: on rank 0, of all stores; on other ranks, of its own."""
         self.store_ranks = met.groups[0] if met.count > 1 else None
-        """The ranks that save into the store of this one; None when all do."""
+        """The ranks that save into this rank's store; None when all ranks do."""
         self.is_first_here = met.groups[0][0][0] == ranks.rank
-        """Whether this is the first rank of its store, which does there what is done once."""
+        """Whether this is the first rank of its store."""
         self.is_ending: Callable[[], bool] = lambda: False
-        """Tells whether this process is to end, and so should not wait for long."""
+        """Tells whether this process is to end, and so must not wait for long."""
 
     @classmethod
     def join(cls, ranks: Ranks, run: str, terms: Mapping[str, str], home: Home = NO_HOME) -> Session:
-        """Find the other ranks: when this returns, all are there, alive, and have the same ``terms``.
+        """Find the other ranks: when this returns, all have come and have the same ``terms``.
 
-        ``home`` says where this one saves.
-
-        Raises:
-            RanksMissingError: some are not there.
-            RankFailedError: they differ in what they are about to do.
+        ``home`` is the place where this rank saves.
         """
         keys = ranks.connect()
         met = meet(ranks, keys, run, terms, home)
         return cls(ranks, keys, f"{run}/{met.name}", met, [])
 
     def for_thread(self) -> Session:
-        """Return this session for another thread, which then waits without holding this one up."""
+        """Return this session for another thread, which waits by itself."""
         other = Session(self._ranks, self._ranks.connect(), self._name, self._met, self._posted)
         other._lock, other._absent = self._lock, self._absent
         other.is_ending = self.is_ending
         return other
 
-    # -------------------------------------------------------------- what is done together next, on the training thread
+    # -------------------------------------------------------------------- common actions, on the training thread
 
     def next_number(self) -> int:
-        """Return the number of what is done together next. Rank 0 counts it now, others when they hear of it."""
+        """Return the number of the next action. Rank 0 counts it now, other ranks when they hear of it."""
         self._number += self.is_first
         return self._number if self.is_first else self._number + 1
 
     def open(self, number: int, does: str, step: int | None, first: int | None, said: object) -> None:
-        """Tell all others, as rank 0, what is done together now; they report to part ``first``, if to any."""
+        """Announce an action, as rank 0; the other ranks report in its part ``first``, if in any."""
         self._awaited = None if first is None else (number, first)
         self.post((number, 0), json.dumps({"does": does, "step": step, "first": first, "said": said}).encode())
 
     def follow(self, does: str, step: int | None, what: str, *, old_counts: bool = False) -> tuple[int, Any]:
-        """Wait until rank 0 does the same; return its number, and what rank 0 says of it.
+        """Wait until rank 0 announces the same action; return its number, and what rank 0 says of it.
 
-        A rank that may have missed something passes over what rank 0 has done without it, but for the same thing at an
-        earlier step where ``old_counts``.
-
-        Raises:
-            RanksMissingError: rank 0 does nothing in time; what it does later will be passed over.
-            RankFailedError: it failed, or does something else.
+        A rank that may have missed an action skips those that rank 0 has done without it. With ``old_counts``, the
+        same action at an earlier step is not skipped.
         """
         while True:
             word = self._next_word(what)
@@ -127,11 +121,7 @@ class Session:
     def begin(
         self, does: str, step: int | None, first: int | None, say: Callable[[], object], what: str
     ) -> tuple[int, Any]:
-        """Do something together: return its number, and on all ranks what ``say`` makes on rank 0.
-
-        Raises:
-            RanksError: as :meth:`follow`; what rank 0 said of an earlier step counts.
-        """
+        """Begin an action: return its number, and on all ranks what ``say`` returns on rank 0."""
         if not self.is_first:
             return self.follow(does, step, what, old_counts=True)
         number = self.next_number()
@@ -140,18 +130,18 @@ class Session:
         return number, said
 
     def give_up(self, number: int, error: BaseException) -> None:
-        """Tell the others that this rank takes no part, also when rank 0 has not begun yet; what fails then is told."""
+        """Tell the other ranks that this one does not take part, even if rank 0 has not announced the action yet."""
         reason = reason_of(error).encode()
         with contextlib.suppress(RanksError):
             if self.is_first:
                 self.report((number, 0), reason, failed=True)
                 if self._awaited is not None and self._awaited[0] == number:
-                    # Who has heard by now that it begins waits for the verdict of that round.
+                    # A rank that has heard the announcement waits for the verdict of this round.
                     self.report(self._awaited, reason, failed=True)
                 return
             if number > self._number:
                 was_behind, self._is_behind = self._is_behind, True
-                # Whom nobody answered asks no more, and who is interrupted waits for nobody.
+                # After a missing answer this rank does not ask again, and after an interrupt it does not wait.
                 if isinstance(error, Exception) and not isinstance(error, RanksError):
                     self._next_word("giving up")
                     self._is_behind = was_behind
@@ -172,26 +162,19 @@ class Session:
         self._number, self._first = number, word["first"]
         return word
 
-    # ---------------------------------------------------------------------------------------------- what rank 0 says
-
     def post(self, at: Round, value: bytes, *, failed: bool = False) -> None:
-        """Say something to all others, as rank 0."""
+        """Say something to all other ranks, as rank 0."""
         self._post(self._key(at), (_FAILED if failed else _SAID) + value, at)
 
     def hear(self, at: Round, what: str) -> bytes:
-        """Wait for what rank 0 says.
-
-        Raises:
-            RanksMissingError: it says nothing in time.
-            RankFailedError: it says that it failed.
-        """
+        """Wait for what rank 0 posts."""
         return self._heard(at, what, self._ranks.timeout_s)
 
     def _heard(self, at: Round, what: str, timeout_s: float) -> bytes:
         key = self._key(at)
         clock = self._clock(self.world_size, timeout_s)
         if not clock.wait(lambda: self._keys.has([key])):
-            # Rank 0 says late what it has to say, and removes it when this one has reported to something later.
+            # Rank 0 may post it late, and removes it when this rank has reported in a later round.
             self._absent.note({0: key})
             raise missing_error([0], what, clock.waited_s)
         self._absent.clear()
@@ -206,10 +189,10 @@ class Session:
             value = self._keys.take(f"{key}/to/{self.rank}")
         return value
 
-    # ------------------------------------------------------------------------------------------------------- a round
+    # ------------------------------------------------------------------------------------------------------ rounds
 
     def report(self, at: Round, value: bytes, *, failed: bool = False) -> None:
-        """Give this rank's report of a round without waiting for the verdict; on rank 0, only a failure."""
+        """Report in a round without waiting for the verdict; rank 0 reports only failures."""
         tagged = (_FAILED if failed else _SAID) + value
         if not self.is_first:
             self._reported = at, self._keys.put(self._report_key(at, self.rank), tagged)
@@ -221,13 +204,9 @@ class Session:
 
         Args:
             at: the round.
-            value: what this rank reports.
-            decide: called on rank 0 with the reports by rank; what it raises fails the round on all ranks.
-            what: for errors: what is being done.
-
-        Raises:
-            RanksMissingError: some ranks did not report in time, or rank 0 did not decide.
-            RankFailedError: one reported a failure.
+            value: the report of this rank.
+            decide: called on rank 0 with the reports by rank; its errors fail the round on all ranks.
+            what: name of the action in errors.
         """
         if not self.is_first:
             self.report(at, value)
@@ -249,12 +228,8 @@ class Session:
         return verdict_of_all[0]
 
     def verdict(self, at: Round, what: str) -> bytes:
-        """Wait for the verdict of a round that this rank has reported to; not for rank 0.
-
-        Raises:
-            RanksMissingError, RankFailedError: as :meth:`agree`.
-        """
-        # Rank 0 may begin to wait for a missing rank later than this one, and its verdict names that one.
+        """Wait for the verdict of a round in which this rank has reported; not for rank 0."""
+        # Rank 0 may begin later to wait for a missing rank, and its verdict names that rank.
         verdict = self._heard(at, what, 2 * self._ranks.timeout_s)
         if self._reported is not None and self._reported[0] == at:
             self._keys.remove(self._report_key(at, self.rank), self._reported[1])
@@ -282,7 +257,7 @@ class Session:
         return [one[1:] for one in found]
 
     def leave(self) -> None:
-        """End the session. Rank 0, whose process may hold the store, waits a moment until the others have heard all."""
+        """End the session. Rank 0 waits a moment for the others, because its process may hold the key-value store."""
         at = _LAST
         if not self.is_first:
             self._keys.put(self._report_key(at, self.rank), b"")
@@ -297,8 +272,6 @@ class Session:
         is_gone = partial(self._absent.is_any_still, self._keys) if self._absent.is_any() else None
         return Clock(timeout_s, lookers, self.is_ending, is_gone)
 
-    # ------------------------------------------------------------------------------------------------------- keys
-
     def _key(self, at: Round) -> str:
         return f"{self._name}/{at[0]}.{at[1]}"
 
@@ -311,7 +284,7 @@ class Session:
         self._keys.put(key, value)
 
     def _forget_before(self, at: Round) -> None:
-        """Remove what was said in earlier rounds: who reports in this one has heard it."""
+        """Remove the keys of earlier rounds, which all ranks that report in this one have read."""
         with self._lock:
             heard = [key for when, key in self._posted if when < at]
             self._posted[:] = [one for one in self._posted if one[0] >= at]
@@ -323,41 +296,40 @@ def _named(does: str, step: int | None) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Say to other ranks why this one failed."""
+    """Return the reason of a failure for other ranks."""
     return str(error) if isinstance(error, RanksError) else f"{type(error).__name__}: {error}"
 
 
 class Absent:
-    """The ranks that one rank misses. It is shared by the threads of a session, each with keys of its own."""
+    """The ranks that did not come in time. The threads of a session share it, each with keys of its own."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._lock = threading.Lock()
         self._signs: dict[int, list[str]] = {}
 
     def note(self, signs: Mapping[int, str]) -> None:
-        """Note that ranks did not come in time, each with the key that it puts there when it comes too late."""
+        """Note that ranks did not come in time, each with the key that it sets when it comes too late."""
         with self._lock:
             for rank, key in signs.items():
-                # The first, for who is late each time may put the newest there too late again; and the newest, for
-                # nothing says that the first ever comes.
+                # The first key, because a rank that is late each time may also set the newest one too late. The newest
+                # key, because the first one may never come.
                 self._signs[rank] = [*self._signs.get(rank, [])[:1], key]
 
     def clear(self) -> None:
-        """Note that all have come."""
+        """Note that all ranks have come."""
         with self._lock:
             self._signs.clear()
 
     def is_any(self) -> bool:
-        """Tell whether some rank is missed, without looking for a sign of life."""
+        """Tell whether a rank is missing, without looking for its keys."""
         with self._lock:
             return bool(self._signs)
 
     def is_any_still(self, keys: Keys) -> bool:
-        """Tell whether some rank is missed that has shown no sign of life since; who has shown one is not missed."""
+        """Tell whether a rank is missing that has set none of its keys since."""
         with self._lock:
             signs = dict(self._signs)
-        # What is noted meanwhile stays: the store is asked without the lock.
+        # The store is asked without the lock, so that a note made meanwhile has to stay.
         come = [rank for rank, some in signs.items() if any(keys.has([key]) for key in some)]
         with self._lock:
             for rank in come:

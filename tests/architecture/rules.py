@@ -57,7 +57,6 @@ LAYERS = (
             "pruning",
             "save_reporting",
             "together",
-            "machines",
             "migration",
             "verify",
         ),

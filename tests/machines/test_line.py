@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from asymcheck import Ranks, Store
 from asymcheck.errors import AsymcheckError, HeadRecordError, RankFailedError, StorageError
-from asymcheck.machines import align
 from asymcheck.ranks import Session
-from asymcheck.ranks.homes import Home
+from asymcheck.ranks.meeting import Home
+from asymcheck.together import align
 from tests.ranks.launched import CONFIG
 from tests.ranks.test_session import each
 

@@ -49,7 +49,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Meet:
 
     def met(world_size: int) -> tuple[Time, list[Session]]:
         time, sessions = Time(), sessions_of(dist.HashStore(), world_size, _PATIENCE_S)
-        monkeypatch.setattr("asymcheck.ranks.clock.time", time)
+        monkeypatch.setattr("asymcheck.ranks.keys.time", time)
         return time, sessions
 
     return met

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from asymcheck.errors import RankFailedError
 from asymcheck.ranks import Session
-from asymcheck.ranks.homes import Home, refusal_of
+from asymcheck.ranks.meeting import Home, refusal_of
 from tests.ranks.test_session import each, ranks_of
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.format.spans import spans_of
-from asymcheck.ranks.parity import Difference, Parity
-from asymcheck.ranks.sharing import NOBODY, Sharing, decode_shares, encode_rows
+from asymcheck.ranks.sharing import NOBODY, Difference, Parity, Sharing, decode_shares, encode_rows
 
 STORES = (0, 0, 1, 1)
 """Of four ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.partition.schedule import Layout
+from asymcheck.partition.plan import Layout
 from asymcheck.pipeline.timer import Timer
 from asymcheck.pipeline.timing import Timing
 

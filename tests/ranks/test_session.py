@@ -16,8 +16,8 @@ import torch.distributed as dist
 from asymcheck import Ranks
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
 from asymcheck.ranks import KeyStore, Session
-from asymcheck.ranks.clock import Remedy, missing_error
-from asymcheck.ranks.homes import Home
+from asymcheck.ranks.keys import Remedy, missing_error
+from asymcheck.ranks.meeting import Home
 from asymcheck.ranks.ranks import find_ranks
 
 _T = TypeVar("_T")
@@ -199,7 +199,7 @@ def test_a_rank_that_was_missing_is_waited_for_again() -> None:
 
 def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it would wait else."""
-    monkeypatch.setattr("asymcheck.ranks.clock.ENDING_S", 0.05)
+    monkeypatch.setattr("asymcheck.ranks.keys.ENDING_S", 0.05)
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=1000)
     other = sessions[0].for_thread()
     other.is_ending = lambda: True

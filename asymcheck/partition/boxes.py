@@ -23,12 +23,9 @@ _WIDEST = 8
 class Box:
     """A rectangular part of a tensor: ``whole[offset[0]:offset[0] + shape[0], …]``."""
 
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offset: tuple[int, ...]
-    """Where the part begins in it, for each dimension."""
-    shape: tuple[int, ...]
-    """Shape of the part."""
+    whole: tuple[int, ...]  # shape of the whole tensor
+    offset: tuple[int, ...]  # where the part begins in it, for each dimension
+    shape: tuple[int, ...]  # shape of the part
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -104,10 +101,8 @@ class Box:
 class Tiling:
     """From which parts each element of a box is taken."""
 
-    tiles: tuple[tuple[int, Box], ...]
-    """Number of a part and what is taken from it; no two have an element in common."""
-    missing: Box | None
-    """Some elements that no part has; None when there are none."""
+    tiles: tuple[tuple[int, Box], ...]  # number of a part and what is taken from it; no two have an element in common
+    missing: Box | None  # some elements that no part has; None when there are none
 
 
 def tile(box: Box, parts: Sequence[Box]) -> Tiling:
@@ -168,16 +163,11 @@ def _tile_one_by_one(box: Box, parts: Sequence[tuple[int, Box]]) -> Tiling:
 class Region:
     """Bytes in rows at regular distances, in two places."""
 
-    source: int
-    """First byte in the one place."""
-    target: int
-    """First byte in the other."""
-    shape: tuple[int, ...]
-    """How many; the last is of bytes that follow each other."""
-    source_strides: tuple[int, ...]
-    """Distances in bytes in the one place; the last is 1."""
-    target_strides: tuple[int, ...]
-    """Distances in bytes in the other; the last is 1."""
+    source: int  # first byte in the one place
+    target: int  # first byte in the other
+    shape: tuple[int, ...]  # how many; the last is of bytes that follow each other
+    source_strides: tuple[int, ...]  # distances in bytes in the one place; the last is 1
+    target_strides: tuple[int, ...]  # distances in bytes in the other; the last is 1
 
     @property
     def nbytes(self) -> int:

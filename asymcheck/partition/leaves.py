@@ -61,24 +61,15 @@ class Leaf:
     collector, which takes hundreds of milliseconds: so there are slots and no dict, few locks, and shared tuples.
     """
 
-    source: Source
-    """The tensor itself; its bytes are read when they are captured."""
-    name: str
-    """Dotted name of its first place in the state."""
+    source: Source  # the tensor itself; its bytes are read when they are captured
+    name: str  # dotted name of its first place in the state
     dtype: str
-    """Name of the dtype in the format."""
     shape: tuple[int, ...]
-    """Shape."""
-    nbytes: int
-    """Bytes of its elements in row-major order."""
-    group: str
-    """Tensors are bundled only with others of the same group."""
-    box: Box
-    """Which part of the whole tensor, over all ranks, it is."""
-    aliases: tuple[str, ...] = ()
-    """Its further names."""
-    key: tuple[object, ...] | None = None
-    """See :func:`identity_key`."""
+    nbytes: int  # bytes of its elements in row-major order
+    group: str  # tensors are bundled only with others of the same group
+    box: Box  # which part of the whole tensor, over all ranks, it is
+    aliases: tuple[str, ...] = ()  # its further names
+    key: tuple[object, ...] | None = None  # see :func:`identity_key`
     _flat: torch.Tensor | None = None
 
     @property

@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
 from asymcheck.errors import UnsupportedValueError
+from asymcheck.format.tree import Key
 from asymcheck.partition.boxes import Box
+from asymcheck.types import Stateful
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -52,16 +54,34 @@ class TensorShard:
         return Box(tuple(self.global_shape), tuple(self.offset), tuple(self.local.shape))
 
 
+@runtime_checkable
+class Distributed(Stateful, Protocol):
+    """A part of a state that ranks hold together and that knows more than a state_dict() says, such as an engine.
+
+    Stored states have placeholders in the place of tensors.
+    """
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What changes :meth:`owned`, and is fenced when it steps."""
+
+    def owned(self) -> Iterable[torch.Tensor]:
+        """Yield tensors of the state that nothing but a step of :attr:`optimizer` changes."""
+
+    def misfits(self, stored: Mapping[Key, object]) -> Iterable[str]:
+        """Yield what in a stored state the object will refuse."""
+
+    def missing(self, stored: Mapping[Key, object]) -> Iterable[tuple[object, TensorShard]]:
+        """Yield placeholders of tensors that are not there yet, each with one of the parts that is cut alike."""
+
+    def settle(self) -> None:
+        """Do what takes all ranks, when each has been restored."""
+
+
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether a tensor is sharded by torch, without importing that part of torch for those who do not use it."""
     module = sys.modules.get(_DTENSORS)
     return module is not None and isinstance(value, module.DTensor)
-
-
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return what this rank holds of a DTensor: the very memory, apart from autograd."""
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,7 +113,7 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
         raise UnsupportedValueError(
             path, f"the tensor has placements {tensor.placements}: reduce its partial sums first"
         )
-    local = local_of(tensor)
+    (local,) = locals_of([tensor])
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

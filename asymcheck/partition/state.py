@@ -1,4 +1,4 @@
-"""State to leaves: walks the nested state once, giving the tree of plain values and the list of tensors."""
+"""The walk over a nested state, which returns the tree of plain values and the list of tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TypeGuard
 
 import numpy as np
@@ -32,62 +33,42 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What tensors are besides their bytes, by row: the same object as long as that stays the same."""
+    """Everything about tensors but their bytes, by row: the same object as long as it does not change."""
 
-    names: tuple[str, ...]
-    """Dotted names of their first places in the state."""
-    aliases: tuple[tuple[str, ...], ...]
-    """Their further names."""
+    names: tuple[str, ...]  # dotted names of their first places in the state
+    aliases: tuple[tuple[str, ...], ...]  # their further names
     dtypes: tuple[str, ...]
-    """Names of their dtypes in the format."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes."""
-    boxes: tuple[Box, ...]
-    """Which parts of whole tensors they are."""
-    sizes: tuple[int, ...]
-    """Bytes of their elements."""
-    widths: tuple[int, ...]
-    """Bytes of one of their elements."""
-    groups: tuple[str, ...]
-    """Tensors are bundled only with others of the same group."""
+    boxes: tuple[Box, ...]  # which parts of whole tensors they are
+    sizes: tuple[int, ...]  # bytes of their elements
+    widths: tuple[int, ...]  # bytes of one of their elements
+    groups: tuple[str, ...]  # tensors are bundled only with others of the same group
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf]) -> Columns:
-        """Return those of leaves."""
-        return cls(
-            tuple([leaf.name for leaf in leaves]),
-            tuple([leaf.aliases for leaf in leaves]),
-            tuple([leaf.dtype for leaf in leaves]),
-            tuple([leaf.shape for leaf in leaves]),
-            tuple([leaf.box for leaf in leaves]),
-            tuple([leaf.nbytes for leaf in leaves]),
-            tuple([leaf.width for leaf in leaves]),
-            tuple([leaf.group for leaf in leaves]),
-        )
+        """Describe leaves."""
+        columns = ("name", "aliases", "dtype", "shape", "box", "nbytes", "width", "group")
+        return cls(*(tuple(map(attrgetter(column), leaves)) for column in columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatState:
-    """A state taken apart."""
+    """A flattened state."""
 
-    tree: Node
-    """Its structure and plain values; tensors are row numbers."""
-    leaves: list[Leaf]
-    """Its tensors by row number; a tied tensor is there once."""
+    tree: Node  # structure and plain values; tensors are row numbers
+    leaves: list[Leaf]  # tensors by row number; a tied tensor has one row
     columns: Columns
-    """What they are besides their bytes."""
 
 
 Called = dict[int, tuple[Stateful, object]]
-"""What ``state_dict()`` of objects returned, by their ids, with the objects, so that these stay what they are."""
+"""Objects and their ``state_dict()`` by the ids of the objects, which are kept so that an id stays unique."""
 
 
 def flatten(state: object) -> FlatState:
-    """Take a nested state apart without copying a tensor; see :class:`asymcheck.partition.flattener.Flattener`, too.
+    """Flatten a nested state without copying a tensor; see also :class:`asymcheck.partition.flattener.Flattener`.
 
     Containers are dict, OrderedDict, Counter, list and tuple; keys are str and int; leaves are tensors, numpy arrays
-    and scalars, and plain values. Objects
-    with ``state_dict`` and ``load_state_dict`` are replaced by what ``state_dict()`` returns.
+    and scalars, and plain values. Objects with ``state_dict`` and ``load_state_dict`` are replaced by their state.
 
     Raises:
         UnsupportedValueError: something cannot be stored; names its path.
@@ -101,11 +82,11 @@ class Walker:
     """Walks a state; a node's name is None at the root. A save waits for this: a millisecond for some 300 nodes."""
 
     def __init__(self, called: Called, group: str = "") -> None:
-        """Begin with no tensor; what is in ``called`` is not called again. Below the root, say in which group it is."""
+        """Begin; objects in ``called`` are not called again. Below the root, tensors belong to ``group``."""
         self.leaves: list[Leaf] = []
-        """The tensors that were met, by row."""
+        """The tensors by row."""
         self.visits: list[tuple[object, int]] = []
-        """Every tensor where it was met, also where it was met before, as the state has it, and its row."""
+        """Every occurrence of a tensor, as the state has it, and its row."""
         self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
         self._group = group

@@ -23,8 +23,8 @@ from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring import RingHeader
 from asymcheck.partition.flattener import Flattener
+from asymcheck.partition.plan import Layout, Plan
 from asymcheck.partition.profile import Iteration
-from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.capturer import Capturer
 from asymcheck.pipeline.encoder import Encoder

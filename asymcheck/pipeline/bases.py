@@ -11,8 +11,7 @@ import numpy as np
 from asymcheck.codecs import derived
 from asymcheck.codecs.rounding import DTYPES
 from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED
-from asymcheck.partition.originals import Originals
-from asymcheck.partition.schedule import Plan
+from asymcheck.partition.plan import Originals, Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.encoder import Base
 from asymcheck.tiers.dram_ring import Ring

@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from asymcheck.events import Detail, tell
-from asymcheck.partition.plan import Partition
+from asymcheck.partition.plan import Partition, Plan
 from asymcheck.partition.roles import role_of
-from asymcheck.partition.schedule import Plan
 from asymcheck.partition.state import FlatState
 from asymcheck.pipeline.encoder import Contents, contents_of
 from asymcheck.pipeline.proof import Witnesses

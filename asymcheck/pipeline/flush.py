@@ -17,8 +17,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DERIVED
 from asymcheck.partition.leaves import Leaf, copy_partition
-from asymcheck.partition.originals import Originals
-from asymcheck.partition.plan import Partition
+from asymcheck.partition.plan import Originals, Partition
 from asymcheck.pipeline.bases import original_of
 from asymcheck.pipeline.encoder import Base, Contents, Encoder, contents_of
 from asymcheck.pipeline.transaction import CommitTransaction

@@ -19,7 +19,7 @@ from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.record import head_from_json, head_to_json
-from asymcheck.partition.schedule import Plan
+from asymcheck.partition.plan import Plan
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.replicas import Divergence, Replicas

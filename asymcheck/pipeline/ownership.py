@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from asymcheck.errors import CaptureWarning
-from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
-from asymcheck.partition.shards import is_dtensor, locals_of
+from asymcheck.partition.shards import Distributed, is_dtensor, locals_of
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.partition.plan import PLAN_KIND
-from asymcheck.partition.profile import MARKS_MIN, Iteration, Phase, Profile, profile_of, timed_profile
-from asymcheck.partition.schedule import EAGER, Layout, Plan, make_plan, plan_from_record
+from asymcheck.partition.plan import EAGER, PLAN_KIND, Layout, Plan, make_plan, plan_from_record
+from asymcheck.partition.profile import MARKS_MIN, Iteration, Phase, Windows, profile_of, timed_profile
 from asymcheck.pipeline.boundaries import Boundaries
 from asymcheck.pipeline.timer import Timer
 from asymcheck.tiers.gpu_staging import Link, Mark
@@ -101,8 +100,7 @@ class Timing:
             self._plan = self._taken_up(layout) or self._made(layout, 0, None)
         elif self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
             self._read_device_times()
-            # The speed of the link is the same for all windows, so it does not matter for their shares.
-            profile = timed_profile(self._iterations, 1e9) or profile_of(self._iterations, 1e9)
+            profile = timed_profile(self._iterations) or profile_of(self._iterations)
             self._iterations.clear()
             if profile is not None:
                 self._plan = self._made(layout, self._plan.number + 1, profile)
@@ -117,7 +115,7 @@ class Timing:
         plan = plan_from_record(self._previous, layout, self._config)
         return plan if plan is not None and plan.kind in (self._kind, self._kind_before_profile) else None
 
-    def _made(self, layout: Layout, number: int, profile: Profile | None) -> Plan:
+    def _made(self, layout: Layout, number: int, profile: Windows | None) -> Plan:
         kind = self._kind if profile is not None else self._kind_before_profile
         return make_plan(layout, self._config, kind, number, profile)
 

@@ -13,9 +13,8 @@ from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatch
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
 from asymcheck.partition.boxes import Box
-from asymcheck.partition.distributed import Distributed
 from asymcheck.partition.leaves import identity_key, make_leaf
-from asymcheck.partition.shards import TensorShard, is_dtensor, like, shard_of
+from asymcheck.partition.shards import Distributed, TensorShard, is_dtensor, like, shard_of
 from asymcheck.recovery.assemble import Assembly, Demand
 from asymcheck.recovery.objects import misfits, parameters_of, state_for, with_counters
 from asymcheck.recovery.parts import Parts

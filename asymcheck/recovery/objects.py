@@ -11,7 +11,7 @@ import torch
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
-from asymcheck.partition.distributed import Distributed
+from asymcheck.partition.shards import Distributed
 from asymcheck.recovery.shape import RowRef, like_mapping, merge
 
 # torch has no public name for these. An object that has hooks, or loads in its own way, may accept what differs.

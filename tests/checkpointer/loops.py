@@ -14,7 +14,7 @@ import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.config import CaptureConfig
-from asymcheck.partition.schedule import Layout, Plan
+from asymcheck.partition.plan import Layout, Plan
 from asymcheck.pipeline.timing import Timing
 from asymcheck.tiers.dram_ring import RingReader
 from asymcheck.types import Stateful

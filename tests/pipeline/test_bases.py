@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from asymcheck.codecs.rounding import BFLOAT16
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_DERIVED
-from asymcheck.partition.originals import Originals
-from asymcheck.partition.plan import Partition, Piece
+from asymcheck.partition.plan import Originals, Partition, Piece
 from asymcheck.pipeline.bases import original_of
 from asymcheck.types import Digest
 

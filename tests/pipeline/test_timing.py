@@ -14,8 +14,8 @@ import torch
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
 from asymcheck.partition import profile
+from asymcheck.partition.plan import Layout, Plan
 from asymcheck.partition.profile import Phase
-from asymcheck.partition.schedule import Layout, Plan
 from asymcheck.pipeline import timing as module
 from asymcheck.pipeline.background import newest_plan
 from asymcheck.pipeline.timer import Timer

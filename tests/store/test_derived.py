@@ -12,7 +12,7 @@ import torch
 from asymcheck import Store, StoreConfig
 from asymcheck.format.registry import CODEC_DERIVED, KIND_DERIVED
 from asymcheck.partition.leaves import Leaf
-from asymcheck.partition.originals import Originals
+from asymcheck.partition.plan import Originals
 from asymcheck.pipeline.packing import Packing
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Digest

@@ -11,7 +11,7 @@ from pathlib import Path
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
-from asymcheck.interop.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
+from asymcheck.interop.deepspeed import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.interop.hugging_face import SafetensorsSink, other_files, read_folder
 from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
 from asymcheck.interop.safetensors_format import FileTensor, read_header
@@ -31,41 +31,29 @@ _REMEDY = "load it in a program of your own, and store what that gives with Stor
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What was written to a file or folder."""
+    """The result of an export."""
 
     path: Path
-    """Where."""
-    format: str
-    """``safetensors``, ``folder`` or ``torch``."""
+    format: str  # ``safetensors``, ``folder`` or ``torch``
     checkpoint: Checkpoint
-    """What was read."""
-    tensors: int
-    """Number of tensors; tied ones count once."""
+    tensors: int  # tied ones count once
     nbytes: int
-    """Bytes of them."""
-    left_out: tuple[str, ...]
-    """Names of values that the format has no place for."""
-    skipped: tuple[str, ...]
-    """Newer checkpoints that were passed over, with the reasons."""
-    hints: tuple[str, ...]
-    """Why other programs may not make of it what is expected, and what to do."""
+    left_out: tuple[str, ...]  # names of values that the format has no place for
+    skipped: tuple[str, ...]  # newer checkpoints that were passed over, with the reasons
+    hints: tuple[str, ...]  # reasons why other programs may not read it as expected, and remedies
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Where a checkpoint is written to."""
+    """The target of an export."""
 
-    path: Path
-    """``*.safetensors``, ``*.pt`` (``.pth``, ``.bin``), or a folder in the layout of Hugging Face."""
+    path: Path  # ``*.safetensors``, ``*.pt`` (``.pth``, ``.bin``), or a folder in the layout of Hugging Face
     overwrite: bool = False
-    """Replace what is there."""
-    max_shard_bytes: int = SHARD_BYTES
-    """Most bytes of tensors in one file of a folder."""
-    files_from: Path | None = None
-    """A folder whose small files (configuration, tokenizer) are copied into the new one."""
+    max_shard_bytes: int = SHARD_BYTES  # most bytes of tensors in one file of a folder
+    files_from: Path | None = None  # A folder whose small files (configuration, tokenizer) are copied into the new one
 
     def sink(self, part: str | None) -> SafetensorsSink | TorchSink:
-        """Return what writes there the part of a state with a dotted name; all of it when that is None.
+        """Return the sink that writes a part of a state, given by its dotted name; None means the whole state.
 
         Raises:
             InvalidInputError: nothing can be written there, or the format has no place for ``files_from``.
@@ -97,25 +85,24 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
     ring_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a checkpoint to a file or folder, every byte verified, in bounded memory however large it is.
+    """Write a checkpoint to a file or folder, every byte verified, in bounded memory.
 
     Args:
-        store: where it lies.
-        output: where it goes.
-        step: which one, a step or ``save:DIGITS``; the newest consistent one by default.
-        run: whose checkpoint.
-        part: dotted name of a part of the state, for instance ``model``; its name is taken off the tensors' names.
+        store: the store with the checkpoint.
+        output: the target.
+        step: a step or ``save:DIGITS``; by default the newest consistent checkpoint.
+        run: the run of the checkpoint.
+        part: dotted name of a part of the state, for instance ``model``; names of tensors are relative to it.
         tensors: a glob of names in the whole state.
-        rank: of a checkpoint that several ranks saved, what this one saved, parts of tensors as they are; by default
-            what they saved together, whole tensors.
-        ring_folder: read what killed processes left complete in the rings here, and nothing else.
-        progress: is told bytes done and bytes in all.
+        rank: export only the shards of this rank; by default, whole tensors of all ranks.
+        ring_folder: read only what killed processes left complete in the rings of this folder.
+        progress: called with the bytes that are done and the bytes of all tensors.
 
     Raises:
-        InvalidInputError: the path is taken, there is no such part, or the format lacks a dtype; nothing was written.
+        InvalidInputError: the path is taken, the part does not exist, or the format lacks a dtype. Nothing was written.
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`Store.load`.
         LockTimeoutError: a ring is in use.
-        OutOfSpaceError: there is no room for it; nothing was written.
+        OutOfSpaceError: the disk has too little room; nothing was written.
     """
     sink = output.sink(part)
     if ring_folder is None:
@@ -138,7 +125,7 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
 
 
 class _Meter:
-    """Counts what is read, for a progress bar."""
+    """Counts the bytes that are read, for a progress bar."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -146,7 +133,7 @@ class _Meter:
         self.total = 0
 
     def add(self, count: int) -> None:
-        # What comes before the total is known is no tensor. Not exact when threads meet here; it is for the eye.
+        # Reads before the total is known are headers. The count is not exact when several threads read.
         self._done += count if self.total else 0
         if self._progress is not None and self.total:
             self._progress(min(self._done, self.total), self.total)
@@ -154,19 +141,18 @@ class _Meter:
 
 @contextlib.contextmanager
 def foreign_state(path: Path, progress: Progress | None = None, left_out: list[str] | None = None) -> Iterator[object]:
-    """Yield what is in a file of another format as a state to be saved, whose tensors are read while it is.
+    """Yield the content of a file of another format as a state, whose tensors are read while it is saved.
 
-    A torch file or a folder of torch's DCP keeps its structure. Of a folder of DeepSpeed, the fp32 weights, the other
-    tensors of the module and the state of the optimizer are put together to whole tensors. Of a safetensors file or a
-    Hugging Face folder, the tensors go under ``model``, and under ``safetensors`` the metadata and the small files of
-    the folder, so that :func:`export_checkpoint` can bring all of it back; names of what else the folder has are
-    added to ``left_out``.
+    A torch file or a folder of torch's DCP keeps its structure. In a folder of DeepSpeed, the fp32 weights, the other
+    tensors of the module and the state of the optimizer are assembled to whole tensors. The tensors of a safetensors
+    file or a Hugging Face folder go under ``model``. Metadata and the small files of the folder go under
+    ``safetensors``, so that :func:`export_checkpoint` can restore them. Names of other files are added to ``left_out``.
 
     Raises:
-        NotFoundError: there is no such file.
-        InvalidInputError: it is of no known format.
-        ForeignFileError: the file breaks the rules of its format, or holds what cannot be stored; reading a tensor
-            raises it, too, when somebody writes to the file meanwhile.
+        NotFoundError: the file does not exist.
+        InvalidInputError: its format is unknown.
+        ForeignFileError: the file breaks the rules of its format, or holds values that cannot be stored. Reading a
+            tensor raises it, too, when somebody writes to the file meanwhile.
     """
     kind = _kind_of(path)
     meter = _Meter(progress)
@@ -200,19 +186,14 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():
             file.check()
-        # Now, and not only when it is saved: who saves it may have to make a store first.
+        # Before the save, because the caller may make a store for it first.
         with refused(path, str, _REMEDY, UnsupportedValueError):
             flatten(state)
         yield state
 
 
 def _kind_of(path: Path) -> str:
-    """Return what is there: one of the formats of :func:`format_of`, ``dcp`` or ``deepspeed``.
-
-    Raises:
-        NotFoundError: nothing.
-        StorageError: this user may not look there.
-    """
+    """Return one of the formats of :func:`format_of`, ``dcp`` or ``deepspeed``."""
     with translated("look at", path):
         if not path.exists():
             raise NotFoundError(f"{path} does not exist")
@@ -220,12 +201,12 @@ def _kind_of(path: Path) -> str:
             return "dcp"
         if is_deepspeed_folder(path):
             return "deepspeed"
-        # A folder with the name of a file is one, too.
+        # An existing folder is a folder, whatever its suffix.
         return "folder" if path.is_dir() else format_of(path)
 
 
 def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
-    """Save what is in a file of another format as a checkpoint, in bounded memory; see :func:`foreign_state`."""
+    """Save the content of a file of another format, in bounded memory; see :func:`foreign_state`."""
     with foreign_state(path) as state:
         return store.save(state, step=step, run=run)
 
@@ -246,7 +227,7 @@ def _state_of(
 
 
 def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorBytes]) -> dict[str, str]:
-    """Return the further names of tied tensors that :func:`export_checkpoint` noted in the metadata."""
+    """Return further names of tied tensors, with their first names, from the metadata of an export."""
     try:
         tied = json.loads(metadata.get(TIED, "{}"))
     except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
 """torch.distributed.checkpoint: a storage writer and a storage reader, so that its callers change one line.
 
-A checkpoint is an ordinary one of the store: each rank commits its part under one save id, which the coordinator
-chooses and DCP's own exchange of plans brings to the others. Parts of tensors and plain values stand in the nesting
-from which DCP took them; nothing is pickled. A reader tells DCP that every tensor is one piece, and puts the pieces
-that it is asked for together from whatever parts were saved.
+A checkpoint is an ordinary one of the store. The coordinator chooses a save id, DCP's own exchange of plans brings it
+to the other ranks, and each rank commits its part under it. Shards of tensors and plain values keep the nesting from
+which DCP took them; nothing is pickled. A reader tells DCP that every tensor is one piece, and assembles the pieces
+that DCP asks for from the shards that were saved.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef, Part
 
 _CPU = torch.device("cpu")
+_COLLECTIVES = "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
+_CACHED = "DCP caches its plans: give the planner enable_plan_caching=False"
 _Path = tuple[Key, ...]
 
 
@@ -83,61 +85,49 @@ class AsymcheckWriter(StorageWriter):
         self._run = run
         self._metrics = metrics
         self.checkpoint: Checkpoint | None = None
-        """What this rank has saved, when it has."""
+        """The checkpoint that this rank has saved, if any."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id``: without one DCP does not call this.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse a ``checkpoint_id``; without one, DCP does not call this."""
         _check_no_id(checkpoint_id, self._store, "AsymcheckWriter(store, step=…)")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
-        """Refuse a second use, and what leaves ranks no way to agree.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse a second use, and a save without collectives, in which ranks cannot agree."""
         if self.checkpoint is not None:
             raise InvalidInputError(
                 f"this writer has saved step {self._step} of run {self._run!r}: make a new one for each checkpoint"
             )
         if kwargs.get("use_collectives") is False:
-            raise InvalidInputError(
-                "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
-            )
+            raise InvalidInputError(_COLLECTIVES)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank its part of one checkpoint, with one save id for all.
 
         Raises:
-            InvalidInputError: the planner keeps plans for the next time, and with them their save id.
+            InvalidInputError: the planner caches plans, and with them their save id.
         """
         save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
         if not all(plan.usable for plan in plans):
-            raise InvalidInputError("DCP caches its plans: give the planner enable_plan_caching=False")
+            raise InvalidInputError(_CACHED)
         return [
             dataclasses.replace(plan, storage_data=Part(rank, len(plans), save_id)) for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save this rank's part; when this returns it survives power loss.
+        """Save this rank's part, which is durable when this returns.
 
         Raises:
-            InvalidInputError: DCP plans in a way that the store does not take part in, or leaves mappings whole.
+            InvalidInputError: the planner is not supported, because it caches plans or does not flatten mappings.
             UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
         """
         if getattr(planner, "_enable_plan_caching", False):
-            raise InvalidInputError("DCP caches its plans: give the planner enable_plan_caching=False")
+            raise InvalidInputError(_CACHED)
         if not isinstance(plan.storage_data, Part):
-            raise InvalidInputError(
-                "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
-            )
+            raise InvalidInputError(_COLLECTIVES)
         state = _state_of(plan, planner)
         self.checkpoint = self._store.save(
             state, step=self._step, run=self._run, metrics=self._metrics, part=plan.storage_data
@@ -147,16 +137,16 @@ class AsymcheckWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: a checkpoint is complete when the part of every rank is there, and says so itself."""
+        """Do nothing: a checkpoint is complete as soon as the part of every rank is committed."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Take no ``checkpoint_id``: which store it is must be said."""
+        """Return False: the store is given, not named by a ``checkpoint_id``."""
         return False
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
-    """Return what a rank saves, in the nesting from which the planner took it."""
+    """Return the state that a rank saves, in the nesting from which the planner took it."""
     paths: Mapping[str, tuple[str | int, ...]] = getattr(planner, "mappings", {})
     state: dict[Key, Any] = {}
     for item in plan.items:
@@ -169,7 +159,7 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
             raise UnsupportedValueError(name, "this rank holds several parts of one tensor; give it one DTensor")
         place[last] = _value(item, planner)
     only = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
-    # Of several ranks each has some of the items.
+    # With several ranks, each has only some of the items of a list.
     return with_lists(state) if only else state  # type: ignore[return-value]  # DCP's top keys are strings
 
 
@@ -182,7 +172,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
             )
         value = look_up(item.index)
         if not _is_one(value):
-            # Stored, it would be taken apart, and not found again under this name.
+            # The store would take it apart, so that it could not be found under this name.
             raise InvalidInputError(
                 f"the planner {type(planner).__name__} takes {item.index.fqn} for one value, with all that is in it; "
                 "give it flatten_state_dict=True"
@@ -212,15 +202,11 @@ class AsymcheckReader(StorageReader):
         self._step = step
         self._run = run
         self.checkpoint: Checkpoint | None = None
-        """What is being read."""
+        """The checkpoint that is being read."""
         self._ref: CheckpointRef | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id``: without one DCP does not call this.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse a ``checkpoint_id``; without one, DCP does not call this."""
         _check_no_id(checkpoint_id, self._store, "AsymcheckReader(store, step=…)")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's way
@@ -242,21 +228,21 @@ class AsymcheckReader(StorageReader):
 
     def _describe(self, _tier: ReadTier, resolved: Resolved) -> Finish:
         self._ref = resolved.ref
-        contents = _Contents(Parts(resolved.manifests))
-        metadata = Metadata(
-            {name: contents.describe(name) for name in contents.leaves}, planner_data=dict(contents.paths)
-        )
+        parts = Parts(resolved.manifests)
+        leaves = _leaves_of(parts)
+        described = {name: _describe(parts, leaf) for name, (_, leaf) in leaves.items()}
+        metadata = Metadata(described, planner_data={name: path for name, (path, _) in leaves.items()})
         return lambda: metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
-        """Do nothing: all ranks do the same."""
+        """Do nothing: all ranks read in the same way."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which checkpoint this rank has found."""
+        """Add the checkpoint that this rank has found to its plan."""
         return dataclasses.replace(plan, storage_data=self._ref)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse ranks that have found different ones: another was saved in between.
+        """Refuse different checkpoints, which ranks find when another one is saved at the same time.
 
         Raises:
             InconsistentCheckpointError
@@ -268,7 +254,7 @@ class AsymcheckReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank asks for, every byte verified.
+        """Read the items of this rank's plan, every byte verified.
 
         Raises:
             InconsistentCheckpointError, PartialRestoreError: see :meth:`asymcheck.Store.load`.
@@ -289,37 +275,31 @@ class AsymcheckReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Take no ``checkpoint_id``: which store it is must be said."""
+        """Return False: the store is given, not named by a ``checkpoint_id``."""
         return False
 
 
-class _Contents:
-    """What a checkpoint holds, by DCP's names."""
+def _leaves_of(parts: Parts) -> dict[str, tuple[_Path, object]]:
+    """Return the values of a checkpoint and their paths by DCP's names; the first rank with a name decides."""
+    found: dict[str, tuple[_Path, object]] = {}
+    for shape in parts.shapes():
+        for path, leaf in _leaves(shape, ()):
+            found.setdefault(join_name(path), (path, leaf))
+    return found
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.leaves: dict[str, object] = {}
-        self.paths: dict[str, _Path] = {}
-        for shape in parts.shapes():
-            for path, leaf in _leaves(shape, ()):
-                name = join_name(path)
-                if name not in self.leaves:
-                    self.leaves[name] = leaf
-                    self.paths[name] = path
 
-    def describe(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Describe a tensor as one piece, whoever saved it."""
-        leaf = self.leaves[name]
-        if not isinstance(leaf, RowRef) or leaf.as_array:
-            return BytesStorageMetadata()
-        row = self.parts.row(leaf.row)
-        size = torch.Size(row.global_shape)
-        piece = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        return TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[row.dtype]), size, [piece])
+def _describe(parts: Parts, leaf: object) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Describe a tensor as one piece, whatever shards were saved."""
+    if not isinstance(leaf, RowRef) or leaf.as_array:
+        return BytesStorageMetadata()
+    row = parts.row(leaf.row)
+    size = torch.Size(row.global_shape)
+    piece = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[row.dtype]), size, [piece])
 
 
 def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
-    """Yield the values of a state that DCP knows by a name of their own, by the rules by which it takes one apart."""
+    """Yield the values that DCP's rules of flattening give a name of their own."""
     if _is_one(value):
         yield path, value
         return
@@ -329,6 +309,7 @@ def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
 
 
 def _is_one(value: object) -> bool:
+    """Tell whether DCP leaves a value as it is."""
     if isinstance(value, list):
         return all(_is_one(item) and not _is_tensor(item) for item in value)
     return not isinstance(value, Mapping)
@@ -339,14 +320,14 @@ def _is_tensor(value: object) -> bool:
 
 
 def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> Finish:
-    """Read tensors in place; return what puts the rest in place."""
+    """Read tensors in place; return a function that puts the other values in place."""
     parts = Parts(resolved.manifests)
-    contents = _Contents(parts)
-    # By the place that is filled, since two may want the same box.
+    leaves = _leaves_of(parts)
+    # A list, because two items may ask for the same box.
     wanted: list[tuple[ReadItem, torch.Tensor, Demand]] = []
     values: list[tuple[ReadItem, object, dict[int, Demand]]] = []
     for item in plan.items:
-        leaf = contents.leaves[item.storage_index.fqn]
+        _, leaf = leaves[item.storage_index.fqn]
         if item.type == LoadItemType.BYTE_IO:
             inside = {number: Demand.of(parts, number, parts.whole(number)) for number in rows_in(leaf)}
             values.append((item, leaf, inside))
@@ -367,7 +348,7 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
             planner.commit_tensor(item, target)
         for item, leaf, inside in values:
             tensors = {number: assembly.tensor(demand) for number, demand in inside.items()}
-            # DCP unpickles what it is given for a value: this file has just been made of a plain one.
+            # DCP unpickles this file, which was made of a plain value just now.
             planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))
         return None
 
@@ -375,7 +356,7 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
 
 
 def _check_no_id(checkpoint_id: str | os.PathLike[str] | None, store: Store, instead: str) -> None:
-    """Refuse an id that says something else than the store's place: it would choose nothing."""
+    """Refuse an id other than the location of the store, because it would have no effect."""
     if checkpoint_id is not None and os.fspath(checkpoint_id) != str(store.location):
         raise InvalidInputError(
             f"checkpoint_id={checkpoint_id!r:.100} chooses nothing in store {store.location}: leave it out, and say "

@@ -216,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
         """Return a stand-in, for names of DCP's descriptions only."""
         found = _STAND_INS.get((module, name))
         if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no description of DCP and is never run")
+            raise TruncatedError(f"it names {module}.{name}, which is no description of DCP and is never run")
         return found
 
 

@@ -1,11 +1,15 @@
-"""DeepSpeed: the state of an engine of ZeRO 1, 2 or 3 as one part of a state, on every rank.
+"""DeepSpeed ZeRO 1, 2 and 3: the state of an engine on every rank, and folders of ``engine.save_checkpoint()``.
 
-ZeRO lays the trained parameters of a group end to end in fp32, and each rank has one piece of that with the optimizer's
-state of it. What a rank has of a parameter is a range of the flattened parameter, and is stored as such: a
-:class:`asymcheck.TensorShard` of one dimension. Padding is not stored. So the names and shapes in a checkpoint depend
-neither on the number of ranks nor on the stage.
+ZeRO concatenates the trained parameters of a group in fp32, and each rank has one piece of that, with the optimizer's
+state of the piece. A rank has a range of each flattened parameter, and it is stored as a :class:`asymcheck.TensorShard`
+of one dimension, without padding. So the names and shapes in a checkpoint depend neither on the number of ranks nor on
+the stage.
 
-Nothing of the package ``deepspeed`` is imported here: an engine brings all that is needed.
+In a folder, each rank has written its range of the flat fp32 weights, and the optimizer's state of it. The place of a
+parameter in it follows from the order of shapes that rank 0 wrote, as in DeepSpeed's own ``zero_to_fp32.py``. Nothing
+in the files is executed: stand-ins replace DeepSpeed's classes in them, and other classes are refused.
+
+The package ``deepspeed`` is not imported here, because an engine has everything that is needed.
 """
 
 from __future__ import annotations
@@ -13,16 +17,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import InvalidInputError, StateMismatchError, UnsupportedValueError
+from asymcheck.errors import ForeignFileError, InvalidInputError, StateMismatchError, UnsupportedValueError
+from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import Key
-from asymcheck.interop.deferred import groups_of, set_groups
+from asymcheck.interop.part import MODEL
+from asymcheck.interop.source import SourceFile
+from asymcheck.interop.torch_file import read_torch_file
+from asymcheck.interop.trainer import groups_of, set_groups
+from asymcheck.partition.leaves import TensorBytes
 from asymcheck.partition.shards import TensorShard
 from asymcheck.store import Store
 
@@ -31,38 +42,37 @@ _SHARDED_STAGE = 3
 """In this stage ranks have parts of the low-precision parameters, too."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _KEYS = frozenset(
-    (
-        *("weights", "frozen", "shapes", "buffers", "optimizer", "groups", "scalars"),
-        *("lr_scheduler", "loss_scaler", "counters"),
-    )
+    {"weights", "frozen", "shapes", "buffers", "optimizer", "groups"}
+    | {"scalars", "lr_scheduler", "loss_scaler", "counters"}
 )
+_LATEST = "latest"
+_OPTIMIZER_FILES = "*_optim_states.pt"
+_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_FOLDER_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+_AGAIN = "save it again with engine.save_checkpoint()"
+_ENGINE = "load it with engine.load_checkpoint(), and save what that gives with a Checkpointer"
 _State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """What this rank has of a parameter: elements of it, flattened, that follow each other in a flat tensor."""
+    """The range of a flattened parameter that this rank has; its elements are contiguous in a flat tensor."""
 
     name: str
-    shape: torch.Size
-    """Of the whole parameter."""
-    start: int
-    """First element in the flattened parameter."""
+    shape: torch.Size  # of the whole parameter
+    start: int  # first element in the flattened parameter
     flat: torch.Tensor
-    first: int
-    """First element in the flat tensor."""
-    count: int
-    """Elements; 0 where all is on other ranks."""
-    group: int = 0
-    """Number of the optimizer's parameter group."""
+    first: int  # first element in the flat tensor
+    count: int  # elements; 0 where all is on other ranks
+    group: int = 0  # number of the optimizer's parameter group
 
     def of(self, flat: torch.Tensor) -> TensorShard:
-        """Return the range of a tensor that is laid out as the flat one is."""
+        """Return the range of a tensor with the layout of the flat one."""
         whole = (math.prod(self.shape),)
         return TensorShard(flat.detach().view(-1).narrow(0, self.first, self.count), whole, (self.start,))
 
     def fill(self, flat: torch.Tensor, found: object) -> None:
-        """Bring the range of such a tensor to what was restored: that range, filled already, or a tensor."""
+        """Fill the range of such a tensor from a restored value, which is a tensor, or the range itself."""
         if isinstance(found, TensorShard):
             found = found.local
         target = self.of(flat)
@@ -95,7 +105,7 @@ class EngineState:
         """Describe ``engine``, which stays the caller's.
 
         Raises:
-            InvalidInputError: it is none of ZeRO 1, 2 or 3, or has parts that this cannot describe.
+            InvalidInputError: it is not an engine of ZeRO 1, 2 or 3, or has parts that are not supported.
         """
         _check(engine)
         self._engine = engine
@@ -106,7 +116,7 @@ class EngineState:
         """Return the state; tensors in it are the engine's own.
 
         Raises:
-            InvalidInputError: gradients are being accumulated, which are no part of it.
+            InvalidInputError: gradients are being accumulated, which would not be saved.
             UnsupportedValueError: the optimizer has state that is not one value for each element.
         """
         engine = self._engine
@@ -139,7 +149,7 @@ class EngineState:
         }
 
     def _scalars(self, trained: list[_Range]) -> list[_State]:
-        """Return what the optimizer has once for all elements of a group, such as the number of its steps."""
+        """Return, for each group, the optimizer's state that is not elementwise, such as the number of steps."""
         base = _base(self._engine)
         found: list[_State] = [{} for _ in base.param_groups]
         for one in trained:
@@ -155,12 +165,12 @@ class EngineState:
         return found
 
     def load_state_dict(self, state_dict: _State) -> None:
-        """Take a state back, as far as this rank has it.
+        """Restore this rank's share of a state.
 
         Stages 1 and 2 gather the low-precision parameters from all ranks in :meth:`settle`.
 
         Raises:
-            StateMismatchError: it is that of another model, or optimizer.
+            StateMismatchError: it belongs to another model or optimizer.
         """
         engine = self._engine
         base = _base(engine)
@@ -182,7 +192,7 @@ class EngineState:
                 setattr(scaler, name, value)
         for name in _COUNTERS:
             setattr(engine, name, state_dict["counters"][name])
-        # With other ranks a step may be of another number of micro steps.
+        # With another number of ranks, a step may have another number of micro steps.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self._is_stale = True
         if engine.zero_optimization_stage() == _SHARDED_STAGE or dist.get_world_size() == 1:
@@ -190,11 +200,11 @@ class EngineState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that ZeRO wraps: before it steps, nothing changes the weights or its state."""
+        """The optimizer that ZeRO wraps; only its steps change the weights and its state."""
         return _base(self._engine)
 
     def owned(self) -> Iterator[torch.Tensor]:
-        """Yield the weights, and the state of the optimizer that is one value for each."""
+        """Yield the weights, and the elementwise state of the optimizer."""
         if any(group.get("use_muon") for group in self.optimizer.param_groups):
             # ZeRO writes its momentum before it calls the optimizer.
             return
@@ -203,11 +213,11 @@ class EngineState:
             yield from (part.local for part in self._elementwise(one).values())
 
     def misfits(self, stored: Mapping[Key, Any]) -> Iterator[str]:
-        """Yield what in a stored state is of another model or optimizer."""
+        """Yield the parts of a stored state that belong to another model or optimizer."""
         if not stored.keys() >= _KEYS:
             yield f"{', '.join(sorted(_KEYS - stored.keys()))}: is not in the checkpoint, which is of no engine"
             return
-        given = {one.name: one.shape for one in _ranges(self._engine)}
+        given = {one.name: one.shape for one in (*_trained(self._engine), *_fixed(self._engine))}
         for name in given.keys() | stored["shapes"].keys():
             here, there = given.get(name), stored["shapes"].get(name)
             if here != there:
@@ -221,7 +231,7 @@ class EngineState:
             yield f"groups: {counts[0]} groups of parameters are given, but {counts[1]} are stored"
 
     def missing(self, stored: Mapping[Key, Any]) -> Iterator[tuple[object, TensorShard]]:
-        """Yield state of the optimizer that it has none of before its first step."""
+        """Yield the state that the optimizer does not have before its first step."""
         for one in _trained(self._engine):
             for key, placeholder in stored.get("optimizer", {}).get(one.name, {}).items():
                 if key not in self.optimizer.state.get(one.flat, {}):
@@ -230,7 +240,7 @@ class EngineState:
     def _fill_optimizer(self, one: _Range, found: Mapping[str, object], scalars: Mapping[str, object]) -> None:
         states = _base(self._engine).state
         if not found and not scalars:
-            # The checkpoint is one of before the first step.
+            # The checkpoint was taken before the first step.
             states.pop(one.flat, None)
             self._engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links them anew after a step
             return
@@ -250,10 +260,10 @@ class EngineState:
                 state[key] = value
 
     def settle(self) -> None:
-        """Bring the low-precision parameters to what the fp32 weights are, if they are of before a restore.
+        """Update the low-precision parameters from the fp32 weights after a restore.
 
-        Ranks of stage 1 and 2 gather them from each other, so all of them call it: :class:`asymcheck.Checkpointer` does
-        when all have been restored, and after :meth:`asymcheck.Store.load` the next forward does.
+        Ranks of stage 1 and 2 gather them from each other, so all ranks call it. :class:`asymcheck.Checkpointer`
+        calls it when all ranks have been restored; after :meth:`asymcheck.Store.load`, the next forward does.
         """
         if not self._is_stale:
             return
@@ -267,7 +277,7 @@ class EngineState:
         ):
             low.data.copy_(high.data)
         if optimizer.persistent_parameters:
-            # What is kept whole everywhere is given up; the next forward gathers it, as at the beginning.
+            # Parameters that every rank keeps whole are given up; the next forward gathers them again.
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
 
@@ -275,15 +285,15 @@ class EngineState:
 def read_weights(
     store: Store, *, step: int | None = None, run: str = DEFAULT_RUN, part: str = "engine"
 ) -> dict[str, torch.Tensor]:
-    """Return the trained fp32 weights of a checkpoint, whole and in their shapes; no engine is needed.
+    """Return the trained fp32 weights of a checkpoint as whole tensors; no engine is needed.
 
-    ``part`` is the key under which the engine stood in the state.
+    ``part`` is the key of the engine in the state.
 
     Raises:
-        InvalidInputError: no engine stood there.
+        InvalidInputError: the state has no engine under this key.
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`asymcheck.Store.load`.
     """
-    # One glob for both, weights and shapes: they have to be of one checkpoint.
+    # One glob for weights and shapes, which must come from the same checkpoint.
     state: Any = store.load(step, run=run, tensors=f"{part}.[ws][eh]*")
     for key in part.split("."):
         state = state[key]
@@ -322,7 +332,7 @@ def _base(engine: Any) -> torch.optim.Optimizer:  # noqa: ANN401 - as above
 
 
 def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
-    """Yield all parameters that are trained, with the fp32 weights that this rank has of them."""
+    """Yield all trained parameters, with this rank's ranges of the fp32 weights."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == _SHARDED_STAGE:
         for number, parameters in enumerate(optimizer.fp16_groups):
@@ -332,7 +342,7 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
                 yield _partitioned(engine, parameter, flat, first, group)
                 first += parameter.partition_numel()
         return
-    # Not by the links that DeepSpeed gives to parameters: with round_robin_gradients they lead to wrong places.
+    # DeepSpeed's links from parameters to ranges are not used: they are wrong with round_robin_gradients.
     groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
     for number, parameters in enumerate(groups):
         (flat,) = optimizer.param_groups[number]["params"]
@@ -344,19 +354,14 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
 
 
 def _offsets(optimizer: Any, group: int, parameters: list[Any]) -> list[int]:  # noqa: ANN401 - as above
-    """Return where the parameters of a group begin, laid end to end."""
+    """Return where the parameters of a group begin in their concatenation."""
     if hasattr(optimizer, "round_robin_bit16_offsets"):
         return list(optimizer.round_robin_bit16_offsets[group])
     return list(itertools.accumulate((one.numel() for one in parameters), initial=0))[:-1]
 
 
-def _ranges(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
-    yield from _trained(engine)
-    yield from _fixed(engine)
-
-
 def _fixed(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
-    """Yield all parameters that are not trained; in stage 3, what this rank has of them."""
+    """Yield all parameters that are not trained; in stage 3, this rank's ranges of them."""
     trained = {one.name for one in _trained(engine)}
     for name, parameter in engine.module.named_parameters():
         if name in trained:
@@ -368,7 +373,7 @@ def _fixed(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
 
 
 def _partitioned(engine: Any, parameter: Any, flat: torch.Tensor, first: int, group: int) -> _Range:  # noqa: ANN401 - as above
-    """Describe a parameter of stage 3, of which each rank has as much, the last ones with padding."""
+    """Describe a parameter of stage 3, of which all ranks have equal shares, the last ones with padding."""
     size, whole = parameter.partition_numel(), parameter.ds_numel
     ranks = engine.optimizer.dp_process_group
     if size != -(-whole // dist.get_world_size(ranks)):
@@ -380,7 +385,7 @@ def _partitioned(engine: Any, parameter: Any, flat: torch.Tensor, first: int, gr
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that the module's own state_dict() would have."""
+    """Yield the buffers of the module's state_dict()."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
@@ -388,5 +393,239 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _numbers(scaler: object) -> dict[str, object]:
-    """Return the fields of a loss scaler that are numbers: its scale and its counters."""
+    """Return the numeric fields of a loss scaler: its scale and its counters."""
     return {name: value for name, value in getattr(scaler, "__dict__", {}).items() if type(value) in (bool, int, float)}
+
+
+class _StandIn:
+    """Ignores everything that a file says of an object."""
+
+    def __init__(self, *_arguments: object) -> None:
+        pass
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+
+class _Stage(int):
+    """The stage of ZeRO, which DeepSpeed writes as an enumeration."""
+
+    __slots__ = ()
+
+
+_STAND_INS: Mapping[str, type] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
+    "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
+}
+
+
+def is_deepspeed_folder(path: Path) -> bool:
+    """Tell whether a folder is one of DeepSpeed: the folder of a checkpoint, or the one above it."""
+    return _tagged(path) is not None
+
+
+def _tagged(path: Path) -> Path | None:
+    """Return the folder of the checkpoint, or of the latest one inside."""
+    if any(path.glob(_OPTIMIZER_FILES)):
+        return path
+    latest = path / _LATEST
+    if not latest.is_file():
+        return None
+    tag = latest.read_text(errors="replace").strip()
+    inside = path / tag
+    return inside if tag and Path(tag).name == tag and any(inside.glob(_OPTIMIZER_FILES)) else None
+
+
+def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
+    """Return the content of a folder of DeepSpeed; ``opened`` opens its files, which stay open.
+
+    The state has the fp32 weights and the other tensors of the module under ``model``, the optimizer's state for each
+    of the weights and the options of its groups under ``optimizer``, and the progress of training under ``counters``.
+
+    Raises:
+        ForeignFileError: files are missing, damaged, or hold values that cannot be stored.
+        InvalidInputError: it is no folder of DeepSpeed.
+    """
+    folder = _tagged(path)
+    if folder is None:
+        raise InvalidInputError(f"{path} is no folder of DeepSpeed")
+    try:
+        return _Folder(folder, opened).state()
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        what = f"it is not what engine.save_checkpoint() writes ({type(error).__name__}: {error})"
+        raise ForeignFileError(folder, what, _ENGINE) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The elements of a parameter that one rank has in the flat tensor of a group."""
+
+    rank: int
+    group: int
+    first: int
+    count: int
+
+
+class _Folder:
+    def __init__(self, folder: Path, opened: Callable[[Path], SourceFile]) -> None:
+        self._folder = folder
+        self._ranks = [self._read(opened(file)) for file in self._files()]
+        states = [one["optimizer_state_dict"] for one in self._ranks]
+        # DeepSpeed's optimizer of stage 1 with gradients in fp32 does not name its stage.
+        self._stage = int(states[0].get("zero_stage", 1))
+        is_sharded = self._stage == _SHARDED_STAGE
+        self._flats: list[list[TensorBytes]] = [
+            one["fp32_flat_groups" if is_sharded else "single_partition_of_fp32_groups"] for one in states
+        ]
+        bases = [one["optimizer_state_dict" if is_sharded else "base_optimizer_state"] for one in states]
+        if not all(isinstance(base, dict) for base in bases):
+            raise ForeignFileError(folder, "its optimizer state is of an elastic checkpoint", _ENGINE)
+        self._moments: list[Mapping[int, Mapping[str, object]]] = [base["state"] for base in bases]
+        self._groups: list[Mapping[str, Any]] = bases[0]["param_groups"]
+        self._paddings: list[list[int]] | None = states[0].get("param_alignment_paddings")
+        count = states[0]["partition_count"]
+        world_size = max(count) if isinstance(count, (list, tuple)) else count
+        if world_size != len(self._ranks):
+            raise ForeignFileError(folder, f"it has files of {len(self._ranks)} of {world_size} ranks", _AGAIN)
+        prefix = "zero_pp_rank_{}_" if is_sharded else ""
+        ranks = range(world_size if is_sharded else 1)
+        names = [f"{prefix}mp_rank_00_model_states.pt".format(rank) for rank in ranks]
+        self._models: list[Any] = [self._read(opened(folder / name)) for name in names]
+
+    @staticmethod
+    def _read(file: SourceFile) -> Any:  # noqa: ANN401 - whatever the file says
+        return read_torch_file(file, _STAND_INS)
+
+    def _files(self) -> list[Path]:
+        """Return the optimizer files in order of rank."""
+        found = {}
+        for file in self._folder.glob(_OPTIMIZER_FILES):
+            named = _RANK.fullmatch(file.name)
+            if named is None:
+                problem = f"{file.name} is of a model that is split by experts or tensor parallelism"
+                raise ForeignFileError(self._folder, problem, _ENGINE)
+            found[int(named[1])] = file
+        if sorted(found) != list(range(len(found))):
+            raise ForeignFileError(self._folder, f"it has files of ranks {sorted(found)} only", _AGAIN)
+        return [found[rank] for rank in sorted(found)]
+
+    def state(self) -> object:
+        first = self._models[0]
+        model: dict[str, object] = {}
+        optimizer: dict[str, object] = {}
+        for name, shape, places in self._trained():
+            model[name] = self._whole(name, shape, [(self._flats[one.rank][one.group], one) for one in places])
+            optimizer[name] = self._state_of(name, shape, places)
+        if self._stage == _SHARDED_STAGE:
+            model |= self._frozen()
+            model |= {name: first["module"][name] for name in first["buffer_names"]}
+        else:
+            # The low-precision copies of the weights are left out.
+            model |= {name: value for name, value in first["module"].items() if name not in model}
+        model |= {name: model[other] for name, other in first["shared_params"].items() if other in model}
+        return {
+            MODEL: model,
+            "optimizer": {"state": optimizer, "param_groups": [self._options(group) for group in self._groups]},
+            "counters": {name: first[name] for name in _FOLDER_COUNTERS if name in first},
+        }
+
+    def _trained(self) -> Iterator[tuple[str, tuple[int, ...], list[_Place]]]:
+        """Yield name, shape and places of all trained parameters."""
+        shapes = self._models[0]["param_shapes"]
+        if self._stage == _SHARDED_STAGE:
+            # All ranks have equal shares of each parameter. Subgroups do not share parameters.
+            at = _Cursor([flat.shape[0] for flat in self._flats[0]])
+            for name, shape in ((name, tuple(shape)) for group in shapes for name, shape in group.items()):
+                size = -(-math.prod(shape) // len(self._ranks))
+                group, first = at.take(size)
+                yield name, shape, [_Place(rank, group, first, size) for rank in range(len(self._ranks))]
+            return
+        for group, named in enumerate(shapes):
+            paddings = self._paddings[group] if self._paddings is not None else [0] * len(named)
+            offset = 0
+            for (name, shape), padding in zip(named.items(), paddings, strict=True):
+                length = math.prod(shape)
+                yield name, tuple(shape), list(self._cut(group, offset, length))
+                offset += length + padding
+
+    def _cut(self, group: int, offset: int, length: int) -> Iterator[_Place]:
+        """Yield the places of a range of a group's flat tensor, of which the ranks have consecutive pieces."""
+        for rank, flats in enumerate(self._flats):
+            here = flats[group].shape[0]
+            count = min(here - offset, length)
+            if count > 0:
+                yield _Place(rank, group, offset, count)
+                length -= count
+            offset = max(0, offset - here)
+
+    def _state_of(self, name: str, shape: tuple[int, ...], places: Sequence[_Place]) -> dict[str, object]:
+        """Return the optimizer's elementwise state of a parameter."""
+        found: dict[str, object] = {}
+        for key, value in self._moments[places[0].rank].get(places[0].group, {}).items() if places else ():
+            if isinstance(value, TensorBytes) and value.shape:
+                parts: list[tuple[Any, _Place]] = [(self._moments[one.rank][one.group][key], one) for one in places]
+                found[key] = self._whole(f"{name}.{key}", shape, parts)
+        return found
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, object]:
+        """Return the options of a group of parameters, and the optimizer's state that is not elementwise."""
+        state = self._moments[0].get(group["params"][0], {}) if group["params"] else {}
+        once = {key: value for key, value in state.items() if not isinstance(value, TensorBytes) or not value.shape}
+        return {**{key: value for key, value in group.items() if key != "params"}, **once}
+
+    def _frozen(self) -> dict[str, object]:
+        """Return the parameters of stage 3 that were not trained, of which each rank has a share."""
+        found: dict[str, object] = {}
+        for name, shape in (self._models[0].get("frozen_param_shapes") or {}).items():
+            parts = [one["frozen_param_fragments"][name] for one in self._models]
+            placed = [(part, _Place(rank, 0, 0, part.shape[0])) for rank, part in enumerate(parts)]
+            found[name] = self._whole(name, tuple(shape), placed)
+        return found
+
+    def _whole(self, name: str, shape: tuple[int, ...], parts: Sequence[tuple[TensorBytes, _Place]]) -> TensorBytes:
+        """Join parts, of which the last may have padding."""
+        there = sum(min(place.count, max(0, part.shape[0] - place.first)) for part, place in parts)
+        if there < math.prod(shape) or len({part.dtype for part, _ in parts}) > 1:
+            what = f"it has {there} of the {math.prod(shape)} elements of {name}"
+            raise ForeignFileError(self._folder, what, _AGAIN)
+        dtype = parts[0][0].dtype if parts else "float32"
+        return _Chain(dtype, shape, [(part, place.first, place.count) for part, place in parts])
+
+
+class _Cursor:
+    """Walks through flat tensors, each a concatenation of parameters."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._group = self._first = 0
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Return the number of the flat tensor with the next ``size`` elements, and the first of them."""
+        while self._group < len(self._lengths) - 1 and self._first + size > self._lengths[self._group]:
+            self._group, self._first = self._group + 1, 0
+        first = self._first
+        self._first += size
+        return self._group, first
+
+
+class _Chain(TensorBytes):
+    """A tensor that is the concatenation of ranges of other tensors."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[TensorBytes, int, int]]) -> None:
+        super().__init__(dtype, shape)
+        self._parts = parts
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` from the ranges that overlap with it."""
+        width, done = DTYPE_BYTES[self.dtype], 0
+        for part, first, count in self._parts:
+            length = count * width
+            if start < length and done < len(target):
+                size = min(length - start, len(target) - done)
+                part.read(first * width + start, target[done : done + size])
+                done += size
+                start = 0
+            else:
+                start -= length if start >= length else 0

@@ -19,7 +19,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
 from asymcheck.format.strict_json import parse_json
@@ -59,20 +59,16 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a folder holds."""
+    """The content of a folder."""
 
-    tensors: tuple[FileTensor, ...]
-    """By name of the file, then in the order of their bytes."""
-    metadata: dict[str, str]
-    """Metadata of the files, as far as the files that have a key agree on its value."""
-    others: tuple[str, ...]
-    """Names of small files that are no weights: configuration, tokenizer, licence, code."""
+    tensors: tuple[FileTensor, ...]  # by name of the file, then in the order of their bytes
+    metadata: dict[str, str]  # metadata of the files, as far as the files that have a key agree on its value
+    others: tuple[str, ...]  # names of small files that are no weights: configuration, tokenizer, licence, code
     ignored: tuple[str, ...]
     """Names of all other entries: weights not read, sub-folders, hidden or large files, links that lead outside."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A file to be written."""
 
     name: str
@@ -85,17 +81,17 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None
     ``opened`` opens the weights for a caller who will read the tensors from the same files.
 
     The weights are those of ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that ends
-    in ``.safetensors``. A folder with the first two is refused, unless the index is about that one file: which of
-    them counts depends on the reader.
+    in ``.safetensors``. A folder with both of the first two is refused, unless the index describes that one file,
+    because readers differ in which of them they load.
 
-    Index and shards must agree in both directions. A tensor in a shard that the index does not name is refused too:
-    some readers would load it and others not, and either may be a remainder of another model. ``total_size`` in the
-    index is not looked at, because many published ones are wrong and no reader depends on it.
+    Index and shards must agree in both directions. A tensor of a shard that is missing in the index is refused too:
+    some readers would load it and others not. ``total_size`` in the index is ignored, because many published ones are
+    wrong and no reader depends on it.
 
     Raises:
         ForeignFileError: the folder has no such weights, names files outside of it, or contradicts itself; or one of
             its files breaks a rule of its format.
-        NotFoundError: there is no such folder.
+        NotFoundError: the folder does not exist.
         StorageError: the operating system refused to read it.
     """
     names = _entries(folder)
@@ -114,12 +110,7 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None
 
 
 def other_files(folder: Path) -> list[str]:
-    """Return the names of a folder's small files that are no weights, whether it has weights or not.
-
-    Raises:
-        NotFoundError: there is no such folder.
-        StorageError: the operating system refused to read it.
-    """
+    """Return the names of a folder's small files that are no weights; raises what :func:`read_folder` raises."""
     return [name for name in _entries(folder) if _is_small_other(folder, name)]
 
 
@@ -127,7 +118,7 @@ def plan_shards(tensors: Sequence[NewTensor], max_shard_bytes: int) -> list[Shar
     """Return the files to write, at most ``max_shard_bytes`` of tensors in each, as huggingface_hub cuts them.
 
     Tensors stay in their order. A tensor that is larger than ``max_shard_bytes`` gets a file of its own, before the one
-    that is being filled. All in one file: it is ``model.safetensors``, and needs no index.
+    that is being filled. A single file is ``model.safetensors``, and needs no index.
 
     Raises:
         InvalidInputError: ``max_shard_bytes`` is less than 1.
@@ -154,25 +145,11 @@ def plan_shards(tensors: Sequence[NewTensor], max_shard_bytes: int) -> list[Shar
     return [Shard(f"model-{i:05d}-of-{count:05d}{SUFFIX}", tuple(part)) for i, part in enumerate(filled, start=1)]
 
 
-def encode_index(shards: Sequence[Shard], metadata: Mapping[str, object] | None = None) -> bytes:
-    """Return the text of ``model.safetensors.index.json`` for the shards of :func:`plan_shards`.
-
-    Its metadata is ``total_size``, the bytes of all tensors, and what ``metadata`` adds, of JSON's types.
-
-    Raises:
-        InvalidInputError: a tensor is in two shards, or ``metadata`` has its own ``total_size``.
-    """
-    if metadata and "total_size" in metadata:
-        raise InvalidInputError("total_size of an index is counted from its tensors; leave it out of the metadata")
-    weight_map: dict[str, str] = {}
-    for shard in shards:
-        for tensor in shard.tensors:
-            if tensor.name in weight_map:
-                where = f"{weight_map[tensor.name]} and {shard.name}"
-                raise InvalidInputError(f"tensor {shown(tensor.name)} is in {where}; put it into one")
-            weight_map[tensor.name] = shard.name
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-    index = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": weight_map}
+def encode_index(shards: Sequence[Shard]) -> bytes:
+    """Return the text of ``model.safetensors.index.json`` for the shards of :func:`plan_shards`."""
+    tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
+    total = sum(tensor.nbytes for tensor, _ in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": {tensor.name: name for tensor, name in tensors}}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -188,24 +165,21 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _single_name(folder: Path, names: Sequence[str]) -> str:
-    """The file with all weights of a folder that has no index."""
+    """Return the file with all weights of a folder that has no index."""
     found = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if SINGLE_NAME in found:
         return SINGLE_NAME
     if len(found) == 1:
         return found[0]
     if found:
-        what = (
-            f"{len(found)} files end in {SUFFIX}, none is {SINGLE_NAME}, and there is no {INDEX_NAME}: {shown(found)}"
-        )
-        raise ForeignFileError(folder, what, "give the one that is meant, or fetch the index too")
-    what = f"no file ends in {SUFFIX}"
+        what = f"{len(found)} files end in {SUFFIX}, none is {SINGLE_NAME}, and there is no {INDEX_NAME}"
+        raise ForeignFileError(folder, f"{what}: {shown(found)}", "give the one that is meant, or fetch the index too")
     remedy = "give a folder with safetensors weights; convert others, such as pytorch_model.bin, with their own tools"
-    raise ForeignFileError(folder, what, remedy)
+    raise ForeignFileError(folder, f"no file ends in {SUFFIX}", remedy)
 
 
 def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The index: tensor → name of a shard, each of which is a plain file name."""
+    """Return the name of the shard, a plain file name, of each tensor in the index."""
     path = _inside(folder, INDEX_NAME)
     with SourceFile(path) as file:
         if file.size > OTHER_BYTES_MAX:
@@ -214,7 +188,7 @@ def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
     try:
         index = parse_json(text, "the index")
     except StructureError as error:
-        # Not chained: the cause holds the whole text for as long as somebody keeps the error.
+        # Not chained, because the cause would keep the whole text in memory.
         raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -230,14 +204,14 @@ def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _is_shard_name(name: str) -> bool:
-    """Whether a name can only mean a file of the folder itself, on any system."""
+    """Tell whether a name can only mean a file of the folder itself, on any system."""
     plain = not any(character in "/\\:" or not character.isprintable() for character in name)
     short = len(name.encode("utf-8")) <= _NAME_BYTES_MAX
     return plain and short and name.endswith(SUFFIX) and not name.startswith(".")
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of an entry of the folder, after following links to see that they stay inside."""
+    """Return the path of an entry of the folder, whose links must not lead out of it."""
     if not _stays_inside(folder, name):
         what = "a link that leads out of the folder"
         raise ForeignFileError(folder / name, what, "put the file itself there, if you know what it links to")
@@ -260,7 +234,7 @@ def _shard_header(folder: Path, name: str, opened: Callable[[Path], SourceFile] 
 
 
 def _check_agreement(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:
-    """Index and shards name the same tensors in the same places."""
+    """Check that index and shards name the same tensors in the same places."""
     found: dict[str, str] = {}
     for shard, header in headers.items():
         for tensor in header.tensors:
@@ -269,14 +243,14 @@ def _check_agreement(folder: Path, weight_map: Mapping[str, str], headers: Mappi
                 what = f"tensor {shown(tensor.name)} is in {first} and in {shard}"
                 raise ForeignFileError(folder, what, _FETCH_AGAIN)
     index = folder / INDEX_NAME
+    remedy = f"{_FETCH_AGAIN}, index and shards from the same export"
     for name, shard in found.items():
         if name not in weight_map:
-            what = f"tensor {shown(name)} of {shard} is not in the index"
-            raise ForeignFileError(index, what, f"{_FETCH_AGAIN}, index and shards from the same export")
+            raise ForeignFileError(index, f"tensor {shown(name)} of {shard} is not in the index", remedy)
     for name, shard in weight_map.items():
         if found.get(name) != shard:
-            what = f"tensor {shown(name)} is not in {shard}, but {f'in {found[name]}' if name in found else 'nowhere'}"
-            raise ForeignFileError(index, what, f"{_FETCH_AGAIN}, index and shards from the same export")
+            where = f"in {found[name]}" if name in found else "nowhere"
+            raise ForeignFileError(index, f"tensor {shown(name)} is not in {shard}, but {where}", remedy)
 
 
 def _is_small_other(folder: Path, name: str) -> bool:
@@ -285,7 +259,7 @@ def _is_small_other(folder: Path, name: str) -> bool:
     try:
         status = (folder / name).stat()
     except OSError:
-        # A link to nowhere, or a file that went away after it was listed: there is nothing to take along.
+        # A link to nowhere, or a file that was removed after it was listed.
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size <= OTHER_BYTES_MAX
 
@@ -309,13 +283,10 @@ class SafetensorsSink:
         max_shard_bytes: int | None,
         files: Sequence[Path] = (),
     ) -> None:
-        """Write to ``draft`` what ``pick`` returns of a checkpoint's shape.
+        """Write to ``draft`` the part that ``pick`` returns of a checkpoint's shape.
 
-        Args:
-            draft: the file, or the folder.
-            pick: chooses the part.
-            max_shard_bytes: for a folder, the most bytes of tensors in one file; None for a single file.
-            files: for a folder, further files to be copied into it; they come before those of the checkpoint.
+        ``max_shard_bytes`` is None for a single file; for a folder, it limits the tensors in one file. ``files`` are
+        copied into the folder; they replace those of the checkpoint.
         """
         self._draft, self._pick = draft, pick
         self._max_shard_bytes = max_shard_bytes

@@ -1,36 +1,30 @@
 """The Trainer of Lightning: checkpoints in the background, and an exact resume.
 
-How far its loops are is noted where Lightning's own checkpoints note it, at the end of a batch or of an epoch. The
-rest of the checkpoint is taken where the next batch or epoch begins: what validations in between did to schedulers,
-callbacks and random numbers is then part of it, and on a resume they are not run again.
+The progress of its loops is noted where Lightning's own checkpoints note it, at the end of a batch or of an epoch. The
+rest of the checkpoint is taken where the next batch or epoch begins. So it includes the effects of validations in
+between on schedulers, callbacks and random numbers, and a resume does not run these validations again.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from asymcheck.checkpointer import Checkpointer, OnError
-from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.checkpointer import Checkpointer
 from asymcheck.errors import InvalidInputError
-from asymcheck.interop.deferred import Deferred, State
+from asymcheck.interop.trainer import Deferred, SavingCallback, State
 from asymcheck.partition.rng import RngState
-from asymcheck.pipeline.report import CheckpointReport
-from asymcheck.policies.interval import AutoInterval
-from asymcheck.policies.pushing import Push
-from asymcheck.policies.retention import Retention
-from asymcheck.ranks.ranks import RanksGiven, is_initialised
+from asymcheck.ranks.ranks import is_initialised
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
 
 
-class AsymcheckCallback(Callback):
+class AsymcheckCallback(SavingCallback, Callback):
     """Saves the whole state of a fit every so many optimizer steps, and resumes from the newest checkpoint.
 
     Use it so::
@@ -43,38 +37,13 @@ class AsymcheckCallback(Callback):
     each does the same.
     """
 
-    def __init__(  # noqa: PLR0913 - what a Checkpointer takes
-        self,
-        store: Store,
-        *,
-        every: int | Literal["auto"] | AutoInterval = 500,
-        keep: Retention | None = None,
-        push: Push | None = None,
-        run: str = DEFAULT_RUN,
-        on_error: OnError = "raise",
-        capture: CaptureConfig | None = None,
-        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
-        ranks: RanksGiven = "auto",
-        resume: int | bool = True,
-    ) -> None:
-        """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it.
+    def __init__(self, store: Store, *, resume: int | bool = True, **options: Any) -> None:  # noqa: ANN401 - see below
+        """Save to ``store``, which stays the caller's, with the other ``options`` of :class:`SavingCallback`.
 
         ``resume`` says what a fit begins with: True for the newest consistent checkpoint, if there is one; the number
-        of a step; or False for nothing, so that what is stored is abandoned.
+        of a step; or False for nothing, so that the stored checkpoints are abandoned.
         """
-        super().__init__()
-        self._checkpointer = partial(
-            Checkpointer,
-            store,
-            every=every,
-            keep=keep,
-            push=push,
-            run=run,
-            on_error=on_error,
-            capture=capture,
-            on_checkpoint=on_checkpoint,
-            ranks=ranks,
-        )
+        super().__init__(store, **options)
         self._resume = resume
         self._fit: _Fit | None = None
 
@@ -102,45 +71,32 @@ class AsymcheckCallback(Callback):
                 fit.go_on()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the loaders go on where they were."""
+        """Let the loaders continue where they were."""
         self._under_way().begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the checkpoint of the last step of the epoch before."""
         self._under_way().reach("epoch")
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,  # noqa: ANN401 - Lightning's way
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's way
         """Take the checkpoint of the step before."""
         self._under_way().reach("step")
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: Any,  # noqa: ANN401 - Lightning's way
-        batch_idx: int,
-    ) -> None:
-        """Note how far training is, when an optimizer has stepped."""
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's way
+        """Note the progress of training, when an optimizer has stepped."""
         self._under_way().note_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note how far training is."""
+        """Note the progress of training."""
         self._under_way().note_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step, if that was not done, and wait until all is durable."""
+        """Save the last step, unless it was saved, and wait until everything is durable."""
         self._under_way().finish()
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait until what was begun is durable, but not for long for ranks that may have ended."""
+        """Wait until saves in flight are durable, but not for long for ranks that may have ended."""
         self._end(exception)
 
     def _under_way(self) -> _Fit:

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint is written to a file of another format, and what lies beside it."""
+"""The part of a checkpoint that is written to a file of another format, with metadata and small files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asymcheck.format.tree import Key, join_name
 from asymcheck.recovery.shape import RowRef
 
 MODEL = "model"
-"""Where a checkpoint that was converted from a file keeps the tensors …"""
+"""Key of the tensors in a checkpoint that was converted from a safetensors file or folder."""
 SOURCE = "safetensors"
-"""… and where it keeps what else there was: a mapping with ``metadata`` and ``files``."""
+"""Key of everything else in it: a mapping with ``metadata`` and ``files``."""
 TIED = "asymcheck.tied"
-"""Key of a safetensors file's metadata: JSON of further names of tied tensors, with the names they lie under."""
+"""Key in the metadata of a safetensors file: JSON of further names of tied tensors, with their first names."""
 
 _SHOWN = 8
 _NOTHING: Final = object()
@@ -25,14 +25,11 @@ _NOTHING: Final = object()
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is to be written."""
+    """The part of a state to be written."""
 
-    shape: object
-    """A part of the state, with :class:`RowRef` in the place of tensors."""
-    metadata: Mapping[str, str]
-    """Metadata of the file that the checkpoint was converted from."""
-    files: Mapping[str, RowRef]
-    """Small files of the folder that it was converted from, by name."""
+    shape: object  # A part of the state, with :class:`RowRef` in the place of tensors
+    metadata: Mapping[str, str]  # metadata of the file that the checkpoint was converted from
+    files: Mapping[str, RowRef]  # small files of the folder that it was converted from, by name
     tops: tuple[str, ...] = ()
     """First parts of the tensors' dotted names, where the whole state was picked and is in parts."""
 
@@ -64,13 +61,12 @@ class Part:
 
 
 def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part:
-    """Return the part of a state that lies under the dotted name ``part``; all of it when that is None.
+    """Return the part of a state with the dotted name ``part``; None means the whole state.
 
-    Of a checkpoint that was converted from a file, and of which nothing else was made since, the part is by default
-    what that file held.
+    For a checkpoint that was converted from a file and not changed since, the default is the content of that file.
 
     Raises:
-        InvalidInputError: there is no such part; or, of a file of ``tensors_only``, a part was named without any.
+        InvalidInputError: the part does not exist, or has no tensors where the format takes ``tensors_only``.
     """
     named = part
     source = shape.get(SOURCE) if isinstance(shape, dict) else None
@@ -79,7 +75,7 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
         part = MODEL
     metadata: dict[str, str] = {}
     files: dict[str, RowRef] = {}
-    # They lie beside the model; in a whole state they are tensors and values as all others.
+    # Beside the model only: in a whole state, they are tensors and values like all others.
     if isinstance(source, dict) and is_converted and part is not None and _is_within(part, MODEL):
         metadata, files = source["metadata"], source["files"]
     found = shape if part is None else _descend(shape, part)
@@ -95,7 +91,7 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
 
 
 def _tops(shape: object) -> tuple[str, ...]:
-    """Return the names of the parts of a state that have tensors in them; a tensor of its own is no part."""
+    """Return the names of the parts of a state that have tensors in them; a single tensor is not a part."""
     if not isinstance(shape, dict):
         return ()
     return tuple(
@@ -106,7 +102,7 @@ def _tops(shape: object) -> tuple[str, ...]:
 
 
 def _is_source(value: object) -> bool:
-    """Tell whether this is what a converted file leaves beside its tensors, and no part of somebody's own state."""
+    """Tell whether a value holds metadata and files of a converted file, rather than a part of a user's own state."""
     return (
         isinstance(value, dict)
         and value.keys() == {"metadata", "files"}
@@ -124,17 +120,17 @@ def _is_within(part: str, whole: str) -> bool:
 
 
 def _descend(shape: object, name: str) -> object:
-    """Return what lies under a dotted name; ``_NOTHING`` when nothing does."""
+    """Return the value with a dotted name, or ``_NOTHING``."""
     for key, value in _items(shape):
         own = join_name((key,))
         if own == name:
             return value
-        # A key may have dots in it, so every key that fits is tried.
+        # Keys may contain dots, so every key that fits is tried.
         if name.startswith(f"{own}."):
             found = _descend(value, name[len(own) + 1 :])
             if found is not _NOTHING:
                 return found
-    # The keys of a module's state are dotted names themselves, so a part of it is those that begin alike.
+    # The keys of a module's state are dotted names, so that a part of it consists of the keys with this prefix.
     prefix = f"{name}."
     inside = {
         own[len(prefix) :]: value for key, value in _items(shape) if (own := join_name((key,))).startswith(prefix)
@@ -143,14 +139,14 @@ def _descend(shape: object, name: str) -> object:
 
 
 def _items(shape: object) -> Iterable[tuple[Key, object]]:
-    """Return what a container has, with keys or indexes; nothing of what is none."""
+    """Return the items of a container with their keys or indexes; nothing for other values."""
     if isinstance(shape, dict):
         return shape.items()
     return enumerate(shape) if type(shape) in (list, tuple) else ()  # type: ignore[arg-type]  # the type was just compared
 
 
 def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], object]]:
-    """Yield every value that is no container, with its path."""
+    """Yield every value that is not a container, with its path."""
     if isinstance(shape, dict) or type(shape) in (list, tuple):
         for key, value in _items(shape):
             yield from leaves_of(value, (*path, key))

@@ -85,11 +85,9 @@ class FileTensor:
 
     path: Path
     name: str
-    dtype: str
-    """asymcheck's name, such as "bfloat16"."""
+    dtype: str  # asymcheck's name, such as "bfloat16"
     shape: tuple[int, ...]
-    start: int
-    """Offset of the first byte in the file."""
+    start: int  # offset of the first byte in the file
     nbytes: int
 
 
@@ -97,8 +95,7 @@ class FileTensor:
 class SafetensorsHeader:
     """What the header of a file says."""
 
-    tensors: tuple[FileTensor, ...]
-    """In the order of their bytes in the file."""
+    tensors: tuple[FileTensor, ...]  # in the order of their bytes in the file
     metadata: dict[str, str]
 
 

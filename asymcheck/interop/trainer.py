@@ -23,8 +23,8 @@ Groups = Sequence[dict[str, Any]]
 """The options of an optimizer's parameter groups, without the parameters."""
 
 
-class TrainerCallback:
-    """The base of callbacks that save by a Checkpointer."""
+class SavingCallback:
+    """The base of callbacks that save through a Checkpointer."""
 
     def __init__(  # noqa: PLR0913 - the arguments of a Checkpointer
         self,

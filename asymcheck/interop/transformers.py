@@ -1,13 +1,13 @@
 """The Trainer of Hugging Face transformers: checkpoints in the background, and an exact resume.
 
-A checkpoint of step N is taken where the Trainer begins step N + 1, or the next epoch: what it logs and evaluates
-after step N is then part of it. On a resume the random numbers are put back at that same place, behind all that the
-Trainer draws while it skips batches.
+A checkpoint of step N is taken where the Trainer begins step N + 1, or the next epoch, so that it includes the logs
+and evaluations after step N. A resume restores the random numbers at the same place, after the Trainer has drawn some
+to skip batches.
 
-The Trainer knows how to skip batches and to take up its own state, but only from a folder. So it is given one that
-holds its ``trainer_state.json`` alone, and the method that would look for weights there is put aside meanwhile.
+The Trainer can skip batches and restore its own state, but only from a folder. So it gets a folder that holds nothing
+but its ``trainer_state.json``, and meanwhile the method that would look for weights there is replaced.
 
-Of several ranks each has its callback, its random numbers, its sums and its folder; the rest is theirs together.
+With several ranks, each has its own callback, random numbers, sums and folder. They share the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,18 +24,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from asymcheck.checkpointer import Checkpointer, OnError
-from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.checkpointer import Checkpointer
 from asymcheck.errors import InvalidInputError
-from asymcheck.interop.deferred import Deferred, Groups, State, groups_of, set_groups
 from asymcheck.interop.target import make_temporary_folder
+from asymcheck.interop.trainer import Deferred, Groups, SavingCallback, State, groups_of, set_groups
 from asymcheck.partition.rng import RngState
-from asymcheck.pipeline.report import CheckpointReport
-from asymcheck.policies.interval import AutoInterval
-from asymcheck.policies.pushing import Push
-from asymcheck.policies.retention import Retention
-from asymcheck.ranks.ranks import RanksGiven, is_initialised
-from asymcheck.store import Store
+from asymcheck.ranks.ranks import is_initialised
 
 _LOADS_WEIGHTS = "_load_from_checkpoint"
 # What the Trainer adds up between two of its logs. Releases before 5 keep the first in a local variable.
@@ -46,7 +39,7 @@ _FOLDER = "asymcheck-resume"
 _RESUME = "trainer.train(resume_from_checkpoint=callback.resume(trainer))"
 
 
-class AsymcheckCallback(TrainerCallback):
+class AsymcheckCallback(SavingCallback, TrainerCallback):
     """Saves the whole state of a Trainer every so many optimizer steps, and resumes from the newest checkpoint.
 
     Use it so::
@@ -59,33 +52,7 @@ class AsymcheckCallback(TrainerCallback):
     Trainer's ``global_step``, the number of steps done. Of several ranks (DDP) each does the same.
     """
 
-    def __init__(  # noqa: PLR0913 - what a Checkpointer takes
-        self,
-        store: Store,
-        *,
-        every: int | Literal["auto"] | AutoInterval = 500,
-        keep: Retention | None = None,
-        push: Push | None = None,
-        run: str = DEFAULT_RUN,
-        on_error: OnError = "raise",
-        capture: CaptureConfig | None = None,
-        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
-        ranks: RanksGiven = "auto",
-    ) -> None:
-        """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it."""
-        self._checkpointer = partial(
-            Checkpointer,
-            store,
-            every=every,
-            keep=keep,
-            push=push,
-            run=run,
-            on_error=on_error,
-            capture=capture,
-            on_checkpoint=on_checkpoint,
-            ranks=ranks,
-        )
-        self._training: _Training | None = None
+    _training: _Training | None = None
 
     def resume(self, trainer: Trainer, step: int | None = None) -> str | None:
         """Bring the trainer's state back from the newest consistent checkpoint, or from that of ``step``.
@@ -114,7 +81,7 @@ class AsymcheckCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Put back what the Trainer has made just now.
+        """Restore the objects that the Trainer has just made.
 
         Raises:
             InvalidInputError: :meth:`resume` was not called, or what it returned was not given to ``train()``.
@@ -124,28 +91,22 @@ class AsymcheckCallback(TrainerCallback):
             raise InvalidInputError(f"the Trainer does not go on from what the store has: call {_RESUME}")
         training.begin()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's way
         """Take the checkpoint of the last step of the epoch before."""
         self._began().reach("epoch")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's way
         """Take the checkpoint of the step before."""
         self._began().reach("step")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's way
         """Note that a step is done."""
         self._began().is_due = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Take the last checkpoint here if the Trainer is about to put the best model in the place of the last."""
+        """Take the last checkpoint here if the Trainer is about to replace the last model by the best one."""
         is_last = control.should_training_stop or state.global_step >= state.max_steps
         if is_last and args.load_best_model_at_end:
             self._began().finish()
@@ -153,7 +114,7 @@ class AsymcheckCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Save the last step, if that was not done, and wait until all is durable."""
+        """Save the last step, unless it was saved, and wait until everything is durable."""
         if not args.load_best_model_at_end:
             self._began().finish()
         self._end()
@@ -170,11 +131,7 @@ class AsymcheckCallback(TrainerCallback):
 
 
 def _check(trainer: Trainer) -> None:
-    """Refuse what would not be resumed, or not exactly.
-
-    Raises:
-        InvalidInputError
-    """
+    """Refuse a Trainer that could not be resumed exactly."""
     refused = {
         "its processes are none of torch.distributed": trainer.args.world_size > 1 and not is_initialised(),
         "it shards the model (FSDP, DeepSpeed)": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
@@ -195,10 +152,8 @@ class _Training:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._optimizer: Any = trainer.optimizer
-        self.step = 0
-        """The step that training goes on from."""
-        self.is_due = False
-        """Whether a step was done whose checkpoint was not considered yet."""
+        self.step = 0  # which training continues from
+        self.is_due = False  # whether a step was done whose checkpoint was not considered yet
         rng = RngState()
         self._rng = Deferred(rng.state_dict, rng.load_state_dict)
         self._scheduler = Deferred(
@@ -223,7 +178,7 @@ class _Training:
         }
 
     def prepare(self, step: int) -> str:
-        """Write what the Trainer reads for itself; return the folder."""
+        """Write the folder that the Trainer reads; return its path."""
         self.step = step
         own: Any = self._own.restored
         self._place = own["place"]
@@ -237,7 +192,7 @@ class _Training:
         return str(self._folder)
 
     def begin(self) -> None:
-        """Put back what the Trainer has made, and store it from now on."""
+        """Restore the objects that the Trainer has made, and store them from now on."""
         self._leave_folder()
         for part in (self._scheduler, self._scaler, self._own, self._rng):
             part.is_live = True
@@ -247,7 +202,7 @@ class _Training:
         set_groups(self._optimizer, self._groups)
 
     def reach(self, place: Literal["epoch", "step"]) -> None:
-        """Take a checkpoint if a step was done; put the random numbers back if training goes on from this place."""
+        """Take a checkpoint if a step was done; restore the random numbers if training continues from this place."""
         if self.is_due:
             self.is_due, self._place = False, place
             step = self.trainer.state.global_step
@@ -261,7 +216,7 @@ class _Training:
         self.is_due, self._place = False, "epoch"
         if step and self.checkpointer.last_step != step:
             self.checkpointer.save(step, metrics=_metrics(self.trainer.state))
-        # The Trainer may change the model now, otherwise than by its optimizer.
+        # From here on, the Trainer may change the model without its optimizer.
         self.checkpointer.fence()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from asymcheck import Store
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 100
+LIMIT_S = 240
 
 
 def _command(*arguments: object) -> list[str]:

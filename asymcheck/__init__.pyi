@@ -21,8 +21,8 @@ from .partition.rng import RngState
 from .partition.shards import TensorShard
 from .pipeline.adopt import Adopted
 from .pipeline.background import Statistics
+from .pipeline.capture import CheckpointReport
 from .pipeline.collect import Collected, CollectedRing
-from .pipeline.report import CheckpointReport
 from .policies.facts import CodecFacts, DriveFacts, Facts
 from .policies.interval import AutoInterval, ChosenInterval
 from .policies.pushing import Push

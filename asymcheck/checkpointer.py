@@ -14,9 +14,8 @@ from asymcheck.errors import InvalidInputError, RanksError
 from asymcheck.migration.background import background_push
 from asymcheck.migration.transfer_stats import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
-from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.capture import Capture, CheckpointReport
 from asymcheck.pipeline.pacing import pacer_of
-from asymcheck.pipeline.report import CheckpointReport
 from asymcheck.pipeline.signals import Ending
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.pushing import Push

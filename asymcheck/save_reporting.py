@@ -22,8 +22,7 @@ from asymcheck.errors import (
 from asymcheck.migration.background import BackgroundPush
 from asymcheck.pipeline.adopt import Adopted
 from asymcheck.pipeline.background import Background
-from asymcheck.pipeline.capture import Capture
-from asymcheck.pipeline.report import CheckpointReport, report_of
+from asymcheck.pipeline.capture import Capture, CheckpointReport, report_of
 from asymcheck.pruning import Upkeep
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint

@@ -11,7 +11,7 @@ import torch
 
 from asymcheck.checkpointer import Checkpointer, OnError
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.pipeline.report import CheckpointReport
+from asymcheck.pipeline.capture import CheckpointReport
 from asymcheck.policies.interval import AutoInterval
 from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention

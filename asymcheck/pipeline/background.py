@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asymcheck.config import WRITER, CaptureConfig
+from asymcheck.config import WRITER, CaptureConfig, StoreConfig
 from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
 from asymcheck.events import is_watched, tell, timed
 from asymcheck.format import registry
@@ -33,13 +33,12 @@ from asymcheck.pipeline.ownership import Fences, Ownership, distributed, find
 from asymcheck.pipeline.proof import Prover
 from asymcheck.pipeline.request import SaveRequest
 from asymcheck.pipeline.ring_flush import Placing, RingFlusher
-from asymcheck.pipeline.ring_size import ROOM_FOR_CAPTURES, cut_for_ring, default_bytes
 from asymcheck.pipeline.signals import INTERRUPTS
-from asymcheck.pipeline.timer import Timer
-from asymcheck.pipeline.timing import Timing
+from asymcheck.pipeline.timing import Timer, Timing
 from asymcheck.pipeline.transfers import Lanes
 from asymcheck.policies.interval import Pace
 from asymcheck.ranks import Session
+from asymcheck.tiers.available import available_bytes
 from asymcheck.tiers.dram_ring import Ring
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.owners import this_process
@@ -399,3 +398,47 @@ def newest_plan(tier: NvmeTier, run: str) -> object:
         with contextlib.suppress(AsymcheckError):
             return tier.manifests.read(run, newest.ref, newest.manifests[0]).header.plan
     return None
+
+
+ROOM_FOR_CAPTURES = 2
+# Manifests, and what is lost between frames of different lengths.
+_SLACK = 1.05
+_SLACK_BYTES = 4 << 20
+_LEAST_BYTES = 4 * registry.BLOCK_BYTES
+
+
+def default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
+    """Return room for two captures, but no more than half of the memory that is available when ``freed`` is.
+
+    Of that as large a part as that many ``processes`` can have that make one at the same time.
+    """
+    wanted = int(needed * _SLACK * ROOM_FOR_CAPTURES) + _SLACK_BYTES
+    return max(min([wanted, *_limits(folder, freed, processes)]), _LEAST_BYTES)
+
+
+def _limits(folder: Path, freed: int, processes: int) -> list[int]:
+    limits = []
+    with contextlib.suppress(OSError):
+        status = os.statvfs(folder)
+        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
+    available = available_bytes()
+    if available is not None:
+        limits.append((available // processes + freed) // 2)
+    return limits
+
+
+def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, processes: int) -> StoreConfig:
+    """Return a configuration whose deferred partitions go through a ring, one being copied while another is written.
+
+    ``ring_bytes`` is None for one that gets its size by itself. In powers of two: what is available differs from start
+    to start, and whoever cuts as before writes less.
+    """
+    limits = _limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
+    if not limits:
+        return config
+    half = max(min(limits) // 2 - registry.BLOCK_BYTES, _LEAST_BYTES)
+    most = 1 << half.bit_length() - 1
+    if most >= config.deferred_bytes_max:
+        return config
+    least = min(config.deferred_bytes_min, most // 4)
+    return dataclasses.replace(config, deferred_bytes_max=most, deferred_bytes_min=least)

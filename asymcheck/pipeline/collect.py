@@ -13,10 +13,10 @@ from pathlib import Path
 from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
+from asymcheck.pipeline.adopt import is_gone as is_store_gone
+from asymcheck.pipeline.adopt import is_of_a_copy
 from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, StoreReachability, is_gone
 from asymcheck.pipeline.repack import plan_repack, repack
-from asymcheck.pipeline.ring_store import is_gone as is_store_gone
-from asymcheck.pipeline.ring_store import is_of_a_copy
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.nvme.catalog import DeadPins

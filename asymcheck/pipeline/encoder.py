@@ -1,23 +1,27 @@
-"""Encoder: what the compression policy decides is carried out, partition by partition, and what it decides by measured.
+"""Encoder: encodes partitions as the compression policy decides, by what was measured so far.
 
 Facts are kept by kind of bytes: the role of the tensors, and how their elements look.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
+from asymcheck.codecs import derived
 from asymcheck.codecs.container import Segment, segment_of
 from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_derived, encode_planes
+from asymcheck.codecs.rounding import DTYPES
 from asymcheck.config import Compression
 from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
-from asymcheck.partition.plan import Piece
-from asymcheck.pipeline.meter import Meter
+from asymcheck.partition.plan import Originals, Piece
 from asymcheck.policies.compression import Choice, Move, Sampled, Tier, choose
 from asymcheck.types import Digest
 
@@ -29,6 +33,43 @@ _SAMPLE_BYTES = CHUNK_BYTES
 _FAST_BYTES_PER_S = 1e9
 _LEAST_BYTES = 64 * 1024
 """Shorter partitions are few, and cost as much to handle as long ones."""
+
+
+_HALF_BYTES = 1 << 28
+"""Older measurements count half after so many bytes."""
+_ENOUGH_BYTES = 16 << 20
+"""Fewer bytes say nothing."""
+
+
+class Meter:
+    """Counts bytes, and the seconds that threads took to write them, each by itself. Thread-safe.
+
+    What a thread has to wait for, be it others that write or a core, is part of it: what is compared with it, such as
+    the time to encode, is measured beside the same others.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a measurement."""
+        self._lock = threading.Lock()
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def write(self, size: int) -> Iterator[None]:
+        """Measure what is done inside the ``with`` block: ``size`` bytes are written."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        with self._lock:
+            kept = 0.5 ** (size / _HALF_BYTES)
+            self._bytes = self._bytes * kept + size
+            self._seconds = self._seconds * kept + seconds
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The speed; None before enough was measured."""
+        with self._lock:
+            return self._bytes / self._seconds if self._bytes >= _ENOUGH_BYTES and self._seconds > 0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +107,35 @@ class Base:
     """Where, for derived, the elements begin in it."""
     dtype: int = 0
     """For derived, the number of the dtype that is rounded to."""
+
+
+_LOOK_BYTES = 512
+_NUMBERS = {name: number for number, name in DTYPES.items()}
+
+Read = Callable[[int, int, int | None], tuple[Digest, memoryview] | None]
+"""Gives of a partition, by number, the digest and bytes, from a byte on so many, or all that follow; None while it has
+none."""
+
+
+def original_of(plain: memoryview, dtype: str, number: int, originals: Originals, read: Read) -> Base | None:
+    """Return the partition that ``plain``, of 2-byte floats, was rounded from, as far as a look at some of it shows."""
+    look = min(len(plain), _LOOK_BYTES)
+    # One place tells too little: where a row of padding is zero, it is so in the moments, too.
+    places = [start // 2 * 2 for start in (0, (len(plain) - look) // 2, len(plain) - look)]
+    for other, offset in originals.candidates(number):
+        # Every layer has tensors of this shape, and each three of them: most candidates are none.
+        if all(_is_rounded(plain[at : at + look], dtype, read(other, offset + 2 * at, 2 * look)) for at in places):
+            whole = read(other, 0, None)
+            if whole is not None:
+                return Base(CODEC_DERIVED, *whole, offset, _NUMBERS[dtype])
+    return None
+
+
+def _is_rounded(plain: memoryview, dtype: str, found: tuple[Digest, memoryview] | None) -> bool:
+    if found is None:
+        return False
+    rounded = derived.rounded_base(found[1], 0, len(plain), _NUMBERS[dtype])
+    return np.array_equal(np.frombuffer(plain, dtype=np.uint8), rounded)
 
 
 class Encoder:

@@ -1,4 +1,4 @@
-"""What a save is asked for, and where on the line of training it goes."""
+"""Save requests: what a checkpoint is called, its place on the line of training, and the save that ranks share."""
 
 from __future__ import annotations
 
@@ -47,3 +47,23 @@ class SaveRequest:
     """The ranks that save into the same store; None when all do."""
     pace: Pace | None = None
     """What this rank has measured, where an interval is chosen from that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One save of all ranks, as rank 0 has begun it."""
+
+    number: int
+    """Its number in the session."""
+    step: int
+    """The training step."""
+    save_id: SaveId
+    """The attempt."""
+    generation: int | None
+    """The line of training; None when the commit will open it."""
+    plan: object
+    """The record of the plan that all cut by."""
+    shares_anew: bool
+    """Whether the ranks look anew at what they have in common."""
+    head: Mapping[str, object] | None = None
+    """The head record of the generation, where machines have stores of their own."""

@@ -1,8 +1,13 @@
-"""Timing: which plan a state is captured by, and when its windows begin.
+"""Timing: the plan by which a state is captured, and the times at which its windows begin.
 
 The first steps are captured by the canonical plan while the windows between module boundaries are measured. Then one
 plan is made of them and kept: a new one would give all deferred bytes new digests. A resumed run goes on with the plan
 of its newest checkpoint. What adapts from step to step is *when* partitions are released, not how they are cut.
+
+Windows begin at module boundaries, which hooks report. The hooks only look: the outputs of a block are the very tensors
+they would be without. So the backward pass is seen through hooks on nodes of the graph and not through
+``register_full_backward_pre_hook``. That one passes inputs and outputs of the module through a function of its own,
+after which an in-place operation on them, such as the next ReLU, raises.
 
 Where modules are not seen, because all of them are compiled or there are none, windows are equal parts of the time from
 ``step()`` to the fence, and a timer says when they begin.
@@ -10,20 +15,27 @@ Where modules are not seen, because all of them are compiled or there are none, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
+import threading
 import time
+import types
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.partition.plan import EAGER, PLAN_KIND, Layout, Plan, make_plan, plan_from_record
 from asymcheck.partition.profile import MARKS_MIN, Iteration, Phase, Windows, profile_of, timed_profile
-from asymcheck.pipeline.boundaries import Boundaries
-from asymcheck.pipeline.timer import Timer
+from asymcheck.threads import begin
 from asymcheck.tiers.gpu_staging import Link, Mark
+
+_OnBoundary = Callable[[Phase], None]
 
 _PROFILED = 5
 """Iterations that are measured before a plan is made; the first ones allocate, compile and fill caches."""
@@ -31,6 +43,60 @@ _CALM = 16
 """After so many fences without a wait, partitions are released a window later again."""
 _WAIT_SHARE = 0.002
 """A fence that takes less than this part of the iteration is none to speak of."""
+
+
+class Timer:
+    """Calls ``reached`` with a number when its time has come, on a thread of its own that the first call starts."""
+
+    def __init__(self, reached: Callable[[int], None]) -> None:
+        """Call ``reached``, which must be short, and must not raise."""
+        self._reached = reached
+        self._changed = threading.Condition()
+        self._ahead: deque[tuple[int, float]] = deque()
+        self._stopping = False
+        self._thread: Future[None] | None = None
+
+    def begin(self, times: Sequence[tuple[int, float]]) -> None:
+        """Forget what was asked for before; call at these times of ``time.perf_counter()``, given in order."""
+        with self._changed:
+            self._ahead = deque(times)
+            self._changed.notify_all()
+        if self._thread is None and times:
+            self._thread = begin(self._run, "timer")
+
+    def cancel(self) -> None:
+        """Call no more; a call that is under way may still end after this."""
+        with self._changed:
+            self._ahead.clear()
+
+    def due(self, now_s: float) -> tuple[int | None, float | None]:
+        """Take what has come by a time: its greatest number, and how long it is until the next; None for neither."""
+        number = None
+        while self._ahead and self._ahead[0][1] <= now_s:
+            number = self._ahead.popleft()[0]
+        return number, self._ahead[0][1] - now_s if self._ahead else None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                number, left_s = self.due(time.perf_counter())
+                if number is None:
+                    if self._stopping:
+                        return
+                    self._changed.wait(left_s)
+                    continue
+            # Outside the lock: who is called takes one of its own, under which it may cancel.
+            self._reached(number)
+
+    def stop(self) -> None:
+        """End the thread, and raise what a call raised that ended the thread early. May be called again."""
+        with self._changed:
+            self._stopping = True
+            self._ahead.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.result()
 
 
 class Timing:
@@ -194,3 +260,117 @@ class Timing:
             found.append(Iteration(first, tuple(zip(phases, seconds[:-1], strict=True)), seconds[-1]))
         self._unread.clear()
         self._iterations = found
+
+
+class Boundaries:
+    """Calls ``mark`` at the start of each block's forward and when backward reaches each block, until removed.
+
+    Blocks are the elements of the longest ``ModuleList`` or ``Sequential`` of at least two, else the direct children,
+    else the module itself. A forward without gradients gives no marks, and neither does one that recomputes activations
+    inside backward. A block whose output needs no gradient gives no backward mark, and one in TorchScript, which takes
+    no hooks, gives none at all. Inside a region of ``torch.compile`` there are no boundaries: hook such a module as a
+    whole.
+
+    On CUDA, autograd calls ``mark`` from threads of its own. What ``mark`` raises breaks the training.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mark: _OnBoundary) -> None:
+        """Register the hooks: two for each block, a microsecond or two each."""
+        self._hooks = _Hooks(mark)
+        self._handles: list[RemovableHandle] = []
+        blocks = {id(block): block for module in modules for block in blocks_of(module)}
+        try:
+            for block in blocks.values():
+                if not isinstance(block, torch.jit.ScriptModule):
+                    self._handles.append(block.register_forward_pre_hook(self._hooks.enter))
+                    self._handles.append(block.register_forward_hook(self._hooks.leave))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove the hooks; graphs that are still alive give no marks any more. May be called again."""
+        self._hooks.mark = None
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules whose beginnings are boundaries; at least one."""
+    if _is_compiled(module):
+        return [module]
+    longest = max(_lists(module), key=len, default=None)
+    blocks = list(module.children() if longest is None else longest)
+    return blocks or [module]
+
+
+def _lists(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
+    """Yield the lists of at least two modules, outermost first."""
+    if _is_compiled(module):
+        return
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+        yield module
+        if isinstance(module, nn.ModuleList):
+            # Its elements are layers; lists inside a layer are parts of it, such as the experts of one mixture.
+            return
+    for child in module.children():
+        yield from _lists(child)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` returns; its class has no public name."""
+    return hasattr(module, "_orig_mod")
+
+
+class _Hooks:
+    """The hooks of all blocks. They hold no tensor; copies, as in a deep copy of the model, are silent."""
+
+    def __init__(self, mark: _OnBoundary | None) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[type[types.SimpleNamespace], tuple[()], dict[str, object]]:
+        # Who loads a model that was pickled whole need not have this package: this one takes anything and does nothing.
+        nothing = contextlib.nullcontext().__exit__
+        return types.SimpleNamespace, (), {"mark": None, "enter": nothing, "leave": nothing}
+
+    def enter(self, _block: nn.Module, _args: object) -> None:
+        # The compiler takes the first for a constant and leaves the hook out; a call of mark would break its graph.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
+            return
+        if self.mark is not None:
+            self.mark("forward")
+
+    def leave(self, _block: nn.Module, _args: object, output: object) -> None:
+        # Also in backward: reentrant checkpointing has no graph but that of the recomputed forward.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        reached = _Reached(self)
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+
+class _Reached:
+    """Marks a block when the first of its outputs has its gradient."""
+
+    def __init__(self, hooks: _Hooks) -> None:
+        self._hooks: _Hooks | None = hooks
+
+    def __call__(self, _gradients: object) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None and hooks.mark is not None:
+            hooks.mark("backward")
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a block's output; what is nested deeper, such as a cache, is not for the next block."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    for value in output if isinstance(output, (tuple, list)) else (output,):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _in_backward() -> bool:
+    """Whether this thread runs a backward pass. Checkpointing in torch asks the same way; there is no public one."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - see above

@@ -19,7 +19,7 @@ BROKEN: dict[str, list[Sources]] = {
     "arrows_point_down": [
         {"asymcheck/format/frame.py": "from asymcheck.tiers.nvme import pack"},
         {"asymcheck/store.py": "import asymcheck.checkpointer"},
-        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.flush import flush"},
+        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.save import flush"},
         {"asymcheck/recovery/resolve.py": "if TYPE_CHECKING:\n    from asymcheck.store import Store"},
         {"asymcheck/codecs/zstd.py": "from ..store import Store"},
         {"asymcheck/codecs/__init__.py": "from ..store import Store"},
@@ -127,7 +127,7 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "class Busy(Exception): pass"},
         {"asymcheck/tiers/base.py": "class Gone(OSError): pass"},
         {"asymcheck/tiers/base.py": "class Gone(errors.StoreError): pass"},
-        {"asymcheck/pipeline/flush.py": "def f():\n    class _Stop(BaseException): pass"},
+        {"asymcheck/pipeline/save.py": "def f():\n    class _Stop(BaseException): pass"},
     ],
     "nothing_is_unpickled": [
         *({"asymcheck/store.py": f"import {module}"} for module in ("pickle", "marshal", "shelve", "dill")),

@@ -11,7 +11,7 @@ from asymcheck.codecs.rounding import BFLOAT16
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_DERIVED
 from asymcheck.partition.plan import Originals, Partition, Piece
-from asymcheck.pipeline.bases import original_of
+from asymcheck.pipeline.encoder import original_of
 from asymcheck.types import Digest
 
 LAYERS, ELEMENTS = 12, 4096

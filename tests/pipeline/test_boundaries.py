@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from asymcheck.partition.profile import Phase
-from asymcheck.pipeline.boundaries import Boundaries, blocks_of
+from asymcheck.pipeline.timing import Boundaries, blocks_of
 
 WIDTH = 16
 F: Phase = "forward"

@@ -16,8 +16,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY
 from asymcheck.partition.plan import Piece
 from asymcheck.pipeline import encoder as module
-from asymcheck.pipeline.encoder import Base, Contents, Encoder, contents_of
-from asymcheck.pipeline.meter import Meter
+from asymcheck.pipeline.encoder import Base, Contents, Encoder, Meter, contents_of
 from asymcheck.policies.compression import Sampled
 
 PLAIN = memoryview(np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype("<f4").tobytes())

@@ -15,9 +15,8 @@ from asymcheck import Store
 from asymcheck.errors import StorageError, TornCaptureError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.pipeline.capture import Capture
+from asymcheck.pipeline.capture import Capture, InFlight
 from asymcheck.pipeline.joint import Joint
-from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.request import new_save_id
 from asymcheck.pipeline.ring_flush import RingFlusher
@@ -35,18 +34,18 @@ class _Writes:
         self._error = error
         self.waited = 0
 
-    def soon(self, moving: Moving, numbers: Sequence[int]) -> None:
+    def soon(self, inflight: InFlight, numbers: Sequence[int]) -> None:
         """Refuse."""
-        raise AssertionError(moving, numbers)
+        raise AssertionError(inflight, numbers)
 
-    def wait(self, _moving: Moving) -> None:
+    def wait(self, _inflight: InFlight) -> None:
         """Be done, and say what went wrong, as the flush from the ring does."""
         self.waited += 1
         raise self._error
 
-    def now(self, moving: Moving, number: int) -> bool:
+    def now(self, inflight: InFlight, number: int) -> bool:
         """Refuse."""
-        raise AssertionError(moving, number)
+        raise AssertionError(inflight, number)
 
 
 def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() -> None:
@@ -58,7 +57,7 @@ def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() ->
     capture = SimpleNamespace(turn=SimpleNamespace(number=1, shares_anew=False), error=error)
     writes = _Writes(error)
     with pytest.raises(TornCaptureError):
-        joint.commit(cast(Moving, SimpleNamespace(capture=capture)), writes)
+        joint.commit(cast(InFlight, SimpleNamespace(capture=capture)), writes)
     assert writes.waited == 1
     assert told == [(b"TornCaptureError: the state changed", True)]
 
@@ -106,10 +105,10 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
         vars(flusher)["_joint"] = None
         capture = SimpleNamespace(error=error)
         capture.failing = partial(Capture.failing, cast(Capture, capture))
-        moving = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
+        inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
         # One that came through would end all tests, and not this one alone.
         with contextlib.suppress(KeyboardInterrupt):
-            flusher._settle(cast(Moving, moving))
+            flusher._settle(cast(InFlight, inflight))
         assert capture.error is error
         assert os.listdir(tier.packs) == []
         assert before == DESCRIPTORS._open

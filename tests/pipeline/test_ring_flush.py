@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
-from asymcheck.pipeline.moving import Moving
+from asymcheck.pipeline.capture import InFlight
 from asymcheck.pipeline.ring_flush import RingFlusher
 
 
@@ -28,14 +28,14 @@ def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
     """The commit thread queues what is complete while a thread that makes room queues what was put off."""
     queued: dict[int, Future[bool]] = {}
 
-    def submit(_write: object, _moving: Moving, number: int) -> Future[bool]:
+    def submit(_write: object, _inflight: InFlight, number: int) -> Future[bool]:
         queued[number] = Future()
         return queued[number]
 
     flusher = RingFlusher.__new__(RingFlusher)
     vars(flusher)["_writers"] = SimpleNamespace(submit=submit)
-    moving = cast(Moving, SimpleNamespace())
-    moving.writes = _Overtaken(lambda: flusher._write_soon(moving, 1))
-    flusher._write_soon(moving, 0)
+    inflight = cast(InFlight, SimpleNamespace())
+    inflight.writes = _Overtaken(lambda: flusher._write_soon(inflight, 1))
+    flusher._write_soon(inflight, 0)
     assert sorted(queued) == [0, 1]
-    assert {id(done) for done in queued.values()} == {id(done) for done in moving.writes}
+    assert {id(done) for done in queued.values()} == {id(done) for done in inflight.writes}

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from asymcheck.config import StoreConfig
-from asymcheck.pipeline import ring_size
+from asymcheck.pipeline import background
 
 
 def test_the_largest_partition_is_the_configured_one_while_no_limit_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that tells nothing of its memory gives no reason to cut finer."""
-    monkeypatch.setattr(ring_size, "_limits", lambda *_: [])
+    monkeypatch.setattr(background, "_limits", lambda *_: [])
     config = StoreConfig()
-    assert ring_size.cut_for_ring(config, None, Path(), 1).deferred_bytes_max == config.deferred_bytes_max
+    assert background.cut_for_ring(config, None, Path(), 1).deferred_bytes_max == config.deferred_bytes_max
 
 
 @pytest.mark.parametrize(("ring_bytes", "most"), [(64 << 20, 16 << 20), (256 << 20, 32 << 20)])
 def test_a_ring_takes_two_of_the_largest_partitions(ring_bytes: int, most: int) -> None:
     """One is copied while another one is written; frames take a little more than their bytes."""
-    assert ring_size.cut_for_ring(StoreConfig(), ring_bytes, Path(), 1).deferred_bytes_max == most
+    assert background.cut_for_ring(StoreConfig(), ring_bytes, Path(), 1).deferred_bytes_max == most

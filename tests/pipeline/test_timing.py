@@ -18,8 +18,7 @@ from asymcheck.partition.plan import Layout, Plan
 from asymcheck.partition.profile import Phase
 from asymcheck.pipeline import timing as module
 from asymcheck.pipeline.background import newest_plan
-from asymcheck.pipeline.timer import Timer
-from asymcheck.pipeline.timing import Timing
+from asymcheck.pipeline.timing import Timer, Timing
 from asymcheck.tiers.nvme import NvmeTier
 from tests.checkpointer.loops import CONFIG, assert_every_step_is_right, folder_for_rings
 from tests.checkpointer.optimizers import WIDTH, simple

@@ -12,8 +12,8 @@ import torch
 
 from asymcheck import CaptureConfig, Checkpointer, Retention, Store, pruning
 from asymcheck.errors import LostCheckpointError, PruneError, StorageError
+from asymcheck.pipeline.capture import InFlight
 from asymcheck.pipeline.collect import Collected, collect
-from asymcheck.pipeline.moving import Moving
 from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.ring_flush import RingFlusher
 from asymcheck.threads import begin
@@ -34,10 +34,10 @@ def test_a_capture_is_lost_and_reported_when_the_commit_thread_meets_an_error(
     failures = [RuntimeError("broken")]
     queue_write = RingFlusher._queue_write
 
-    def fail_once(flusher: RingFlusher, moving: Moving, number: int) -> None:
+    def fail_once(flusher: RingFlusher, inflight: InFlight, number: int) -> None:
         if failures:
             raise failures.pop()
-        queue_write(flusher, moving, number)
+        queue_write(flusher, inflight, number)
 
     monkeypatch.setattr(RingFlusher, "_queue_write", fail_once)
     state = {"w": torch.zeros(100_000)}

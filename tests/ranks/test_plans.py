@@ -6,8 +6,7 @@ import dataclasses
 
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.partition.plan import Layout
-from asymcheck.pipeline.timer import Timer
-from asymcheck.pipeline.timing import Timing
+from asymcheck.pipeline.timing import Timer, Timing
 
 LAYOUT = Layout((64 << 10,) * 6, ("model",) * 6, (True,) * 6)
 SMALL = StoreConfig(deferred_bytes_min=4096, deferred_bytes_max=128 << 10)

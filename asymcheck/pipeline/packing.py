@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import PackHeader
+from asymcheck.format.pack import Entries, PackHeader
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
 
@@ -22,7 +25,7 @@ class KnownPartitions:
         """Look digests up in ``catalog`` and check them against packs of ``tier``."""
         self._tier = tier
         self._catalog = catalog
-        self._indexes: dict[PackId, set[tuple[Digest, int, int, bytes]]] = {}
+        self._indexes: dict[PackId, tuple[npt.NDArray[np.uint64], Entries] | None] = {}
         self._gone: set[PackId] = set()
         self.unread: AsymcheckError | None = None
         """Why a pack could not be read that may well have what it is said to have: the last one of these."""
@@ -51,36 +54,38 @@ class KnownPartitions:
         return []
 
     def _is_there(self, name: Digest, location: Location) -> bool:
-        if location.pack_id in self._gone:
+        index = None if location.pack_id in self._gone else self._index(location.pack_id)
+        if index is None:
             return False
-        return (name, location.plain_length, location.kind, location.base_digest) in self._index(location.pack_id)
+        offsets, entries = index
+        row = int(np.searchsorted(offsets, location.offset))
+        if row == len(offsets) or offsets[row] != location.offset:
+            return False
+        entry = entries[row]
+        is_same = entry["digest"].tobytes() == name and entry["base_digest"].tobytes() == location.base_digest
+        return is_same and (entry["plain_length"], entry["kind"]) == (location.plain_length, location.kind)
 
     def forget(self, packs: Sequence[PackId]) -> None:
         """Never name these packs again: collection has taken them."""
         with self._lock:
             self._gone.update(packs)
 
-    def _index(self, pack_id: PackId) -> set[tuple[Digest, int, int, bytes]]:
+    def _index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
+        """Return the offsets and the rows of a pack's index; None when its partitions must be written again."""
         with self._lock:
             if pack_id not in self._indexes:
                 self._indexes[pack_id] = self._read_index(pack_id)
             return self._indexes[pack_id]
 
-    def _read_index(self, pack_id: PackId) -> set[tuple[Digest, int, int, bytes]]:
+    def _read_index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
         try:
-            pack = self._tier.open_pack(pack_id)
+            index = self._tier.index_of(pack_id)
         except AsymcheckError as error:
-            # Missing, locked for removal, or damaged: whatever it is, the partition is written again.
+            # Missing, locked for removal, or damaged.
             if isinstance(error, (StorageError, UnsupportedFormatError)):
                 self.unread = error
-            return set()
-        try:
-            if pack.damage is not None:
-                return set()
-            columns = [pack.entries[name].tolist() for name in ("digest", "plain_length", "kind", "base_digest")]
-            return {(Digest(name), length, kind, base) for name, length, kind, base in zip(*columns, strict=True)}
-        finally:
-            pack.close()
+            return None
+        return (index.entries["offset"].copy(), index.entries) if index.damage is None else None
 
 
 def _deltas(chain: Sequence[Location]) -> int:

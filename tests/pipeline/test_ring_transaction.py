@@ -50,6 +50,9 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         ]
         transactions[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
+        # The index of a pack that has changed is read again.
+        for pack in store._opened.nvme.packs.iterdir():
+            pack.touch()
         with pytest.raises(told):
             transactions[1].reuse(name, tensor.partitions[0].length)
         for transaction in transactions:

@@ -12,6 +12,7 @@ from pathlib import Path
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
     InvalidInputError,
+    MissingPartitionError,
     ReadOnlyStoreError,
     StoreNotFoundError,
     StructureError,
@@ -32,6 +33,7 @@ from asymcheck.tiers.reading import StoreTier
 from asymcheck.tiers.slots import SlotPool
 from asymcheck.types import PackId
 
+_INDEXES_KEPT = 64
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
 
 
@@ -59,6 +61,8 @@ class NvmeTier(StoreTier):
         self.read_only = read_only
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
+        self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
+        self._indexes_lock = threading.Lock()
         if not read_only:
             refuse_network(root)
             with translated("look at", root):
@@ -236,6 +240,28 @@ class NvmeTier(StoreTier):
     def open_pack(self, pack_id: PackId, *, wait: bool = True) -> PackFile:
         """Open a complete pack for reading; see :func:`asymcheck.tiers.nvme.pack_files.open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
+
+    def index_of(self, pack_id: PackId) -> PackIndex:
+        """Return the index of a complete pack, as :meth:`open_pack` finds it.
+
+        The index is read again only when the file is another one, or was changed.
+        """
+        try:
+            status = (self.packs / layout.pack_name(pack_id)).stat()
+        except FileNotFoundError as error:
+            raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist") from error
+        file = (status.st_ino, status.st_size, status.st_ctime_ns)
+        with self._indexes_lock:
+            kept = self._indexes.pop(pack_id, None)
+        if kept is None or kept[0] != file:
+            with contextlib.closing(self.open_pack(pack_id)) as pack:
+                kept = file, PackIndex(pack.header, pack.entries, pack.damage)
+        with self._indexes_lock:
+            # The pack that was asked for longest ago comes first.
+            self._indexes[pack_id] = kept
+            if len(self._indexes) > _INDEXES_KEPT:
+                del self._indexes[next(iter(self._indexes))]
+        return kept[1]
 
     def peek(self, pack_id: PackId) -> PackIndex:
         """Find what is in a pack that is locked, or damaged; see :func:`asymcheck.tiers.nvme.pack_files.peek`."""

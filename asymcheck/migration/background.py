@@ -158,7 +158,18 @@ class Pushing(abc.ABC):
             UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
         """
         if self._end(self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)):
-            self._warn_of_left()
+            now = self.statistics()
+            if now.backlog:
+                warn_user(
+                    f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
+                    f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or "
+                    "asymcheck push --all does",
+                    UnreachableRemoteWarning,
+                )
+            elif now.problem:
+                warn_user(
+                    f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning
+                )
         return self.statistics()
 
     @abc.abstractmethod
@@ -171,19 +182,6 @@ class Pushing(abc.ABC):
 
     def _due(self) -> list[Checkpoint]:
         return self.queue.look().due
-
-    def _warn_of_left(self) -> None:
-        """Say at the end what is not there, or what else is wrong."""
-        now = self.statistics()
-        if now.backlog:
-            warn_user(
-                f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
-                f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or asymcheck "
-                "push --all does",
-                UnreachableRemoteWarning,
-            )
-        elif now.problem:
-            warn_user(f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning)
 
     def __enter__(self) -> Pushing:
         return self
@@ -218,8 +216,9 @@ class BackgroundPush:
         Unless it ``begins`` now, from :meth:`start` on.
         """
         self._make = make
+        self._open: Pushing | None = None
+        # The last one, for what it has done.
         self._pushing: Pushing | None = None
-        self._is_open = False
         self._told: set[str] = set()
         if begins:
             self.start()
@@ -231,27 +230,27 @@ class BackgroundPush:
 
     def start(self) -> None:
         """Begin, or go on after :meth:`close`."""
-        if self._make is not None and not self._is_open:
-            self._pushing = self._make()
-            self._is_open = True
+        if self._make is not None and self._open is None:
+            self._open = self._pushing = self._make()
 
     def after_commit(self, upkeep: Upkeep | None) -> None:
         """Prune, then look what is to be sent; called on a thread of its own; never raises."""
         if upkeep is not None:
             upkeep.after_commit()
-        if self._pushing is not None and self._is_open:
-            self._pushing.look()
+        if self._open is not None:
+            self._open.look()
 
     def held(self) -> Mapping[str, str]:
         """Return the save ids that are still to be pushed, which no pruner removes, with the reasons."""
-        return {} if self._pushing is None or not self._is_open else self._pushing.held()
+        pushing = self._open
+        return {} if pushing is None else pushing.held()
 
     def statistics(self) -> PushStatistics:
         """Return what was done so far, and count what waits now."""
         if self._pushing is None:
             return PushStatistics()
-        if self._is_open:
-            self._pushing.look()
+        if self._open is not None:
+            self._open.look()
         return self._pushing.statistics()
 
     def wait(self, *, raises: bool) -> None:
@@ -260,10 +259,10 @@ class BackgroundPush:
         Raises:
             RemoteUnreachableError, StorageError, AsymcheckError: why it does not.
         """
-        if self._pushing is None or not self._is_open:
+        if self._open is None:
             return
         try:
-            self._pushing.wait()
+            self._open.wait()
         except AsymcheckError:
             if raises:
                 raise
@@ -293,6 +292,6 @@ class BackgroundPush:
         Warns:
             UnreachableRemoteWarning: checkpoints are left that are not there.
         """
-        if self._pushing is not None and self._is_open:
-            self._is_open = False
-            self._pushing.close()
+        pushing, self._open = self._open, None
+        if pushing is not None:
+            pushing.close()

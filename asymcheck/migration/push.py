@@ -357,7 +357,7 @@ class Uploader:
         uploads = self._config.uploads
         count = 0
         if self._config.compression == "auto" and self._there.pace.write_bytes_per_s is None:
-            count = _fitting(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))
+            count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
         if 0 < count < len(frames):
             yield frames[:count]
             frames = frames[count:]
@@ -453,16 +453,6 @@ class Uploader:
                 # What is sent again after a failure counts again; it is for the eye.
                 self._done = min(self._done + count, self._total)
                 self._progress(self._done, self._total)
-
-
-def _fitting(frames: Sequence[Frame], size: int) -> int:
-    """Return how many of the first frames have ``size`` bytes together, one at least."""
-    room = size
-    for count, frame in enumerate(frames):
-        room -= frame_length(frame.stored)
-        if room < 0:
-            return max(count, 1)
-    return len(frames)
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:

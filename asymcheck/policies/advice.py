@@ -45,7 +45,6 @@ class BatchAdvice:
     present_flush_s: float
     """The same with the size that the store is configured to."""
     reason: str
-    """Why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,6 @@ class StallAdvice:
     stall_s: float
     """At most, when nothing of the copy runs beside forward and backward."""
     reason: str
-    """Why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,6 @@ class IntervalAdvice:
     lost_share: float
     """Share of the training time that stalls and work done twice then take, restarts apart."""
     reason: str
-    """Why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +80,6 @@ class RingAdvice:
     room_bytes: int
     """What a ring may take."""
     reason: str
-    """Why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +95,6 @@ class CodecAdvice:
     gain: float
     """Time to write it plain by time to encode and write it; 1 for ``identity``."""
     reason: str
-    """Why."""
 
 
 @dataclasses.dataclass(frozen=True)

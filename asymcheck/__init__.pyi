@@ -23,7 +23,7 @@ from .pipeline.adopt import Adopted
 from .pipeline.background import Statistics
 from .pipeline.capture import CheckpointReport
 from .pipeline.collect import Collected, CollectedRing
-from .policies.facts import CodecFacts, DriveFacts, Facts
+from .policies.advice import CodecFacts, DriveFacts, Facts
 from .policies.interval import AutoInterval, ChosenInterval
 from .policies.pushing import Push
 from .policies.retention import Retention, Verdict

@@ -48,7 +48,7 @@ from asymcheck.opened_store import OpenedStore
 from asymcheck.pipeline.collect import Collected, CollectedRing, collect, collect_rings
 from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.pipeline.transaction import remove
-from asymcheck.policies.facts import Facts
+from asymcheck.policies.advice import Facts
 from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruned

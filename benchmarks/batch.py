@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import asymcheck
-from asymcheck.policies.advice import Situation, flush_facts
+from asymcheck.policies.advice import Facts, Situation, flush_facts
 from asymcheck.policies.batching import batch_bytes, flush_s
-from asymcheck.policies.facts import Facts
 from benchmarks import environment, states
 from benchmarks.report import Report, row
 

@@ -18,8 +18,7 @@ from asymcheck.cli.options import (
 )
 from asymcheck.config import StoreConfig
 from asymcheck.measure.drive import planned_bytes
-from asymcheck.policies.advice import IDENTITY, Advice, Situation, advise
-from asymcheck.policies.facts import Facts
+from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
 # From here on a time in ms has no decimals.
 _DIGITS_S = 0.1

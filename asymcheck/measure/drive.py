@@ -14,7 +14,7 @@ from asymcheck.errors import OutOfSpaceError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.policies.facts import DriveFacts
+from asymcheck.policies.advice import DriveFacts
 from asymcheck.tiers.nvme import NvmeTier, Scratch, Slot, scratch, seal_scratch_pack, work_off
 
 _ROOM_FACTOR = 4

@@ -18,7 +18,7 @@ from asymcheck.errors import DigestMismatchError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.measure import drive
-from asymcheck.policies.facts import CodecFacts, Facts
+from asymcheck.policies.advice import CodecFacts, Facts
 from asymcheck.tiers.available import available_bytes
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Sample

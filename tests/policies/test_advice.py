@@ -7,9 +7,8 @@ import math
 
 import pytest
 
-from asymcheck.policies.advice import IDENTITY, Advice, Situation, advise
+from asymcheck.policies.advice import IDENTITY, Advice, CodecFacts, DriveFacts, Facts, Situation, advise
 from asymcheck.policies.batching import FlushFacts, flush_s
-from asymcheck.policies.facts import CodecFacts, DriveFacts, Facts
 
 MIB = 1 << 20
 GB = 10**9

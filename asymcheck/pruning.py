@@ -28,7 +28,6 @@ class Pruned:
     """What pruning did, or with ``dry_run`` would do."""
 
     run: str
-    """The run."""
     verdicts: tuple[Verdict, ...]
     """Every checkpoint of the run, oldest first, with the reasons for which it stays; those without went."""
     collected: Collected

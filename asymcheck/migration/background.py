@@ -76,11 +76,7 @@ class UploadQueue:
         self.lock = threading.RLock()
 
     def look(self) -> Backlog:
-        """Look what is here now, and what of it is to be sent.
-
-        Raises:
-            StorageError: nobody knows.
-        """
+        """Look what is here now, and what of it is to be sent."""
         with self.lock:
             here = self.known.look()
             there = self._there_by(here)
@@ -196,9 +192,6 @@ def background_push(make: Callable[..., Pushing], push: Push | None, ranks: Rank
     """Push as ``push`` says, if it does, with what ``make`` returns.
 
     Of several ranks those that are to push know it when they have met; what lies there is removed by rank 0 alone.
-
-    Raises:
-        InvalidInputError: ``push`` is no such thing.
     """
     if push is None:
         return BackgroundPush(None)

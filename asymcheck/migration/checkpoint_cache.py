@@ -52,9 +52,6 @@ class CheckpointCache:
         """Return what is complete now, oldest first.
 
         After the first time it takes one listing, and one for each checkpoint that is new or was not complete.
-
-        Raises:
-            RemoteUnreachableError, StorageError: nobody knows.
         """
         manifests = self._tier.manifests
         if self._is_first:
@@ -145,7 +142,6 @@ class RemotePresence:
 
         Raises:
             UnsupportedFormatError: it needs a newer program.
-            RemoteUnreachableError, StorageError: nobody knows.
         """
         try:
             needs = Needs.of_manifests(read_manifests(self._there, listing))

@@ -79,9 +79,6 @@ def wait_for_others(
     """Wait until ``names`` are there, or the other stores of a checkpoint have sent all, or nothing more comes.
 
     ``report`` is called now and then, and may raise to stop that.
-
-    Raises:
-        RemoteUnreachableError, StorageError: nobody knows.
     """
     missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
     own, everybody = {name.rank for name in listing.manifests}, set(range(listing.world_size))

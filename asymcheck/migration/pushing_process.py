@@ -68,13 +68,9 @@ class Order(NamedTuple):
     """The first message to the process: which checkpoints it pushes. All messages travel pickled."""
 
     location: str
-    """The path or URI of the store."""
     config: StoreConfig
-    """The configuration to open the store with."""
     rules: Push
-    """Which checkpoints go where."""
     run: str
-    """The run whose checkpoints are pushed."""
     poll_s: float
     """Seconds between two looks."""
     prunes: bool
@@ -351,11 +347,7 @@ class PushingProcess(Pushing):
 
 
 def _begin(descriptor: int) -> subprocess.Popen[bytes]:
-    """Begin a process that is talked to by the socket ``descriptor``.
-
-    Raises:
-        OSError: there can be none.
-    """
+    """Begin a process that is talked to by the socket ``descriptor``."""
     # It inherits what is blocked here, until it can say itself what it does not listen to.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _NOT_FOR_IT])
     try:
@@ -438,11 +430,7 @@ class _Serving:
         self._closed = threading.Event()
 
     def serve(self) -> None:
-        """Return when it has been closed, or the training has ended.
-
-        Raises:
-            EOFError, ConnectionError: so it has.
-        """
+        """Return when it has been closed, or the training has ended."""
         while True:
             has_looked = self._training.poll(_POLL_S) and self._obey(self._training.recv())
             if os.getppid() != self._parent:

@@ -87,7 +87,6 @@ class Frame:
     """One frame to be sent."""
 
     name: Digest
-    """The partition."""
     entry: np.void
     """Its row in the index to come, but for the place."""
     read: Callable[[Slot], FrameDescriptor]
@@ -376,18 +375,13 @@ class Reencoder:
     encoder: Encoder
     """Decides how frames are stored there."""
     partitions: PartitionIndex
-    """The partitions of the checkpoint."""
     chooser: Chooser
     """Knows what is there."""
     older: Older
     """What frames may be encoded against."""
 
     def encoded(self, frame: Frame, slot: Slot) -> Frame:
-        """Return a frame as it is to be sent, in memory, or the same where it goes as it lies.
-
-        Raises:
-            DamagedPartitionError: it cannot be read.
-        """
+        """Return a frame as it is to be sent, in memory, or the same where it goes as it lies."""
         contents = self.partitions.contents(frame.name) if frame.is_plain else None
         if contents is None:
             return frame

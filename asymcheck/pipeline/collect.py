@@ -63,11 +63,7 @@ class Sweep(abc.ABC):
         self.reachable, self.dry_run, self.result = reachable, dry_run, Collected()
 
     def carry_out(self) -> Collected:
-        """Collect, again while packs or checkpoints come meanwhile.
-
-        Raises:
-            StorageError: they came too often.
-        """
+        """Collect, again while packs or checkpoints come meanwhile."""
         self._remove_temporaries()
         for attempt in range(_ATTEMPTS):
             if attempt and self.reachable.problem is not None:

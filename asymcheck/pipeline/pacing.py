@@ -155,11 +155,7 @@ class JointPacer(Pacer):
 
 
 def pacer_of(every: object, told: Told | None = None) -> Pacer | Steady:
-    """Return what decides when a checkpoint is due; with ``told``, the same on several ranks.
-
-    Raises:
-        InvalidInputError: it is neither a number of steps nor an aim.
-    """
+    """Return what decides when a checkpoint is due; with ``told``, the same on several ranks."""
     if every == "auto" or isinstance(every, AutoInterval):
         aim = every if isinstance(every, AutoInterval) else AutoInterval()
         return Pacer(aim) if told is None else JointPacer(aim, told)

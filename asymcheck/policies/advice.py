@@ -24,9 +24,7 @@ class CodecFacts:
     role: str
     """A role of the format, for instance ``weights``."""
     dtype: str
-    """Name of the dtype."""
     codec: str
-    """Name of the codec."""
     sample_bytes: int
     """Plain bytes that it was measured on."""
     ratio: float
@@ -156,9 +154,7 @@ class CodecAdvice:
     """Whether encoding pays on the way to this drive."""
 
     role: str
-    """A role of the format."""
     dtype: str
-    """Name of the dtype."""
     codec: str
     """Name of the codec, ``identity`` where none pays."""
     gain: float
@@ -171,7 +167,6 @@ class Advice:
     """What to configure."""
 
     situation: Situation
-    """For what."""
     batch: BatchAdvice
     """How much to make durable at once."""
     stall: StallAdvice

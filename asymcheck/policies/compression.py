@@ -40,7 +40,6 @@ class Choice:
     """A codec, and why."""
 
     codec: int
-    """Its number."""
     why: str
     """One sentence without a full stop."""
 
@@ -50,11 +49,8 @@ class Move:
     """Partitions that go from one tier to another."""
 
     digests: tuple[Digest, ...]
-    """Which ones."""
     source: Tier
-    """Where they are read."""
     target: Tier
-    """Where they are to lie, too."""
     codec: int
     """Number of the codec in which they are stored there."""
     why: str
@@ -68,9 +64,6 @@ def choose(mode: Compression, sampled: Mapping[int, Sampled], link_bytes_per_s: 
         mode: ``off`` encodes nothing, ``smallest`` whatever becomes smaller, ``auto`` what is stored sooner so.
         sampled: ratio and speed of the codecs that can be had, by number.
         link_bytes_per_s: what one thread writes to the target; None while that is not known.
-
-    Raises:
-        InvalidInputError: an unknown mode.
     """
     if mode not in COMPRESSIONS:
         raise InvalidInputError(f"compression {mode!r}: give {', '.join(map(repr, COMPRESSIONS))}")

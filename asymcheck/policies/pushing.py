@@ -80,22 +80,14 @@ class Push:
 
 
 def check_seconds(name: str, seconds: object) -> float:
-    """Return how long a thread is to wait.
-
-    Raises:
-        InvalidInputError: it cannot, or not for so long.
-    """
+    """Return seconds for which a thread can wait, or refuse what is no such number."""
     if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]  # a number
         raise InvalidInputError(f"{name}={seconds!r:.100}: give seconds, from 0 to {threading.TIMEOUT_MAX:.0f}")
     return float(seconds)  # type: ignore[arg-type]  # as above
 
 
 def check_push(push: object) -> Push:
-    """Return what says where to push.
-
-    Raises:
-        InvalidInputError: it does not.
-    """
+    """Return the rules of a push, or refuse what is none."""
     if not isinstance(push, Push):
         raise InvalidInputError(f"push={push!r:.100}: give asymcheck.Push('hdfs://…', every=…), or None")
     return push

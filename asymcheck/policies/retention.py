@@ -60,11 +60,7 @@ class Retention:
 
 
 def check_best(field: str, best: object) -> None:
-    """Refuse what does not say which metric, how many, and in which direction.
-
-    Raises:
-        InvalidInputError: names the field.
-    """
+    """Refuse what does not say which metric, how many, and in which direction."""
     fields = (*best, "min")[:3] if isinstance(best, tuple) and len(best) in (2, 3) else ("", 0, "")
     name, count, direction = fields
     if type(name) is not str or not name or type(count) is not int or count < 1 or direction not in ("min", "max"):
@@ -74,11 +70,7 @@ def check_best(field: str, best: object) -> None:
 
 
 def check_retention(keep: object) -> Retention:
-    """Return what is a retention.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
+    """Return a retention, or refuse what is none."""
     if not isinstance(keep, Retention):
         raise InvalidInputError(f"keep={keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
     return keep
@@ -89,7 +81,6 @@ class Verdict:
     """What retention says of one checkpoint."""
 
     checkpoint: Checkpoint
-    """Which one."""
     reasons: tuple[str, ...]
     """Why it stays; empty for one that goes."""
 

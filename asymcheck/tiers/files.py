@@ -1,8 +1,7 @@
 """The only door from the tiers on local file systems to the operating system.
 
-Tests put another :class:`Files` here, to lose what was not synced or to make a call fail, so everything that changes
-the store on disk
-goes through it (LMDB, which has its own I/O, excepted).
+Tests put another :class:`Files` here, to lose what was not synced or to make a call fail. So everything that changes
+the store on disk goes through it, except LMDB, which has its own I/O.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,6 +156,19 @@ class Files:
             finally:
                 DESCRIPTORS.close(descriptor)
 
+    def publish_record(self, path: Path, data: bytes) -> bool:
+        """Give a file with durable ``data`` the name ``path``; return False when it is taken. The caller syncs it.
+
+        Not by a rename: of two processes that publish one record, the second takes what the first wrote.
+        """
+        temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
+        with self.temporary(temporary, data):
+            try:
+                return self.link(temporary, path)
+            except FileNotFoundError:
+                # Collection saw the file before it was locked, and removed it.
+                return False
+
     def replace_record(self, path: Path, data: bytes) -> None:
         """Give ``path`` other content, durably; at every instant it has the old or the new."""
         for _ in range(_REPLACE_ATTEMPTS):
@@ -185,8 +198,7 @@ class Files:
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes the file system of ``path`` has left for this user."""
         with translated("look at", path):
-            status = os.statvfs(path)
-            return status.f_bavail * status.f_frsize
+            return shutil.disk_usage(path).free
 
     def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
@@ -244,8 +256,7 @@ def reserve(path: Path, size: int) -> None:
 def set_direct(descriptor: int) -> bool:
     """Switch a descriptor to O_DIRECT; return False where the file system has none."""
     try:
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
         return False
     return True

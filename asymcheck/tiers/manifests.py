@@ -30,9 +30,7 @@ class CheckpointFiles:
     """The manifests of one checkpoint as a directory listing shows them."""
 
     run: str
-    """The run."""
     ref: CheckpointRef
-    """Generation, step and save id."""
     manifests: tuple[ManifestName, ...]
     """What lies there, by rank."""
     store_ranks: Spans | None = None

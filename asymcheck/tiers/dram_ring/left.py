@@ -187,7 +187,6 @@ class RingCapture:
     """One capture that is complete in a ring."""
 
     run: str
-    """The run."""
     step: int | None
     """The training step; None when its manifest cannot be read."""
     generation: int | None
@@ -220,26 +219,23 @@ class RingFile:
     """One ring in memory."""
 
     path: Path
-    """The file."""
     store_id: str
     """The store that it is of, 32 hexadecimal digits."""
-    store: str | None
+    store: str | None = None
     """Where that store was; None when the header cannot be read, as all that follows from it."""
-    run: str | None
-    """The run."""
-    rank: int | None
-    """The rank."""
-    pid: int | None
+    run: str | None = None
+    rank: int | None = None
+    pid: int | None = None
     """The process that made it."""
-    created_ns: int | None
+    created_ns: int | None = None
     """When, nanoseconds since 1970-01-01 UTC."""
-    is_alive: bool
+    is_alive: bool = False
     """Whether a process uses it."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of the file."""
-    captures: tuple[RingCapture, ...]
+    captures: tuple[RingCapture, ...] = ()
     """What is complete in it, oldest first."""
-    problem: str
+    problem: str = ""
     """What is wrong with the ring itself; empty when nothing is."""
     is_unmade: bool = False
     """Whether its process was killed while it made it, so that nothing can lie in it."""
@@ -268,33 +264,32 @@ def look_at(path: Path, is_stored: IsStored, *, check: bool) -> RingFile | None:
             # It changes while it is looked at: what could not be read may have given way.
             captures = [capture for capture in captures if not capture.problem]
         return RingFile(
-            path=path,
-            store_id=header.store_id.hex(),
-            store=header.store,
-            run=header.run,
-            rank=header.rank,
-            pid=header.owner.pid,
-            created_ns=header.created_ns,
-            is_alive=reader.is_owned,
-            nbytes=size,
-            captures=tuple(sorted(captures, key=lambda capture: capture.save_id)),
-            problem="",
+            path,
+            header.store_id.hex(),
+            header.store,
+            header.run,
+            header.rank,
+            header.owner.pid,
+            header.created_ns,
+            reader.is_owned,
+            size,
+            tuple(sorted(captures, key=lambda capture: capture.save_id)),
         )
 
 
 def _unread(path: Path, size: int, problem: str) -> RingFile | None:
-    problems = {
-        "used": "a process is making it",
-        "unmade": "its process was killed while it made it",
-        "damaged": problem,
-    }
+    problems = {"used": "a process is making it", "unmade": "its process was killed while it made it"}
     with _held(path) as state:
         if state == "gone":
             return None
         store_id, _ = parse_ring_name(path.name) or (b"", b"")
-        nothing = (None, None, None, None, None)
         return RingFile(
-            path, store_id.hex(), *nothing, state == "used", size, (), problems[state], is_unmade=state == "unmade"
+            path,
+            store_id.hex(),
+            is_alive=state == "used",
+            nbytes=size,
+            problem=problems.get(state, problem),
+            is_unmade=state == "unmade",
         )
 
 

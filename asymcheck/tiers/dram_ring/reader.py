@@ -119,11 +119,11 @@ class RingReader:
         """Return a whole frame as it lies."""
         return self._memory[offset : offset + frame_length(stored_length)]
 
-    def payload_at(self, offset: int) -> memoryview:
+    def payload_at(self, offset: int, name: Digest | None = None) -> memoryview:
         """Return the checked payload of the frame at ``offset``.
 
         Raises:
-            FormatError: no intact frame lies there.
+            FormatError: no intact frame lies there, or none of partition ``name``.
         """
         where = f"frame at byte {offset} of ring {self.path.name}"
         header = decode_header(self._memory[offset : offset + HEADER_BYTES], where)
@@ -132,7 +132,7 @@ class RingReader:
         descriptor, payload = check_frame(frame, PackId(self.header.ring_id), sequence, where)
         if descriptor.codec != registry.CODEC_IDENTITY:
             raise StructureError(f"{where}: an encoded frame in a ring")
-        if digest_of(payload) != descriptor.digest:
+        if name not in (None, descriptor.digest) or digest_of(payload) != descriptor.digest:
             raise DigestMismatchError(f"digest mismatch in {where}")
         return payload
 
@@ -148,8 +148,8 @@ class RingReader:
         """Return offset and payload of the first intact frame at ``places`` of this partition; None without one."""
         for offset in places:
             with contextlib.suppress(FormatError):
-                payload = self.payload_at(offset)
-                if len(payload) == length and digest_of(payload) == name:
+                payload = self.payload_at(offset, name)
+                if len(payload) == length:
                     return offset, payload
         return None
 

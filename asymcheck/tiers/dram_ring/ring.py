@@ -72,8 +72,15 @@ class Ring:
         self.header = header
         self.path = folder / ring_name(header.store_id, header.ring_id)
         size = DATA_OFFSET + header.data_bytes
-        self._descriptor = self._create(size)
+        reserved = min(size, _GROWS_BY)
+        self._descriptor = self._open_locked()
         try:
+            os.ftruncate(self._descriptor, size)
+            status = os.statvfs(folder)
+            if status.f_bavail * status.f_frsize < size:
+                # Refused at once: later it would be in the middle of a capture.
+                raise self._no_room(size)
+            self._reserve(0, reserved)
             with translated("map", self.path):
                 self._map = map_file(self._descriptor, size)
             self._map[:CAPTURES_OFFSET] = encode_ring_header(header)
@@ -86,7 +93,6 @@ class Ring:
         # Where the file system has them (tmpfs: huge=advise). Measured: a ring in them is written in two thirds of the
         # time.
         use_huge_pages(self._address, size)
-        reserved = min(size, _GROWS_BY)
         self._room = Room(DATA_OFFSET, reserved - DATA_OFFSET)
         self._taken: set[RingSlot] = set()
         # How many have a place, by its offset; the others have it alone.
@@ -104,34 +110,16 @@ class Ring:
             self._growing.start()
         emit("ring.created", self.path.name, size)
 
-    def _create(self, size: int) -> int:
-        descriptor = self._open_locked()
-        try:
-            os.ftruncate(descriptor, size)
-            self._check_room(size)
-            self._reserve(descriptor, 0, min(size, _GROWS_BY))
-        except BaseException:
-            self.path.unlink(missing_ok=True)
-            DESCRIPTORS.close(descriptor)
-            raise
-        return descriptor
-
-    def _check_room(self, size: int) -> None:
-        """Refuse at once what can be seen not to fit: later it would be in the middle of a capture."""
-        status = os.statvfs(self.path.parent)
-        if status.f_bavail * status.f_frsize < size:
-            raise self._no_room(size)
-
     def _no_room(self, size: int) -> OutOfSpaceError:
         return OutOfSpaceError(
             f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
             f"ring_folder, or make it larger (mount -o remount,size=… {self.path.parent})"
         )
 
-    def _reserve(self, descriptor: int, start: int, end: int) -> None:
+    def _reserve(self, start: int, end: int) -> None:
         """Reserve memory before it is touched: a page for which there is none would kill the process (SIGBUS)."""
         try:
-            os.posix_fallocate(descriptor, start, end - start)
+            os.posix_fallocate(self._descriptor, start, end - start)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise self._no_room(end) from error
@@ -152,7 +140,7 @@ class Ring:
             try:
                 # First, for to reserve takes small pages. Where there are none left it refuses, and kills nobody.
                 populate(self._address + start, end - start)
-                self._reserve(self._descriptor, start, end)
+                self._reserve(start, end)
             except AsymcheckError as error:
                 self._refused = error
             with self._changed:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -312,8 +313,7 @@ class Catalog:
 
     def _is_full(self, message: str) -> bool:
         # LMDB calls a write that the disk took only in part an input/output error.
-        status = os.statvfs(self.path)
-        exhausted = status.f_bavail * status.f_frsize < _NO_ROOM_BYTES
+        exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
         return "No space left" in message or ("Input/output error" in message and exhausted)
 
     def _note_damage(self) -> None:

@@ -86,31 +86,28 @@ class ManifestFiles(ManifestReader):
         """
         name = ManifestName(rank, world_size, digest(data))
         directory = self.directory(run, ref)
+        temporary = directory / f"{rank:05d}-{os.urandom(8).hex()}{layout.TEMPORARY}"
         try:
-            self._publish(run, ref, directory, name, data)
+            self._make_run(self._manifests, run)
+            self._make_head_last(run, ref.generation)
+            self._files.make_directory(directory)
+            # Also when another rank made it: that rank may not have synced it yet.
+            self._files.sync_directory(directory.parent)
+            emit("manifest.directory_created", directory.name)
+            try:
+                self._files.write_small(temporary, data)
+                emit("manifest.written", temporary.name)
+                emit("manifest.synced", temporary.name)
+                self._files.rename(temporary, directory / str(name))
+            except BaseException:
+                self._files.unlink(temporary)
+                raise
+            emit("manifest.renamed", str(name))
+            self._files.sync_directory(directory)
         except FileNotFoundError as error:
             raise StorageError(f"{directory} was removed while the manifest was being written") from error
         emit("manifest.committed", str(name), len(data))
         return name
-
-    def _publish(self, run: str, ref: CheckpointRef, directory: Path, name: ManifestName, data: bytes) -> None:
-        self._make_run(self._manifests, run)
-        self._make_head_last(run, ref.generation)
-        self._files.make_directory(directory)
-        # Also when another rank made it: that rank may not have synced it yet.
-        self._files.sync_directory(directory.parent)
-        emit("manifest.directory_created", directory.name)
-        temporary = directory / f"{name.rank:05d}-{os.urandom(8).hex()}{layout.TEMPORARY}"
-        try:
-            self._files.write_small(temporary, data)
-            emit("manifest.written", temporary.name)
-            emit("manifest.synced", temporary.name)
-            self._files.rename(temporary, directory / str(name))
-        except BaseException:
-            self._files.unlink(temporary)
-            raise
-        emit("manifest.renamed", str(name))
-        self._files.sync_directory(directory)
 
     def withdraw(self, run: str, ref: CheckpointRef, rank: int) -> None:
         """Take back what a save that failed has published of one rank, durably, with its temporary files."""
@@ -172,15 +169,9 @@ class ManifestFiles(ManifestReader):
     def publish_head(self, head: HeadRecord) -> bool:
         """Write a head record durably; return False when its generation is taken."""
         self._make_run(self._heads, head.run)
-        directory = self._heads / head.run
-        temporary = directory / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
-        with self._files.temporary(temporary, encode_head(head)):
-            try:
-                published = self._files.link(temporary, directory / layout.head_name(head.generation))
-            except FileNotFoundError:
-                # Collection saw the file before it was locked, and removed it.
-                return False
-        self._files.sync_directory(directory)
+        path = self._heads / head.run / layout.head_name(head.generation)
+        published = self._files.publish_record(path, encode_head(head))
+        self._files.sync_directory(path.parent)
         emit("head.published", f"{head.run} generation {head.generation}")
         return published
 

@@ -18,24 +18,8 @@ from asymcheck.errors import StorageError
 from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import (
-    ENTRY_DTYPE,
-    Entries,
-    PackHeader,
-    encode_index,
-    encode_pack_header,
-    entry_of,
-    round_up,
-)
-from asymcheck.tiers.files import (
-    DESCRIPTORS,
-    Files,
-    clear_direct,
-    is_same_file,
-    set_direct,
-    try_lock,
-    wait_lock,
-)
+from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_of, round_up
+from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock, wait_lock
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 

@@ -122,11 +122,7 @@ class NvmeTier(StoreTier):
             with contextlib.suppress(ReadOnlyStoreError):
                 self.files.sync_directory(path)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
-        temporary = self.root / f"{os.urandom(8).hex()}{layout.TEMPORARY}"
-        # link, not rename: of two processes that create one store, the second takes what the first wrote. The first may
-        # even have removed the second's file by then, in a collection.
-        with self.files.temporary(temporary, encode_descriptor(descriptor)), contextlib.suppress(FileNotFoundError):
-            self.files.link(temporary, self.root / layout.DESCRIPTOR_NAME)
+        self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor))
 
     def _is_left_by_creation(self, name: str) -> bool:
         path = self.root / name

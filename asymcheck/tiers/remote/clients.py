@@ -54,7 +54,10 @@ class _LocalClient(Client):
         return Entry(PurePosixPath(path), is_file, found.st_size if is_file else 0, found.st_mtime_ns)
 
     def children(self, path: str) -> list[Entry]:
-        paths = [os.path.join(path, name) for name in os.listdir(path)]
+        try:
+            paths = [os.path.join(path, name) for name in os.listdir(path)]
+        except NotADirectoryError:
+            return []
         # A link that leads nowhere is something, but no file.
         return [self.look(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
 

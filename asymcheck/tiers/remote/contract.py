@@ -14,9 +14,7 @@ class Entry:
     """One file or directory of a location."""
 
     path: PurePosixPath
-    """The path in the file system."""
     is_file: bool
-    """Whether it is a file."""
     size: int
     """Bytes of a file; 0 for a directory."""
     mtime_ns: int
@@ -55,7 +53,6 @@ class Client(abc.ABC):
     """
 
     kind: Literal["local", "hdfs-native", "libhdfs", "other"]
-    """The kind of file system."""
     top: str
     """What the file system calls the location."""
     keeps_files = False
@@ -67,14 +64,14 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def children(self, path: str) -> list[Entry]:
-        """Return what lies in a directory."""
+        """Return what lies in a directory; nothing for a file."""
 
     def walk(self, path: str) -> list[Entry]:
         """Return what lies in a directory and below, without directories that go away meanwhile."""
         found = self.children(path)
         folders = [entry.path for entry in found if not entry.is_file]
         while folders:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(FileNotFoundError):
                 below = self.children(str(folders.pop()))
                 found += below
                 folders += [entry.path for entry in below if not entry.is_file]

@@ -112,7 +112,7 @@ class RemoteFiles:
         """
         walk = self._client.walk if recursive else self._client.children
         try:
-            found = self._do("list", path, partial(_unless_file, walk, str(path)))
+            found = self._do("list", path, partial(walk, str(path)))
         except FileNotFoundError:
             return []
         return sorted(found, key=lambda entry: entry.path)
@@ -297,13 +297,6 @@ class RemoteFiles:
 def _abandon(file: Writable) -> None:
     with contextlib.suppress(Exception):
         file.close()
-
-
-def _unless_file(walk: Callable[[str], list[Entry]], path: str) -> list[Entry]:
-    try:
-        return walk(path)
-    except NotADirectoryError:
-        return []
 
 
 def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:

@@ -22,7 +22,7 @@ _NOT_EMPTY = ("PathIsNotEmptyDirectory", "is non empty")
 
 _DEFAULTS = {
     # With three replicas, one DataNode that dies must not fail a write.
-    "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
+    "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true"
 }
 _WRITE_OPTIONS = {"replication": "dfs.replication", "block_size": "dfs.blocksize"}
 

@@ -15,61 +15,55 @@ _CLOSE_WEIGHT = 0.2
 
 
 class _Speed:
-    """Bytes by seconds, the latest count most."""
+    """Bytes by seconds, the latest count most. Thread-safe."""
 
     def __init__(self) -> None:
-        self._bytes = self._seconds = 0.0
+        self._sums = (0.0, 0.0)
+        self._lock = threading.Lock()
 
     def note(self, count: int, seconds: float) -> None:
         kept = 0.5 ** (count / _HALF_BYTES)
-        self._bytes = self._bytes * kept + count
-        self._seconds = self._seconds * kept + seconds
+        with self._lock:
+            nbytes, spent = self._sums
+            self._sums = (nbytes * kept + count, spent * kept + seconds)
 
     @property
     def bytes_per_s(self) -> float | None:
-        return self._bytes / self._seconds if self._bytes >= _ENOUGH_BYTES and self._seconds > 0 else None
+        nbytes, seconds = self._sums
+        return nbytes / seconds if nbytes >= _ENOUGH_BYTES and seconds > 0 else None
 
 
 class Pace:
     """Measurements of one location. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._writing, self._making = _Speed(), _Speed()
-        self._close_s = _CLOSE_S
+        self._lock = threading.Lock()
+        self.close_s = _CLOSE_S
+        """What one more file costs."""
 
     def wrote(self, count: int, seconds: float) -> None:
         """Note what one stream has written, beside all others."""
-        with self._lock:
-            self._writing.note(count, seconds)
+        self._writing.note(count, seconds)
 
     def made(self, count: int, seconds: float) -> None:
         """Note how long it took to read, check and encode so many bytes for one stream."""
-        with self._lock:
-            self._making.note(count, seconds)
+        self._making.note(count, seconds)
 
     def closed(self, seconds: float) -> None:
         """Note how long one file took until it was complete, after its last byte."""
         with self._lock:
-            self._close_s += (seconds - self._close_s) * _CLOSE_WEIGHT
+            self.close_s += (seconds - self.close_s) * _CLOSE_WEIGHT
 
     @property
     def write_bytes_per_s(self) -> float | None:
         """What one stream writes; None before enough was measured."""
-        with self._lock:
-            return self._writing.bytes_per_s
+        return self._writing.bytes_per_s
 
     @property
     def make_bytes_per_s(self) -> float | None:
         """What one stream is given; None before enough was measured."""
-        with self._lock:
-            return self._making.bytes_per_s
-
-    @property
-    def close_s(self) -> float:
-        """What one more file costs."""
-        with self._lock:
-            return self._close_s
+        return self._making.bytes_per_s
 
 
 class Rate:

@@ -11,13 +11,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from asymcheck.config import WRITER, StoreConfig
-from asymcheck.errors import (
-    FormatError,
-    InvalidInputError,
-    MissingPartitionError,
-    StoreNotFoundError,
-    StructureError,
-)
+from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StoreNotFoundError, StructureError
 from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.tiers.limits import check_remote
@@ -105,9 +99,7 @@ class RemoteTier(StoreTier):
                 f"{self.location} has lost its asymcheck.store: it has {' and '.join(kept)}; put that file back from a "
                 "copy, or name another location"
             )
-        foreign = [name for name in self.files.list(self._top) if name not in layout.REMOTE_TOP_LEVEL]
-        foreign = [name for name in foreign if not name.endswith(layout.TEMPORARY)]
-        if foreign:
+        if foreign := self._foreign_names():
             error = StoreNotFoundError(
                 f"{self.location} has other files in it ({foreign[0]}), and no asymcheck.store; name the folder to "
                 "which was pushed, or an empty or a new one"
@@ -195,20 +187,20 @@ class RemoteTier(StoreTier):
             FormatError: header or index are damaged and no frame was found, or they need a newer program.
             RemoteUnreachableError: nobody answers.
         """
-        with self._lock:
-            index = self._indexes.get(pack_id)
-        if index is None:
-            index = self._read_index(pack_id)
-            if index.damage is None:
-                # For as long as it is there: a pack here is never overwritten.
-                with self._lock:
-                    self._indexes[pack_id] = index
-        return RemotePack(self.files, partial(self._paths, pack_id), index, self._ahead)
+        return RemotePack(self.files, partial(self._paths, pack_id), self._index(pack_id), self._ahead)
 
-    def _read_index(self, pack_id: PackId) -> PackIndex:
+    def _index(self, pack_id: PackId) -> PackIndex:
+        with self._lock:
+            if (index := self._indexes.get(pack_id)) is not None:
+                return index
         for path in self._paths(pack_id):
             with contextlib.suppress(MissingPartitionError):
-                return read_pack_index(self.files, path, pack_id)
+                index = read_pack_index(self.files, path, pack_id)
+                if index.damage is None:
+                    # For as long as it is there: a pack here is never overwritten.
+                    with self._lock:
+                        self._indexes[pack_id] = index
+                return index
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
@@ -219,11 +211,9 @@ class RemoteTier(StoreTier):
         """
 
         def index_of(pack_id: PackId) -> PackIndex | None:
-            try:
-                pack = self.open_pack(pack_id)
-            except (FormatError, MissingPartitionError):
-                return None
-            return PackIndex(pack.header, pack.entries, pack.damage)
+            with contextlib.suppress(FormatError, MissingPartitionError):
+                return self._index(pack_id)
+            return None
 
         wanted = list(pack_ids)
         return dict(zip(wanted, self._ahead.threads.map(index_of, wanted), strict=True))
@@ -257,15 +247,15 @@ class RemoteTier(StoreTier):
 
     def foreign(self) -> list[str]:
         """Return what does not belong here, by its place here."""
-        top = [name for name in self.files.list(self._top) if name not in layout.REMOTE_TOP_LEVEL]
-        found = [name for name in top if not name.endswith(layout.TEMPORARY)]
-        return found + [
-            f"{layout.PACKS}/{name}"
-            for name in self.files.list(self.packs)
-            if not name.endswith(layout.TEMPORARY)
-            and layout.parse_pack_name(name) is None
-            and layout.parse_doomed_name(name) is None
-        ]
+        parse = (layout.parse_pack_name, layout.parse_doomed_name)
+        found = [name for name in self._names(self.packs) if not any(one(name) for one in parse)]
+        return [*self._foreign_names(), *(f"{layout.PACKS}/{name}" for name in found)]
+
+    def _foreign_names(self) -> list[str]:
+        return [name for name in self._names(self._top) if name not in layout.REMOTE_TOP_LEVEL]
+
+    def _names(self, folder: PurePosixPath) -> list[str]:
+        return [name for name in self.files.list(folder) if not name.endswith(layout.TEMPORARY)]
 
     def close(self) -> None:
         """Let go of it; closing twice is no error."""

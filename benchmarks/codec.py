@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from asymcheck.codecs.derived import BFLOAT16
 from asymcheck.codecs.encode import encode_derived
-from asymcheck.codecs.rounding import BFLOAT16
 from asymcheck.format.digest import digest
 from asymcheck.partition.roles import role_of
 from benchmarks import environment, training

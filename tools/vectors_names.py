@@ -158,7 +158,7 @@ def catalog_vectors() -> Iterator[Vector]:
     ):
         yield entry(name, "packs", _PACK, data, None, why)
     sound = catalog.encode_pin(pin, _OWNER, packs)
-    by_name = {"owner": catalog.owner_to_json(_OWNER), "packs": {item.hex(): 0 for item in packs}}
+    by_name = {"owner": vars(_OWNER), "packs": {item.hex(): 0 for item in packs}}
     for name, data, why in (
         ("pin-flipped", flipped(sound, 10), "a bit is flipped"),
         ("pin-not-json", catalog.seal(pin, b"{"), "no JSON, with its checksum"),

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asymcheck.codecs import container, derived, ordered, planes, zstd
+from asymcheck.codecs import container, derived, planes, zstd
 from asymcheck.codecs.container import Segment
 from asymcheck.codecs.planes import Bytes
 from asymcheck.codecs.zstd import Effort
@@ -108,7 +108,7 @@ def encode_delta(
 
     def rows(chunk: container.Chunk) -> Bytes:
         target, of_base = (planes.as_words(side[chunk.start : chunk.end], chunk.width) for side in (data, older))
-        return planes.split(ordered.difference(target, of_base, is_float=chunk.is_float))
+        return planes.split(planes.difference(target, of_base, is_float=chunk.is_float))
 
     parts = _pack_chunks(len(data), segments, chunk_bytes, rows, mapped)
     return _encoded(name, plain, registry.CODEC_DELTA, parts, base_name)

@@ -30,17 +30,9 @@ def unseal(key: bytes, value: bytes) -> bytes | None:
 
 def encode_location(digest: bytes, at: Location) -> bytes:
     """Return the value of a partition."""
-    fields = (
-        at.pack_id,
-        at.offset,
-        at.stored_length,
-        at.plain_length,
-        at.base_digest,
-        at.kind,
-        at.codec,
-        at.digest_algorithm,
-    )
-    return seal(digest, PARTITION.pack(*fields, bytes(5), bytes(8))[:-8])
+    where = at.pack_id, at.offset, at.stored_length, at.plain_length
+    encoding = at.base_digest, at.kind, at.codec, at.digest_algorithm
+    return seal(digest, PARTITION.pack(*where, *encoding, bytes(5), bytes(8))[:-8])
 
 
 def decode_location(digest: bytes, value: bytes) -> Location | None:
@@ -84,7 +76,7 @@ def pin_key(save_id: SaveId, rank: int) -> bytes:
 
 def encode_pin(key: bytes, owner: Owner, packs: Sequence[PackId]) -> bytes:
     """Return the value of a pin: who holds which packs."""
-    return seal(key, canonical_json({"owner": owner_to_json(owner), "packs": sorted(pack.hex() for pack in packs)}))
+    return seal(key, canonical_json({"owner": vars(owner), "packs": sorted(pack.hex() for pack in packs)}))
 
 
 def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
@@ -102,16 +94,6 @@ def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
         return owner_from_json(fields.get("owner"), "pin"), [PackId(parse_id(pack, "pin")) for pack in packs]
     except StructureError:
         return None
-
-
-def owner_to_json(owner: Owner) -> dict[str, object]:
-    """Return the JSON form of an owner."""
-    return {
-        "boot_id": owner.boot_id,
-        "pid": owner.pid,
-        "pid_namespace": owner.pid_namespace,
-        "start_ticks": owner.start_ticks,
-    }
 
 
 def owner_from_json(value: object, where: str) -> Owner:

@@ -15,7 +15,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
-from asymcheck.format.versions import check_binary_version
+from asymcheck.format.registry import check_binary_version
 from asymcheck.types import Digest, PackId
 
 DESCRIPTOR = struct.Struct("<8sHBBB3s16sQQ8s16sI12s8s")
@@ -85,22 +85,11 @@ def frame_length(stored_length: int, shift: int = 0) -> int:
 
 def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) -> bytes:
     """Return the 128 header bytes of a frame."""
-    fields = (
-        registry.FRAME_MAGIC,
-        registry.FORMAT_WRITE,
-        descriptor.kind,
-        descriptor.codec,
-        descriptor.digest_algorithm,
-        _RESERVED,
-        descriptor.digest,
-        descriptor.plain_length,
-        descriptor.stored_length,
-        descriptor.stored_sum,
-        descriptor.base_digest,
-        descriptor.payload_offset,
-        descriptor.codec_parameters,
-    )
-    summed = DESCRIPTOR.pack(*fields, bytes(8))[:_SUMMED_BYTES]
+    version = registry.FRAME_MAGIC, registry.FORMAT_WRITE
+    encoding = descriptor.kind, descriptor.codec, descriptor.digest_algorithm, _RESERVED
+    payload = descriptor.digest, descriptor.plain_length, descriptor.stored_length, descriptor.stored_sum
+    rest = descriptor.base_digest, descriptor.payload_offset, descriptor.codec_parameters, bytes(8)
+    summed = DESCRIPTOR.pack(*version, *encoding, *payload, *rest)[:_SUMMED_BYTES]
     checked = summed + sum8(summed)
     place = PLACEMENT.pack(place_id, sequence, bytes(8))[:24]
     return checked + place + sum8(checked[_SUMMED_BYTES:] + place)
@@ -137,12 +126,7 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
 
 
 def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
-    """Refuse frame kinds, codecs and digest algorithms that this program does not know, or that do not go together.
-
-    Raises:
-        UnsupportedCodecError: naming the number, and the name where it is reserved.
-        StructureError: a frame of this kind never has this codec.
-    """
+    """Refuse frame kinds, codecs and digest algorithms that this program does not know, or that do not go together."""
     for what, number, known, names in (
         ("frame kind", kind, registry.SUPPORTED_KINDS, registry.FRAME_KINDS),
         ("digest algorithm", algorithm, registry.SUPPORTED_DIGESTS, registry.DIGESTS),

@@ -17,9 +17,12 @@ from asymcheck.format.manifest_columns import (
     SCHEMA,
     describing_columns,
     extents_column,
+    fixed_bytes,
+    flattened,
     inline_columns,
+    list_offsets,
+    picked,
 )
-from asymcheck.format.manifest_values import fixed_bytes, flattened, list_offsets, picked
 from asymcheck.format.record import canonical_json, parent_to_json
 from asymcheck.format.spans import Spans
 from asymcheck.format.tree import Node, encode_metric
@@ -131,26 +134,15 @@ class Manifest:
         """Return some rows as values."""
         names = (name for name in SCHEMA.names if name not in ("inline_digest", "extents"))
         columns = [picked(self._batch.column(name), indices) for name in names]
-        return [self._row(index, *values) for index, *values in zip(indices, *columns, strict=True)]
-
-    def _row(self, index: int, *values: object) -> TensorRow:
-        name, aliases, dtype, role, shape, whole, offset, nbytes, inline = values
-        return TensorRow(
-            str(name),
-            tuple(aliases),  # type: ignore[arg-type]  # to_pylist is untyped; the schema was compared
-            str(dtype),
-            str(role),
-            tuple(shape),  # type: ignore[arg-type]  # as above
-            tuple(whole),  # type: ignore[arg-type]  # as above
-            tuple(offset),  # type: ignore[arg-type]  # as above
-            int(nbytes),  # type: ignore[call-overload]  # as above
-            inline,  # type: ignore[arg-type]  # as above
-            self.extents(index),
-        )
+        rows = []
+        values = zip(indices, *columns, strict=True)
+        for index, name, aliases, dtype, role, shape, whole, offset, nbytes, inline in values:
+            parts = tuple(aliases), dtype, role, tuple(shape), tuple(whole), tuple(offset)
+            rows.append(TensorRow(name, *parts, nbytes, inline, self.extents(index)))
+        return rows
 
     def extents(self, index: int) -> tuple[Extent, ...]:
         """Return the extents of one row."""
-        span = range(int(self.extent_starts[index]), int(self.extent_starts[index + 1]))
         return tuple(
             Extent(
                 Digest(self.extent_digests[i].tobytes()),
@@ -158,7 +150,7 @@ class Manifest:
                 int(self.extent_lengths[i]),
                 int(self.extent_partition_lengths[i]),
             )
-            for i in span
+            for i in range(int(self.extent_starts[index]), int(self.extent_starts[index + 1]))
         )
 
     def partitions(self) -> dict[Digest, int]:

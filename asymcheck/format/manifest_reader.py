@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Callable, Sequence
 
@@ -15,15 +16,85 @@ from asymcheck.format.digest import Buffer, digest
 from asymcheck.format.digest_set import has_two_values
 from asymcheck.format.layout import is_run
 from asymcheck.format.manifest import METADATA_KEY, Manifest, ManifestHeader
-from asymcheck.format.manifest_alike import Alike, RowsName
-from asymcheck.format.manifest_columns import SCHEMA
-from asymcheck.format.manifest_values import distinct, fixed_bytes, flattened, is_valid, list_offsets
+from asymcheck.format.manifest_columns import (
+    SCHEMA,
+    distinct,
+    fixed_bytes,
+    flattened,
+    integer_column,
+    is_valid,
+    list_offsets,
+)
 from asymcheck.format.record import parent_from_json, parse_id
+from asymcheck.format.registry import check_reader_features, check_version
 from asymcheck.format.spans import read_spans
 from asymcheck.format.strict_json import parse_json
 from asymcheck.format.tree import decode_metric
-from asymcheck.format.versions import check_reader_features, check_version
-from asymcheck.types import CheckpointRef, PackId, SaveId
+from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
+
+_BEFORE, _AFTER = b'"tree":', b',"world_size":'
+"""What stands around the tree in canonical JSON; a header of another form is parsed as a whole."""
+_NAMES = [name for name in SCHEMA.names if name != "extents"]
+_EXTENTS = SCHEMA.field("extents").type
+_FIELDS = list(_EXTENTS.value_type)
+
+RowsName = tuple[Digest, Digest]
+"""The digests of a message with rows, of its metadata and of its body: what has the same has the same rows."""
+
+
+class Alike:
+    """Compares each manifest with the one before it, of the rank beside it. For one thread."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._tree: tuple[bytes, object] = b"", None
+        self._columns: dict[str, pa.Array] = {}
+        self.batches: dict[RowsName, pa.RecordBatch] = {}
+        """The rows that were met and are checked."""
+
+    def parse(self, text: bytes, where: str) -> object:
+        """Return what :func:`parse_json` returns; the tree, if the text before had the same, is the same object."""
+        start, end = text.find(_BEFORE) + len(_BEFORE), text.rfind(_AFTER)
+        if not len(_BEFORE) <= start < end:
+            return parse_json(text, where)
+        # A number that the text does not have stands in for the tree. If it comes out under the key of the tree, then
+        # that is what stood in this place, from its first byte to its last; else the text is not what it seemed to be.
+        # One that nobody can foresee: a text that has those that would be tried takes minutes.
+        mark = 1 << 64 | secrets.randbits(64)
+        while str(mark).encode() in text:
+            mark = 1 << 64 | secrets.randbits(64)
+        try:
+            if text[start:end] != self._tree[0]:
+                self._tree = text[start:end], parse_json(text[start:end], where)
+            fields = parse_json(text[:start] + str(mark).encode() + text[end:], where)
+        except StructureError:
+            return parse_json(text, where)
+        if not isinstance(fields, dict) or type(fields.get("tree")) is not int or fields["tree"] != mark:
+            return parse_json(text, where)
+        return {**fields, "tree": self._tree[1]}
+
+    def keep(self, name: RowsName, batch: pa.RecordBatch) -> None:
+        """Keep rows that are checked, in memory of their own; columns that those before have, too, in that of them.
+
+        The file that they were read from, and the header that it has twice, are not kept.
+        """
+        columns = [self._column(name, batch.column(name)) for name in _NAMES]
+        extents = batch.column("extents")
+        flat = flattened(extents)
+        fields = [self._column(f"extents.{one.name}", flat.field(one.name)) for one in _FIELDS]
+        starts = self._column("extents", integer_column(list_offsets(extents).astype(np.int32)))
+        # Neither lists nor what is in them are null: that is one of the rules.
+        values = pa.StructArray.from_arrays(fields, fields=_FIELDS)
+        columns.append(pa.ListArray.from_arrays(starts, values, type=_EXTENTS))
+        self.batches[name] = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+    def _column(self, name: str, column: pa.Array) -> pa.Array:
+        before = self._columns.get(name)
+        if before is None or not before.equals(column):
+            # Of one array this would return the same memory, which is all of the file.
+            self._columns[name] = pa.concat_arrays([column, column.slice(0, 0)])
+        return self._columns[name]
+
 
 DIMENSIONS_MAX = 64
 _INVALID = "not a valid Arrow IPC file"
@@ -72,11 +143,7 @@ def _check_all(batches: Sequence[tuple[pa.RecordBatch, str]]) -> None:
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Check the rules of rows of a manifest that was not read but made: what breaks one could never be read.
-
-    Raises:
-        StructureError, LimitError: it breaks one.
-    """
+    """Check the rules of rows of a manifest that was not read but made: what breaks one could never be read."""
     _check_rows(pa.RecordBatch.from_arrays(manifest.columns, schema=SCHEMA), where)
 
 
@@ -116,8 +183,7 @@ def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
 
 def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
     # The footer is compared, but the batch is read from the messages in file order: offsets in a hostile footer are
-    # never followed,
-    # and a compressed body, which could claim to expand to any size, is refused before it is read.
+    # never followed, and a compressed body, which could claim to expand to any size, is refused before it is read.
     buffer = pa.py_buffer(data)
     with pa.ipc.open_file(buffer) as reader:
         schema, batches = reader.schema, reader.num_record_batches
@@ -183,11 +249,7 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
             plan=fields["plan"],
             packs=tuple(PackId(parse_id(pack, where)) for pack in fields["packs"]),
             tree=fields["tree"],
-            store_ranks=(
-                read_spans(fields["store_ranks"], fields["rank"], fields["world_size"], where)
-                if "store_ranks" in fields
-                else None
-            ),
+            store_ranks=read_spans(fields, where),
             elsewhere=_bits(fields.get("elsewhere", ""), where),
         )
         _check_header(header, where)
@@ -233,15 +295,13 @@ def _check_rows(batch: pa.RecordBatch, where: str) -> None:
     lists = [flattened(batch.column(name)) for name in ("aliases", "shape", "global_shape", "offset")]
     if any(column.null_count for column in (*nested, *lists)):
         raise StructureError(f"{where}: a nested value is null")
-    _check_roles(batch, where)
-    _check_shapes(batch, where)
-    _check_extents(batch, flat, where)
-
-
-def _check_roles(batch: pa.RecordBatch, where: str) -> None:
     unknown = set(distinct(batch.column("role"))[0]) - set(registry.ROLES)
     if unknown:
         raise StructureError(f"{where}: unknown role {min(unknown)!r}")
+    _check_shapes(batch, where)
+    _check_extents(batch, flat, where)
+    if has_two_values(fixed_bytes(flat.field("digest")), flat.field("partition_length").to_numpy()):
+        raise StructureError(f"{where}: one partition is given two lengths")
 
 
 def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
@@ -314,9 +374,3 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
             raise LimitError(f"{where}: row {row}: {len(data)} inline bytes are beyond {registry.INLINE_BYTES_MAX}")
         if len(data) != nbytes[row] or digest(data) != names[row].as_py():
             raise StructureError(f"{where}: row {row}: inline bytes do not have their length or digest")
-    _check_partition_lengths(flat, where)
-
-
-def _check_partition_lengths(flat: pa.StructArray, where: str) -> None:
-    if has_two_values(fixed_bytes(flat.field("digest")), flat.field("partition_length").to_numpy()):
-        raise StructureError(f"{where}: one partition is given two lengths")

@@ -12,7 +12,7 @@ from asymcheck.errors import BadMagicError, ChecksumError, LimitError, Structure
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length
-from asymcheck.format.versions import check_binary_version
+from asymcheck.format.registry import check_binary_version
 from asymcheck.types import PackId
 
 PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
@@ -68,20 +68,10 @@ def round_up(length: int) -> int:
 
 def encode_pack_header(header: PackHeader) -> bytes:
     """Return the first block of a pack."""
-    summed = PACK_HEADER.pack(
-        registry.PACK_MAGIC,
-        registry.FORMAT_WRITE,
-        bytes(6),
-        header.pack_id,
-        header.frame_count,
-        header.index_offset,
-        header.index_length,
-        header.pack_length,
-        header.created_ns,
-        header.writer.encode("ascii")[:32],
-        bytes(16),
-        bytes(8),
-    )[:_HEADER_SUMMED]
+    version = registry.PACK_MAGIC, registry.FORMAT_WRITE, bytes(6)
+    lengths = header.frame_count, header.index_offset, header.index_length, header.pack_length
+    origin = header.created_ns, header.writer.encode("ascii")[:32]
+    summed = PACK_HEADER.pack(*version, header.pack_id, *lengths, *origin, bytes(16), bytes(8))[:_HEADER_SUMMED]
     return (summed + sum8(summed)).ljust(registry.BLOCK_BYTES, b"\0")
 
 
@@ -90,21 +80,8 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     if len(data) < registry.BLOCK_BYTES:
         raise TruncatedError(f"{where}: pack header has {len(data)} of {registry.BLOCK_BYTES} bytes")
     raw = bytes(data[: registry.BLOCK_BYTES])
-    fields = PACK_HEADER.unpack_from(raw)
-    (
-        magic,
-        _,
-        reserved_a,
-        pack_id,
-        count,
-        index_offset,
-        index_length,
-        pack_length,
-        created_ns,
-        writer,
-        reserved_b,
-        own,
-    ) = fields
+    magic, _, reserved_a, pack_id, *lengths, created_ns, writer, reserved_b, own = PACK_HEADER.unpack_from(raw)
+    count, index_offset, index_length, pack_length = lengths
     if magic != registry.PACK_MAGIC:
         raise BadMagicError(f"{where}: not a pack")
     check_binary_version(raw[:_HEADER_SUMMED], own, where)
@@ -127,17 +104,9 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
 def encode_index(pack_id: PackId, entries: Entries) -> bytes:
     """Return the index of a pack, padded with zero to a block boundary."""
     body = entries.tobytes()
-    summed = INDEX_HEADER.pack(
-        registry.PACK_INDEX_MAGIC,
-        registry.FORMAT_WRITE,
-        ENTRY_DTYPE.itemsize,
-        0,
-        pack_id,
-        len(entries),
-        bytes(8),
-        sum8(body),
-        bytes(8),
-    )[:_INDEX_SUMMED]
+    version = registry.PACK_INDEX_MAGIC, registry.FORMAT_WRITE, ENTRY_DTYPE.itemsize, 0
+    sums = bytes(8), sum8(body), bytes(8)
+    summed = INDEX_HEADER.pack(*version, pack_id, len(entries), *sums)[:_INDEX_SUMMED]
     data = summed + sum8(summed) + body
     return data.ljust(round_up(len(data)), b"\0")
 
@@ -168,17 +137,7 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
 
 def check_entry(entry: np.void, frame: FrameDescriptor, where: str) -> None:
     """Check that an index entry says what the frame's own header says."""
-    same = (
-        entry["digest"].tobytes() == frame.digest
-        and entry["base_digest"].tobytes() == frame.base_digest
-        and int(entry["stored_length"]) == frame.stored_length
-        and int(entry["plain_length"]) == frame.plain_length
-        and int(entry["kind"]) == frame.kind
-        and int(entry["codec"]) == frame.codec
-        and int(entry["digest_algorithm"]) == frame.digest_algorithm
-        and int(entry["payload_shift"]) == frame.payload_shift
-    )
-    if not same:
+    if entry.item() != entry_of(frame, int(entry["offset"])):
         raise StructureError(f"{where}: the frame is not the one that the pack index describes")
 
 

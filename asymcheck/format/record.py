@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from asymcheck.errors import ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import Buffer, digest
+from asymcheck.format.registry import check_reader_features, check_version
 from asymcheck.format.strict_json import parse_json
-from asymcheck.format.versions import check_reader_features, check_version
 from asymcheck.types import CheckpointRef, SaveId
 
 RECORD_BYTES = 2 * registry.BLOCK_BYTES
@@ -111,18 +111,9 @@ def _intact_text(block: bytes) -> bytes | None:
 
 
 def encode_descriptor(descriptor: Descriptor) -> bytes:
-    """Return the bytes of ``asymcheck.store``."""
-    return encode_record(
-        {
-            "kind": "store",
-            "format": registry.FORMAT_WRITE,
-            "store_id": descriptor.store_id.hex(),
-            "created_ns": descriptor.created_ns,
-            "writer": descriptor.writer,
-            "reader_features": list(descriptor.reader_features),
-            "writer_features": list(descriptor.writer_features),
-        }
-    )
+    """Return the bytes of ``asymcheck.store``; as in all records, the keys are the names of the fields."""
+    fields = {**vars(descriptor), "kind": "store", "format": registry.FORMAT_WRITE}
+    return encode_record({**fields, "store_id": descriptor.store_id.hex()})
 
 
 def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
@@ -137,15 +128,8 @@ def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
 
 def head_to_json(head: HeadRecord) -> dict[str, object]:
     """Return the JSON form of a head record."""
-    return {
-        "kind": "head",
-        "format": registry.FORMAT_WRITE,
-        "run": head.run,
-        "generation": head.generation,
-        "parent": parent_to_json(head.parent),
-        "created_ns": head.created_ns,
-        "writer": head.writer,
-    }
+    fields = {**vars(head), "kind": "head", "format": registry.FORMAT_WRITE}
+    return {**fields, "parent": parent_to_json(head.parent)}
 
 
 def encode_head(head: HeadRecord) -> bytes:
@@ -173,9 +157,7 @@ def head_from_json(value: Mapping[str, object], where: str) -> HeadRecord:
 
 def parent_to_json(parent: CheckpointRef | None) -> dict[str, object] | None:
     """Return the JSON form of a parent."""
-    if parent is None:
-        return None
-    return {"generation": parent.generation, "step": parent.step, "save_id": parent.save_id.hex()}
+    return None if parent is None else {**vars(parent), "save_id": parent.save_id.hex()}
 
 
 def parent_from_json(value: object, where: str) -> CheckpointRef | None:

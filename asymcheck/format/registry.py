@@ -1,8 +1,15 @@
-"""Numbers, names and limits of SPEC.md §15, equal to those in format_spec/registry.json, which tests compare."""
+"""What this program can read and write (SPEC.md §13), in the numbers, names and limits of SPEC.md §15.
+
+They are equal to those in format_spec/registry.json, which tests compare.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
+
+from asymcheck.errors import ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
+from asymcheck.format.digest import sum8
 
 FORMAT_MIN_READ: Final = 1
 FORMAT_MAX_READ: Final = 1
@@ -91,3 +98,43 @@ RUN_NAME_BYTES_MAX: Final = 64
 METRICS_MAX: Final = 256
 CODEC_PLANES_MAX: Final = 65536
 DELTA_DEPTH_MAX: Final = 8
+
+
+_VERSION = slice(8, 10)
+"""Where it lies in every binary structure."""
+
+
+def check_version(version: int, what: str) -> None:
+    """Refuse a structure whose major version is outside the readable range."""
+    if not FORMAT_MIN_READ <= version <= FORMAT_MAX_READ:
+        newer = version > FORMAT_MAX_READ
+        remedy = "install a newer asymcheck" if newer else "the file is damaged, or not of this format"
+        raise UnsupportedVersionError(
+            f"{what} has format version {version}; this program reads {FORMAT_MIN_READ} to {FORMAT_MAX_READ}: {remedy}"
+        )
+
+
+def check_binary_version(summed: bytes, own_sum: bytes, what: str) -> None:
+    """Refuse a binary structure (its magic, then its version) outside the readable range.
+
+    A flipped bit in the version is told apart from a newer program's work by the checksum over ``summed``: it is right
+    when a known version stands there.
+    """
+    version = int.from_bytes(summed[_VERSION], "little")
+    for known in range(FORMAT_MIN_READ, FORMAT_MAX_READ + 1):
+        there = known.to_bytes(2, "little")
+        if version != known and sum8(summed[: _VERSION.start] + there + summed[_VERSION.stop :]) == own_sum:
+            raise ChecksumError(f"{what}: checksum mismatch in the format version {version}, which was {known}")
+    check_version(version, what)
+
+
+def check_reader_features(features: Iterable[str], what: str) -> None:
+    """Refuse reader features that this program lacks."""
+    unknown = sorted(set(features) - READER_FEATURES)
+    if unknown:
+        raise UnsupportedFeatureError(f"{what} needs reader feature(s) {', '.join(unknown)}: install a newer asymcheck")
+
+
+def missing_writer_features(features: Iterable[str]) -> list[str]:
+    """Return the writer features that this program lacks; a store that has any is opened read-only."""
+    return sorted(set(features) - WRITER_FEATURES)

@@ -7,7 +7,7 @@ import struct
 
 from asymcheck.errors import StructureError
 from asymcheck.format import registry
-from asymcheck.format.catalog import owner_from_json, owner_to_json
+from asymcheck.format.catalog import owner_from_json
 from asymcheck.format.digest import Buffer, is_zero, sum8
 from asymcheck.format.layout import is_run
 from asymcheck.format.record import RECORD_BYTES, decode_record, encode_record, integer, parse_id, string
@@ -58,21 +58,9 @@ def encode_ring_header(header: RingHeader) -> bytes:
     Raises:
         LimitError: the path of the store is too long for it.
     """
-    return encode_record(
-        {
-            "kind": "ring",
-            "format": registry.FORMAT_WRITE,
-            "ring_id": header.ring_id.hex(),
-            "store_id": header.store_id.hex(),
-            "store": header.store,
-            "run": header.run,
-            "rank": header.rank,
-            "owner": owner_to_json(header.owner),
-            "data_bytes": header.data_bytes,
-            "created_ns": header.created_ns,
-            "writer": header.writer,
-        }
-    )
+    fields = {**vars(header), "kind": "ring", "format": registry.FORMAT_WRITE}
+    ids = {"ring_id": header.ring_id.hex(), "store_id": header.store_id.hex()}
+    return encode_record({**fields, **ids, "owner": vars(header.owner)})
 
 
 def decode_ring_header(data: Buffer, where: str) -> RingHeader:

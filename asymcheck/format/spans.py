@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from asymcheck.errors import StructureError
 
@@ -27,12 +27,11 @@ def ranks_in(spans: Spans) -> list[int]:
     return [rank for first, last in spans for rank in range(first, last + 1)]
 
 
-def read_spans(value: object, rank: object, world_size: object, where: str) -> Spans:
-    """Return what a manifest of ``rank`` says.
-
-    Raises:
-        StructureError: the value says no such thing.
-    """
+def read_spans(header: Mapping[str, object], where: str) -> Spans | None:
+    """Return the ``store_ranks`` of a manifest's header; None when there are none."""
+    if "store_ranks" not in header:
+        return None
+    value, rank, world_size = header["store_ranks"], header["rank"], header["world_size"]
     pairs = value if isinstance(value, list) else []
     spans = [tuple(pair) for pair in pairs if isinstance(pair, list) and [type(one) for one in pair] == [int, int]]
     if (

@@ -16,8 +16,8 @@ import numpy as np
 
 from asymcheck.codecs import derived
 from asymcheck.codecs.container import Segment, segment_of
+from asymcheck.codecs.derived import DTYPES
 from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_derived, encode_planes
-from asymcheck.codecs.rounding import DTYPES
 from asymcheck.config import Compression
 from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS

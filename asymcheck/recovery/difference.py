@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
-from asymcheck.format.manifest import Extent, TensorRow
+from asymcheck.errors import DamagedPartitionError, HeadRecordError, InvalidInputError, MissingPartitionError
+from asymcheck.format import layout
+from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.recovery.describe import describe_by
+from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.locate import Needs, Sources
-from asymcheck.recovery.names import as_stored, in_order, no_match
+from asymcheck.recovery.names import as_stored, in_order, no_match, told_apart
 from asymcheck.recovery.norms import NormSums, TensorNorms, can_compare
-from asymcheck.recovery.resolve import needed_by
-from asymcheck.recovery.side import Side, find_checkpoint
-from asymcheck.recovery.values import shortened
+from asymcheck.recovery.resolve import by_save_id, candidates, needed_by, read_manifests
+from asymcheck.recovery.values import plain_values, shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
+from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, Digest, Progress
 
@@ -50,7 +54,6 @@ class TensorChange:
     shape_a: tuple[int, ...] | None
     """Shape of the whole tensor in A; None when it was added."""
     shape_b: tuple[int, ...] | None
-    """Shape of the whole tensor in B; None when it was removed."""
     bytes_a: int
     bytes_b: int
     shared_bytes: int
@@ -111,7 +114,7 @@ def compare(
     norms: bool = True,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compare two checkpoints, named as :func:`asymcheck.recovery.side.find_checkpoint` says.
+    """Compare two checkpoints, named as :func:`asymcheck.recovery.difference.find_checkpoint` says.
 
     ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
 
@@ -121,8 +124,8 @@ def compare(
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
         MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
     """
-    sides = [Side(tier, find_checkpoint(tier, name, run)) for name in (a, b)]
-    return _Comparison(tier, sides[0], sides[1], tensors).result(norms=norms, progress=progress)
+    side_a, side_b = (Side(tier, *find_checkpoint(tier, name, run)) for name in (a, b))
+    return _Comparison(tier, side_a, side_b, tensors).result(norms=norms, progress=progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,26 @@ def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]
         start += extent.length
 
 
+_Sized = tuple[TensorRow, int]
+"""A tensor of one checkpoint, and its bytes."""
+
+
+def _change(
+    rank: int,
+    names: tuple[str, ...],
+    role: str,
+    change: str,
+    a: _Sized | None,
+    b: _Sized | None,
+    shared: int,
+    norms: TensorNorms | None = None,
+) -> TensorChange:
+    dtype_a, shape_a, bytes_a = (None, None, 0) if a is None else (a[0].dtype, a[0].global_shape, a[1])
+    dtype_b, shape_b, bytes_b = (None, None, 0) if b is None else (b[0].dtype, b[0].global_shape, b[1])
+    sides = dtype_a, dtype_b, shape_a, shape_b, bytes_a, bytes_b
+    return TensorChange(names[0], names[1:], rank, role, change, *sides, shared, norms)
+
+
 class _Comparison:
     def __init__(self, tier: ReadTier, a: Side, b: Side, pattern: str) -> None:
         self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
@@ -200,7 +223,7 @@ class _Comparison:
             elif norms and pair.is_comparable:
                 to_read.append(pair)
             else:
-                self._note(pair, pair.kind_without_reading, None)
+                self._note(pair, pair.kind_without_reading)
         if to_read:
             self._read(to_read, progress)
         values, unchanged_values = self._values()
@@ -229,25 +252,11 @@ class _Comparison:
             for rank, names, row in side.tensors:
                 alone = tuple(name for name in names if (rank, name) not in other.rows)
                 if alone and self._chosen(alone):
+                    # A further name has no bytes of its own.
                     size = row.nbytes if alone == names else 0
-                    is_added = change == "added"
-                    self.changed.append(
-                        TensorChange(
-                            name=alone[0],
-                            aliases=alone[1:],
-                            rank=rank,
-                            role=row.role,
-                            change=change,
-                            dtype_a=None if is_added else row.dtype,
-                            dtype_b=row.dtype if is_added else None,
-                            shape_a=None if is_added else row.global_shape,
-                            shape_b=row.global_shape if is_added else None,
-                            bytes_a=0 if is_added else size,
-                            bytes_b=size if is_added else 0,
-                            shared_bytes=other.has_bytes_of(row) if size else 0,
-                            norms=None,
-                        )
-                    )
+                    a, b = ((row, size), None) if change == "removed" else (None, (row, size))
+                    shared = other.has_bytes_of(row) if size else 0
+                    self.changed.append(_change(rank, alone, row.role, change, a, b, shared))
 
     def _pairs(self) -> list[_Pair]:
         """Return the tensors that are in both; where the tied names of one were untied, it is in several pairs."""
@@ -260,24 +269,10 @@ class _Comparison:
                 found[id(a), id(b)] = _Pair(rank, names, a, b)
         return [pair for pair in found.values() if self._chosen(pair.names)]
 
-    def _note(self, pair: _Pair, change: str, norms: TensorNorms | None) -> None:
-        self.changed.append(
-            TensorChange(
-                name=pair.names[0],
-                aliases=pair.names[1:],
-                rank=pair.rank,
-                role=pair.b.role,
-                change=change,
-                dtype_a=pair.a.dtype,
-                dtype_b=pair.b.dtype,
-                shape_a=pair.a.global_shape,
-                shape_b=pair.b.global_shape,
-                bytes_a=pair.a.nbytes,
-                bytes_b=pair.b.nbytes,
-                shared_bytes=self.a.has_bytes_of(pair.b),
-                norms=norms,
-            )
-        )
+    def _note(self, pair: _Pair, change: str, norms: TensorNorms | None = None) -> None:
+        a, b = (pair.a, pair.a.nbytes), (pair.b, pair.b.nbytes)
+        shared = self.a.has_bytes_of(pair.b)
+        self.changed.append(_change(pair.rank, pair.names, pair.b.role, change, a, b, shared, norms))
 
     def _read(self, pairs: Sequence[_Pair], progress: Progress | None) -> None:
         """Compare tensors element by element."""
@@ -301,19 +296,15 @@ class _Comparison:
                         done += compared
                         if progress is not None:
                             progress(done, total)
-                    self._settle(pair, sums.result())
+                    found = sums.result()
+                    if found.differing or pair.kind != "value":
+                        self._note(pair, pair.kind, found)
+                    else:
+                        self.unchanged.append(pair.b)
         except (MissingPartitionError, DamagedPartitionError) as error:
-            raise type(error)(f"{error}; {self._needed_by(error.digest)}", error.digest) from error
-
-    def _settle(self, pair: _Pair, norms: TensorNorms) -> None:
-        if norms.differing or pair.kind != "value":
-            self._note(pair, pair.kind, norms)
-        else:
-            self.unchanged.append(pair.b)
-
-    def _needed_by(self, digest: bytes | None) -> str:
-        side = self.a if digest in self.a.partitions else self.b
-        return needed_by(side.manifests, side.checkpoint.ref, digest)
+            side = self.a if error.digest in self.a.partitions else self.b
+            needed = needed_by(side.manifests, side.ref, error.digest)
+            raise type(error)(f"{error}; {needed}", error.digest) from error
 
     def _values(self) -> tuple[tuple[ValueChange, ...], int]:
         a, b = self.a.values, self.b.values
@@ -345,3 +336,78 @@ def _first_place(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
         if row.extents:
             return order[row.extents[0].digest], row.extents[0].offset
     return -1, 0
+
+
+_STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
+_SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
+
+
+def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
+    """Return the checkpoint of a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
+
+    A step that was saved several times means the checkpoint that a restore would take: the newest attempt on the line,
+    or else of the newest generation; the others of that step are returned too, newest first. ``DIGITS`` are the first
+    hexadecimal digits of a save id; one checkpoint must have them.
+
+    Raises:
+        InvalidInputError: it is no such name, or several checkpoints have these digits.
+        CheckpointNotFoundError: no checkpoint has this name.
+        HeadRecordError: the step was saved several times, and the line cannot be followed.
+    """
+    text = str(name)
+    if "@" in text:
+        run, text = text.split("@", 1)
+    layout.check_run(run)
+    if _STEP.match(text):
+        chosen = candidates(tier, run, int(text))[0]
+        same = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
+        return chosen, [listing for listing in reversed(same) if listing.ref != chosen.ref]
+    digits = _SAVE.match(text)
+    if digits is None:
+        raise InvalidInputError(
+            f"{str(name)!r} names no checkpoint: give STEP or save:DIGITS (the first hexadecimal digits of a save id), "
+            "or RUN@ and one of the two"
+        )
+    return by_save_id(tier, run, digits[1]), []
+
+
+class Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, tier: ReadTier, listing: CheckpointFiles, others: Sequence[CheckpointFiles]) -> None:
+        self.ref = listing.ref
+        self.manifests: list[Manifest] = read_manifests(tier, listing)
+        try:
+            line = read_line(tier, listing.run)
+        except HeadRecordError:
+            line = Line(0, {})
+        self.checkpoint = describe_by(listing, self.manifests, line)
+        self.other_saves = tuple(other.ref.save_id.hex() for other in others)
+        self.partitions: set[Digest] = set()
+        self.inline: set[bytes] = set()
+        self.tensors: list[tuple[int, tuple[str, ...], TensorRow]] = []
+        """Each tensor once, with its rank and its names there."""
+        self.rows: dict[tuple[int, str], TensorRow] = {}
+        """Each tensor by each of its names."""
+        self.values: dict[str, str] = {}
+        for manifest in self.manifests:
+            self._take(manifest)
+
+    def _take(self, manifest: Manifest) -> None:
+        rank = manifest.header.rank
+        self.partitions.update(manifest.partitions())
+        taken: dict[str, int] = {}
+        for row in manifest.rows(range(len(manifest))):
+            if row.inline is not None:
+                self.inline.add(row.inline)
+            names = tuple(told_apart(name, taken) for name in (row.name, *row.aliases))
+            self.tensors.append((rank, names, row))
+            self.rows.update(dict.fromkeys([(rank, name) for name in names], row))
+        prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
+        self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
+
+    def has_bytes_of(self, row: TensorRow) -> int:
+        """Return how many bytes of another checkpoint's tensor are here, as partitions or in the manifest, as there."""
+        if row.inline is not None:
+            return len(row.inline) if row.inline in self.inline else 0
+        return sum(extent.length for extent in row.extents if extent.digest in self.partitions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader, decode_checked
+from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader, decode_checked
 from asymcheck.errors import UNKNOWING, DamagedPartitionError, FormatError, StorageError
 from asymcheck.events import timed
 from asymcheck.format.frame import FrameDescriptor, check_frame

@@ -40,19 +40,19 @@ class Opening:
     generation: int
     on_line: bool
     """Whether the line of training leads through it."""
-    opened_ns: int | None
+    opened_ns: int | None = None
     """When, nanoseconds since 1970-01-01 UTC; None when its head record cannot be read."""
-    writer: str
+    writer: str = ""
     """Name and version of the program that opened it; empty when its head record cannot be read."""
-    parent_step: int | None
+    parent_step: int | None = None
     """Step of the checkpoint that training went on from; None when it began from nothing, or when unknown."""
-    parent_generation: int | None
+    parent_generation: int | None = None
     """Generation of that checkpoint."""
-    parent_save_id: str | None
+    parent_save_id: str | None = None
     """Its save id, 32 hexadecimal digits."""
-    abandoned: int | None
+    abandoned: int | None = None
     """How many checkpoints of the line as it was before are still there and no longer on it; None when unknown."""
-    problem: str
+    problem: str = ""
     """Why the head record cannot be read; empty when it can."""
 
 
@@ -170,22 +170,13 @@ class _Historian:
         except UNKNOWING:
             raise
         except AsymcheckError as error:
-            return Opening(generation, on_line, None, "", None, None, None, None, str(error))
+            return Opening(generation, on_line, problem=str(error))
         if found is None:
-            return Opening(generation, on_line, None, "", None, None, None, None, "it is gone")
-        head = found[0]
-        parent = head.parent
-        return Opening(
-            generation=generation,
-            on_line=on_line,
-            opened_ns=head.created_ns,
-            writer=head.writer,
-            parent_step=None if parent is None else parent.step,
-            parent_generation=None if parent is None else parent.generation,
-            parent_save_id=None if parent is None else parent.save_id.hex(),
-            abandoned=self._left_by(generation, before),
-            problem="",
-        )
+            return Opening(generation, on_line, problem="it is gone")
+        head, parent = found[0], found[0].parent
+        step, number, save_id = (parent.step, parent.generation, parent.save_id.hex()) if parent else (None, None, None)
+        abandoned = self._left_by(generation, before)
+        return Opening(generation, on_line, head.created_ns, head.writer, step, number, save_id, abandoned)
 
     def _left_by(self, generation: int, before: int) -> int | None:
         """Count the checkpoints that were on the line of generation ``before`` and are not on that of ``generation``.

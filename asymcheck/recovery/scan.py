@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from asymcheck.codecs.chain import base_reader, decode_checked
+from asymcheck.codecs.decode import base_reader, decode_checked
 from asymcheck.errors import (
     UNKNOWING,
     AsymcheckError,

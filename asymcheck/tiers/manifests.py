@@ -13,8 +13,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.manifest_alike import Alike
-from asymcheck.format.manifest_reader import decode_manifest, decode_manifests
+from asymcheck.format.manifest_reader import Alike, decode_manifest, decode_manifests
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
 from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.types import CheckpointRef, SaveId

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from asymcheck.codecs.chain import FrameReader, base_reader, decode_checked
 from asymcheck.codecs.container import Segment
+from asymcheck.codecs.decode import FrameReader, base_reader, decode_checked
 from asymcheck.codecs.encode import encode_delta
 from asymcheck.errors import BaseDamagedError, ChecksumError
 from asymcheck.format import registry

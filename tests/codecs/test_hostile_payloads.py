@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from asymcheck.codecs import zstd
-from asymcheck.codecs.chain import Chain, base_reader, decode_checked
 from asymcheck.codecs.container import HEADER, Segment
-from asymcheck.codecs.decode import decode
+from asymcheck.codecs.decode import Chain, base_reader, decode, decode_checked
 from asymcheck.codecs.encode import Encoded, encode_delta, encode_derived, encode_planes, encode_zstd
 from asymcheck.errors import BaseDamagedError, FormatError, LimitError, StructureError, UnsupportedCodecError
 from asymcheck.format import registry

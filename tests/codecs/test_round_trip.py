@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asymcheck.codecs import container, ordered, planes, rounding, zstd
+from asymcheck.codecs import container, derived, planes, zstd
 from asymcheck.codecs.container import Segment
 from asymcheck.codecs.decode import decode
 from asymcheck.codecs.derived import rounded_base
@@ -106,17 +106,17 @@ def test_every_pair_of_odd_values_has_a_difference_that_is_undone() -> None:
         values = (np.array(ODD, dtype=np.uint64) << shift).astype(f"<u{width}")
         target, base = (side.ravel().copy() for side in np.meshgrid(values, values))
         for is_float in (False, True):
-            made = ordered.difference(target, base, is_float=is_float)
-            assert np.array_equal(ordered.applied(made, base, is_float=is_float), target)
+            made = planes.difference(target, base, is_float=is_float)
+            assert np.array_equal(planes.applied(made, base, is_float=is_float), target)
 
 
 def test_the_order_of_floats_is_that_of_their_values() -> None:
     """Sorted by value they are sorted as two's complement integers, the negative zero right below the positive."""
     values = np.array([-np.inf, -2.5, -1e-40, -0.0, 0.0, 1e-45, 1.0, np.inf], dtype="<f4")
-    made = ordered.in_order(values.view("<u4")).view("<i4")
+    made = planes.in_order(values.view("<u4")).view("<i4")
     assert (np.diff(made.astype(np.int64)) > 0).all()
     assert made[4] - made[3] == 1
-    small = ordered.difference(values.view("<u4")[3:4], values.view("<u4")[4:5], is_float=True)
+    small = planes.difference(values.view("<u4")[3:4], values.view("<u4")[4:5], is_float=True)
     assert small.tolist() == [1]
 
 
@@ -248,6 +248,6 @@ def test_rounding_is_that_of_torch() -> None:
     ]
     bits = np.concatenate([numbers.integers(0, 2**32, 50_000), np.array(ties) % 2**32]).astype("<u4")
     bits = bits[(bits & 0x7FFFFFFF) <= 0x7F800000]
-    for dtype, target in ((rounding.BFLOAT16, torch.bfloat16), (rounding.FLOAT16, torch.float16)):
+    for dtype, target in ((derived.BFLOAT16, torch.bfloat16), (derived.FLOAT16, torch.float16)):
         expected = torch.from_numpy(bits.view("<f4").copy()).to(target).view(torch.int16).numpy().view("<u2")
-        assert np.array_equal(rounding.rounded(bits, dtype), expected)
+        assert np.array_equal(derived.rounded(bits, dtype), expected)

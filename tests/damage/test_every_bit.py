@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.codecs.chain import base_reader
+from asymcheck.codecs.decode import base_reader
 from asymcheck.errors import BadMagicError, ChecksumError, FormatError
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.fetch import read_checked

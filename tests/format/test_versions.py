@@ -5,7 +5,7 @@ import pytest
 from asymcheck.errors import ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
 from asymcheck.format import registry
 from asymcheck.format.digest import sum8
-from asymcheck.format.versions import (
+from asymcheck.format.registry import (
     check_binary_version,
     check_reader_features,
     check_version,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.codecs.rounding import BFLOAT16
+from asymcheck.codecs.derived import BFLOAT16
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_DERIVED
 from asymcheck.partition.plan import Originals, Partition, Piece

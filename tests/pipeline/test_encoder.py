@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from asymcheck.codecs.derived import BFLOAT16
 from asymcheck.codecs.encode import Encoded
-from asymcheck.codecs.rounding import BFLOAT16
 from asymcheck.config import Compression
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY

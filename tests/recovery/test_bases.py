@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asymcheck import RemoteCopyWarning, Store, UnreachableRemoteWarning
-from asymcheck.codecs import rounding
+from asymcheck.codecs import derived
 from asymcheck.codecs.container import Segment
 from asymcheck.codecs.derived import rounded_base
 from asymcheck.codecs.encode import Encoded, encode_delta, encode_derived, encode_planes, encode_zstd
@@ -327,13 +327,13 @@ def test_another_copy_of_a_base_is_taken(chain: Path) -> None:
 def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
     """A bfloat16 copy takes 16 bytes beside its master, and is read from it."""
     master = plain_of(0)
-    copy = rounded_base(memoryview(master), 0, 2 * COUNT, rounding.BFLOAT16).tobytes()
+    copy = rounded_base(memoryview(master), 0, 2 * COUNT, derived.BFLOAT16).tobytes()
     tensor = torch.from_numpy(np.frombuffer(copy, dtype="<i2").copy()).view(torch.bfloat16)
     assert torch.equal(tensor, weights(0).bfloat16())
     with Store.open(store_path, config=CONFIG) as store:
         store.save({"w": weights(0)}, step=0)
         store.save({"b": tensor}, step=1)
-    encoded = encode_derived(digest(copy), memoryview(copy), rounding.BFLOAT16, digest(master), memoryview(master), 0)
+    encoded = encode_derived(digest(copy), memoryview(copy), derived.BFLOAT16, digest(master), memoryview(master), 0)
     assert encoded is not None
     swap(store_path, encoded)
     with Store.open(store_path, config=CONFIG) as store:

@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 
 from asymcheck.format.manifest import Extent, encode_manifest
-from asymcheck.format.manifest_alike import Alike
-from asymcheck.format.manifest_reader import decode_manifest, decode_manifests
+from asymcheck.format.manifest_reader import Alike, decode_manifest, decode_manifests
 from asymcheck.recovery.locate import Needs
 from asymcheck.types import Digest
 from tests.fuzz.manifests import HEADER, row

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from asymcheck.codecs.chain import BaseReader, FrameReader, base_reader
+from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader
 from asymcheck.config import StoreConfig
 from asymcheck.errors import FormatError
 from asymcheck.format import layout

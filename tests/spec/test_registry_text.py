@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from asymcheck.codecs import container, rounding
+from asymcheck.codecs import container, derived
 from asymcheck.format import registry, ring
 from tests.spec import spec_text
 from tests.spec.corpus import FORMAT_SPEC
@@ -39,7 +39,7 @@ def test_numbers_of_other_sections_are_in_the_registry() -> None:
     assert {name: int(number) for number, name in REGISTRY["plane_encodings"].items()} == encodings
     (dtype,) = (row["meaning"] for row in table("derived_payload") if row["field"] == "dtype")
     assert dtype == _listed(REGISTRY["derived_dtypes"])
-    assert {int(number): name for number, name in REGISTRY["derived_dtypes"].items()} == rounding.DTYPES
+    assert {int(number): name for number, name in REGISTRY["derived_dtypes"].items()} == derived.DTYPES
 
 
 def _listed(names: dict[str, str]) -> str:

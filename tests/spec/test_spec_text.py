@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from asymcheck import errors
-from asymcheck.codecs import container, derived, rounding
+from asymcheck.codecs import container, derived
 from asymcheck.format import catalog, frame, layout, pack, ring, tree
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest_columns import SCHEMA
@@ -402,7 +402,7 @@ def test_the_encodings_of_planes_are_the_code() -> None:
     rows = [(int(row["encoding"]), row["name"]) for row in table("planes_encodings")]
     assert rows == [(container.RAW, "raw"), (container.ZSTD, "zstd"), (container.CONSTANT, "constant")]
     (dtype,) = (row["meaning"] for row in table("derived_payload") if row["field"] == "dtype")
-    assert dtype == ", ".join(f"{number} {name}" for number, name in rounding.DTYPES.items())
+    assert dtype == ", ".join(f"{number} {name}" for number, name in derived.DTYPES.items())
     (chunks,) = (row["meaning"] for row in table("planes_header") if row["field"] == "chunk_bytes")
     bounds = (container.CHUNK_BYTES_MIN, container.CHUNK_BYTES_MAX)
     assert chunks == "a multiple of {0}, from {0} to {1}".format(*bounds)

@@ -19,8 +19,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import layout
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
-from asymcheck.format.registry import SHIFTED_PAYLOAD
-from asymcheck.format.versions import missing_writer_features
+from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.tiers.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.limits import check_config
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog

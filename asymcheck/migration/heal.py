@@ -35,12 +35,13 @@ class Healed:
 
     def told(self, left: Sequence[Unrepaired]) -> tuple[Unrepaired, ...]:
         """Return what is still wrong, each with the reason for which it could not be brought."""
-        return tuple(self._told(one) for one in left)
-
-    def _told(self, one: Unrepaired) -> Unrepaired:
-        reasons = dict.fromkeys(self._failed[name] for name in (one.where, *one.checkpoints) if name in self._failed)
-        why = "".join(f"; it could not be brought from {self._location}: {reason}" for reason in reasons)
-        return dataclasses.replace(one, message=one.message + why)
+        told = []
+        for one in left:
+            names = (one.where, *one.checkpoints)
+            reasons = dict.fromkeys(self._failed[name] for name in names if name in self._failed)
+            why = "".join(f"; it could not be brought from {self._location}: {reason}" for reason in reasons)
+            told.append(dataclasses.replace(one, message=one.message + why))
+        return tuple(told)
 
 
 def heal(

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError, MissingPartitionError
+from asymcheck.errors import AsymcheckError, HeadRecordError, MissingPartitionError
 from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.resolve import check_run_exists
+from asymcheck.recovery.scan import Opened, each_manifest, each_pack
 from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
-from asymcheck.types import PackId
 
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
@@ -121,8 +123,8 @@ def account(tier: NvmeTier, run: str | None = None) -> Accounting:
     # In this order a checkpoint that is committed meanwhile is left out; in the other its partitions would seem lost.
     for name in runs:
         needs.add_run(tier, name)
-    for pack_id in tier.pack_ids():
-        frames.add(tier, pack_id)
+    for pack_id, pack in each_pack(tier.pack_ids(), tier.open_pack):
+        frames.add(tier.packs / layout.pack_name(pack_id), pack)
     return _Sums(tier, needs, frames).result(run)
 
 
@@ -132,7 +134,7 @@ class _Member:
 
     listing: CheckpointFiles
     on_line: bool
-    complete: bool = True
+    complete: bool = False
     state_bytes: int = 0
     manifest_bytes: int = 0
 
@@ -155,19 +157,20 @@ class _Needs:
         except HeadRecordError:
             line = Line(0, {})
         for listing in tier.manifests.checkpoints(run):
-            member = _Member(listing, listing.ref in line, listing.is_complete)
+            member = _Member(listing, listing.ref in line)
             by_role = np.zeros(len(_ROLES), dtype=np.int64)
             for name in listing.manifests:
                 path = tier.manifests.directory(run, listing.ref) / str(name)
                 with contextlib.suppress(OSError):  # deleted since it was listed
                     member.manifest_bytes += path.stat().st_size
-                try:
-                    manifest = tier.manifests.read(run, listing.ref, name)
-                except AsymcheckError:
-                    member.complete = False
+            read = 0
+            for _, manifest in each_manifest(tier, listing):
+                if isinstance(manifest, AsymcheckError):
                     self.unreadable += 1
                 else:
                     self._add(manifest, member, by_role)
+                    read += 1
+            member.complete = listing.is_complete and read == len(listing.manifests)
             self.members.append(member)
             self.state_by_role.append(by_role)
 
@@ -195,31 +198,23 @@ class _Frames:
         self.unreadable = 0
         self.unreadable_bytes = 0
 
-    def add(self, tier: NvmeTier, pack_id: PackId) -> None:
-        path = tier.packs / layout.pack_name(pack_id)
-        try:
-            pack = tier.open_pack(pack_id)
-        except MissingPartitionError:
+    def add(self, path: Path, pack: Opened) -> None:
+        if isinstance(pack, MissingPartitionError):
             return  # recycled since it was listed
-        except UNKNOWING:
-            raise  # nothing is wrong with the pack
-        except AsymcheckError:
+        if isinstance(pack, AsymcheckError):
             with contextlib.suppress(OSError):  # as above
                 self.unreadable_bytes += path.stat().st_size
                 self.unreadable += 1
             return
-        try:
-            # While it is open it is locked, so the file is there and is still this pack.
-            self.file_bytes.append(path.stat().st_size)
-            self.is_damaged.append(pack.damage is not None)
-            self.digests.append(pack.entries["digest"].tobytes())
-            based = pack.entries[pack.entries["kind"] != registry.KIND_FULL]
-            self.based.append(based["digest"].tobytes())
-            self.bases.append(based["base_digest"].tobytes())
-            self.lengths.append(frame_lengths(pack.entries).astype(np.int64))
-            self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
-        finally:
-            pack.close()
+        # While it is open it is locked, so the file is there and is still this pack.
+        self.file_bytes.append(path.stat().st_size)
+        self.is_damaged.append(pack.damage is not None)
+        self.digests.append(pack.entries["digest"].tobytes())
+        based = pack.entries[pack.entries["kind"] != registry.KIND_FULL]
+        self.based.append(based["digest"].tobytes())
+        self.bases.append(based["base_digest"].tobytes())
+        self.lengths.append(frame_lengths(pack.entries).astype(np.int64))
+        self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
 
 
 class _Sums:
@@ -268,11 +263,12 @@ class _Sums:
             unreadable_bytes=frames.unreadable_bytes,
             pooled_packs=len(pooled),
             pooled_bytes=sum(pooled),
-            unfinished_bytes=_unfinished_bytes(tier),
+            unfinished_bytes=_bytes_in(tier, tier.packs, "st_size", layout.is_pack_temporary),
             manifests=sum(len(member.listing.manifests) for member in needs.members),
             manifest_bytes=sum(member.manifest_bytes for member in needs.members),
             unreadable_manifests=needs.unreadable,
-            catalog_bytes=_catalog_bytes(tier),
+            # In blocks: the size of a sparse file says nothing.
+            catalog_bytes=_bytes_in(tier, tier.root / layout.CATALOG, "st_blocks") * _STAT_BLOCK,
         )
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
@@ -348,20 +344,11 @@ def _shared_out(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
     return _summed(roles, ends - starts, len(_ROLES))
 
 
-def _unfinished_bytes(tier: NvmeTier) -> int:
+def _bytes_in(tier: NvmeTier, folder: Path, field: str, wanted: Callable[[str], bool] = bool) -> int:
     total = 0
-    for name in filter(layout.is_pack_temporary, tier.files.list(tier.packs)):
-        with contextlib.suppress(OSError):  # finished or removed since it was listed
-            total += (tier.packs / name).stat().st_size
-    return total
-
-
-def _catalog_bytes(tier: NvmeTier) -> int:
-    """Return the blocks of the catalog's files: the size of a sparse file says nothing."""
-    total = 0
-    for name in tier.files.list(tier.root / layout.CATALOG):
-        with contextlib.suppress(OSError):  # set aside since it was listed
-            total += (tier.root / layout.CATALOG / name).stat().st_blocks * _STAT_BLOCK
+    for name in filter(wanted, tier.files.list(folder)):
+        with contextlib.suppress(OSError):  # finished, removed or set aside since it was listed
+            total += getattr((folder / name).stat(), field)
     return total
 
 

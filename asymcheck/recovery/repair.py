@@ -87,10 +87,7 @@ def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, m
         StorageError: the device refused, or is full; nothing is lost, and the next repair goes on.
         CatalogError: the catalog must be set aside, which the next start does.
     """
-    repairer = _Repairer(tier, catalog)
-    if made is not None:
-        repairer.note_catalog(made)
-    return repairer.repair(progress)
+    return _Repairer(tier, catalog).repair(progress, made)
 
 
 class _Repairer:
@@ -102,11 +99,10 @@ class _Repairer:
         self._copied: dict[Digest, Location] = {}
         self._checkpoints: list[CheckpointFiles] = []
 
-    def note_catalog(self, made: Rebuilt) -> None:
-        what = f"made anew: {made.packs} packs, {made.partitions} partitions and {made.manifests} manifests"
-        self._done.append(Repair("catalog", layout.CATALOG, "it was missing, or could not be trusted", what))
-
-    def repair(self, progress: Progress | None) -> Repaired:
+    def repair(self, progress: Progress | None, made: Rebuilt | None) -> Repaired:
+        if made is not None:
+            what = f"made anew: {made.packs} packs, {made.partitions} partitions and {made.manifests} manifests"
+            self._done.append(Repair("catalog", layout.CATALOG, "it was missing, or could not be trusted", what))
         # First of all: on a full disk, what follows needs the room.
         self._temporaries()
         if self._tier.repair_descriptor():
@@ -194,9 +190,8 @@ class _Repairer:
         for pack_id, error in found.left_out.items():
             busy = isinstance(error, LockTimeoutError)
             remedy = _AGAIN if busy else "see to what the message says; until then the file is left as it is"
-            self._left.append(
-                Unrepaired("busy-pack" if busy else "unreadable-pack", _where(pack_id), str(error), remedy)
-            )
+            kind = "busy-pack" if busy else "unreadable-pack"
+            self._left.append(Unrepaired(kind, _where(pack_id), str(error), remedy))
         return have
 
     def _replace(self, pack_id: PackId, pack: PackContent, elsewhere: _Elsewhere) -> None:

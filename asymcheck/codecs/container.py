@@ -17,6 +17,7 @@ from asymcheck.format import registry
 
 HEADER = struct.Struct("<IIII")
 SEGMENT_DTYPE = np.dtype([("length", "<u4"), ("width", "u1"), ("is_float", "u1"), ("reserved_a", "<u2")])
+_Rows = npt.NDArray[np.void]
 CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 8 << 20
 
@@ -80,35 +81,32 @@ class Layout:
 
     def chunk(self, number: int) -> Chunk:
         """Return one chunk."""
-        return Chunk(
-            int(self.starts[number]),
-            int(self.lengths[number]),
-            int(self.widths[number]),
-            bool(self.floats[number]),
-            int(self.entries[number]),
-        )
+        columns = self.starts, self.lengths, self.widths, self.entries
+        start, length, width, entry = (int(column[number]) for column in columns)
+        return Chunk(start, length, width, bool(self.floats[number]), entry)
 
     def plane_lengths(self) -> npt.NDArray[np.int64]:
         """Return the plain bytes of every plane in the order of the table."""
         return np.repeat(self.lengths // self.widths, self.widths)
 
 
-def plane_count(lengths: npt.NDArray[np.int64], widths: npt.NDArray[np.int64], chunk_bytes: int) -> int:
-    """Return how many planes segments have when they are cut so."""
-    return int((-(-lengths // chunk_bytes) * widths).sum())
+def rows_of(segments: Sequence[Segment]) -> _Rows:
+    """Return the table of segments."""
+    rows = [(segment.length, segment.width, int(segment.is_float), 0) for segment in segments]
+    return np.array(rows, dtype=SEGMENT_DTYPE)
 
 
-def cut(
-    lengths: npt.NDArray[np.int64], widths: npt.NDArray[np.int64], floats: npt.NDArray[np.bool_], chunk_bytes: int
-) -> Layout:
+def cut(rows: _Rows, chunk_bytes: int) -> Layout:
     """Cut segments into chunks of ``chunk_bytes``; the last chunk of a segment may be shorter."""
+    lengths, widths = rows["length"].astype(np.int64), rows["width"].astype(np.int64)
     counts = -(-lengths // chunk_bytes)
     segment = np.repeat(np.arange(len(lengths)), counts)
     within = (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk_bytes
     starts = np.repeat(np.cumsum(lengths) - lengths, counts) + within
     of_chunk = widths[segment]
     entries = np.cumsum(of_chunk) - of_chunk
-    return Layout(starts, np.minimum(chunk_bytes, lengths[segment] - within), of_chunk, floats[segment], entries)
+    floats = rows["is_float"].astype(np.bool_)[segment]
+    return Layout(starts, np.minimum(chunk_bytes, lengths[segment] - within), of_chunk, floats, entries)
 
 
 def merged(segments: Iterable[Segment], chunk_bytes: int) -> list[Segment]:
@@ -128,27 +126,14 @@ def merged(segments: Iterable[Segment], chunk_bytes: int) -> list[Segment]:
     return result
 
 
-def columns(
-    segments: Sequence[Segment],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return lengths, widths and float marks of segments."""
-    return (
-        np.array([segment.length for segment in segments], dtype=np.int64),
-        np.array([segment.width for segment in segments], dtype=np.int64),
-        np.array([segment.is_float for segment in segments], dtype=np.bool_),
-    )
-
-
 def plane_entry(encoding: int, value: int) -> int:
     """Return the table's word for a plane: how it is stored, and its stored bytes (or the byte that it repeats)."""
     return encoding << _VALUE_BITS | value
 
 
-def encode_tables(segments: Sequence[Segment], chunk_bytes: int, entries: Sequence[int]) -> bytes:
+def encode_tables(rows: _Rows, chunk_bytes: int, entries: Sequence[int]) -> bytes:
     """Return header and tables of a payload."""
-    rows = [(segment.length, segment.width, int(segment.is_float), 0) for segment in segments]
-    header = HEADER.pack(chunk_bytes, len(segments), len(entries), 0)
-    return header + np.array(rows, dtype=SEGMENT_DTYPE).tobytes() + np.array(entries, dtype="<u4").tobytes()
+    return HEADER.pack(chunk_bytes, len(rows), len(entries), 0) + rows.tobytes() + np.array(entries, "<u4").tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +177,6 @@ def decode_tables(payload: memoryview, plain_length: int, where: str) -> Tables:
 def _decode_segments(table: memoryview, plain_length: int, chunk_bytes: int, entry_count: int, where: str) -> Layout:
     rows = np.frombuffer(table, dtype=SEGMENT_DTYPE)
     lengths, widths = rows["length"].astype(np.int64), rows["width"].astype(np.int64)
-    floats = rows["is_float"].astype(np.bool_)
     if not len(rows) or int(lengths.sum()) != plain_length:
         raise StructureError(f"{where}: segments of {int(lengths.sum())} bytes in a partition of {plain_length}")
     known = np.isin(widths, (1, 2, 4, 8)).all() and (rows["is_float"] <= (widths > 1)).all()
@@ -200,12 +184,12 @@ def _decode_segments(table: memoryview, plain_length: int, chunk_bytes: int, ent
         raise StructureError(f"{where}: a segment of an unknown kind")
     if (lengths == 0).any() or (lengths % widths).any():
         raise StructureError(f"{where}: a segment that is empty, or not of whole elements")
-    if ((widths[1:] == widths[:-1]) & (floats[1:] == floats[:-1])).any():
+    if ((widths[1:] == widths[:-1]) & (rows["is_float"][1:] == rows["is_float"][:-1])).any():
         raise StructureError(f"{where}: two neighbouring segments of the same kind")
-    planes = plane_count(lengths, widths, chunk_bytes)
+    planes = int((-(-lengths // chunk_bytes) * widths).sum())
     if planes != entry_count:
         raise StructureError(f"{where}: a table of {entry_count} planes for {planes}")
-    return cut(lengths, widths, floats, chunk_bytes)
+    return cut(rows, chunk_bytes)
 
 
 def _stored(

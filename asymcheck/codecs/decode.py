@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import numpy as np
 
@@ -30,13 +29,8 @@ from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.types import Digest
 
-
-class Mapper(Protocol):
-    """How chunks are worked off: the builtin ``map``, or that of an executor with several threads."""
-
-    def __call__(self, work: Callable[[int], None], numbers: Iterable[int], /) -> Iterable[None]:
-        """Call ``work`` on every number; the result is consumed."""
-        ...
+Mapper = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
+"""Works off chunks: the builtin ``map``, or that of an executor with several threads; the result is consumed."""
 
 
 def decode(

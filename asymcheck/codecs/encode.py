@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -28,14 +27,6 @@ _WORTH_BITS = 7.84
 _WORTH = 0.98
 
 
-class Mapper(Protocol):
-    """How chunks are worked off: the builtin ``map``, or that of an executor with several threads."""
-
-    def __call__(self, work: Callable[[int], _Packed], numbers: Iterable[int], /) -> Iterable[_Packed]:
-        """Return the results in the order of ``numbers``."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """A partition ready to be stored."""
@@ -57,6 +48,9 @@ class Encoded:
 
 _Packed = list[tuple[int, Buffer]]
 """Of every plane of a chunk: its word in the table, and its data."""
+
+Mapper = Callable[[Callable[[int], _Packed], Iterable[int]], Iterable[_Packed]]
+"""How chunks are worked off, in order: the builtin ``map``, or that of an executor with several threads."""
 
 
 def encode_zstd(name: Digest, plain: memoryview) -> Encoded:
@@ -147,10 +141,11 @@ def _pack_chunks(
     joined = container.merged(segments, chunk_bytes)
     if sum(segment.length for segment in joined) != length or any(one.length % one.width for one in joined):
         raise InvalidInputError(f"segments {joined} are not those of a partition of {length} bytes")
-    layout = container.cut(*container.columns(joined), chunk_bytes)
+    table = container.rows_of(joined)
+    layout = container.cut(table, chunk_bytes)
     packed = mapped(lambda number: [_pack_plane(plane) for plane in rows(layout.chunk(number))], range(len(layout)))
     found = [one for chunk in packed for one in chunk]
-    tables = container.encode_tables(joined, chunk_bytes, [entry for entry, _ in found])
+    tables = container.encode_tables(table, chunk_bytes, [entry for entry, _ in found])
     return [tables, *(data for _, data in found if len(data))]
 
 

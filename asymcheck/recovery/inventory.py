@@ -104,33 +104,32 @@ def inventory(
     manifests = read_manifests(tier, listing)
     for manifest in manifests:
         with Sources(tier, Needs.of_manifests([manifest]), manifest.header.packs, must_be_complete=False) as sources:
-            tensors += _tensors(manifest, sources, pattern)
+            tensors += [
+                _tensor(row, manifest, sources)
+                for row in manifest.rows(range(len(manifest)))
+                if any(fnmatch.fnmatchcase(name, pattern) for name in (row.name, *row.aliases))
+            ]
     if not tensors and pattern != "*":
         rows = (row for manifest in manifests for row in manifest.rows(range(len(manifest))))
         raise no_match(pattern, (row.name for row in rows), "the tensors of the checkpoint")
     return listing.ref, tensors
 
 
-def _tensors(manifest: Manifest, sources: Sources, pattern: str) -> list[StoredTensor]:
-    rows = manifest.rows(range(len(manifest)))
-    chosen = [row for row in rows if any(fnmatch.fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
-    return [
-        StoredTensor(
-            name=row.name,
-            aliases=row.aliases,
-            dtype=row.dtype,
-            role=row.role,
-            shape=row.shape,
-            nbytes=row.nbytes,
-            rank=manifest.header.rank,
-            global_shape=row.global_shape,
-            offset=row.offset,
-            inline=row.inline is not None,
-            partitions=_partitions(row, sources),
-            why=_reasons(manifest, row.role),
-        )
-        for row in chosen
-    ]
+def _tensor(row: TensorRow, manifest: Manifest, sources: Sources) -> StoredTensor:
+    return StoredTensor(
+        name=row.name,
+        aliases=row.aliases,
+        dtype=row.dtype,
+        role=row.role,
+        shape=row.shape,
+        nbytes=row.nbytes,
+        rank=manifest.header.rank,
+        global_shape=row.global_shape,
+        offset=row.offset,
+        inline=row.inline is not None,
+        partitions=tuple(_partition(extent, sources.find(extent.digest)) for extent in row.extents),
+        why=_reasons(manifest, row.role),
+    )
 
 
 def _reasons(manifest: Manifest, role: str) -> dict[str, str]:
@@ -141,18 +140,10 @@ def _reasons(manifest: Manifest, role: str) -> dict[str, str]:
     return {codec: reason for codec, reason in given if isinstance(reason, str)}
 
 
-def _partitions(row: TensorRow, sources: Sources) -> tuple[StoredPartition, ...]:
-    return tuple(_partition(extent, sources.find(extent.digest)) for extent in row.extents)
-
-
 def _partition(extent: Extent, copy: Copy | None) -> StoredPartition:
-    entry = None if copy is None else copy.pack.entries[copy.sequence]
-    return StoredPartition(
-        digest=extent.digest.hex(),
-        length=extent.length,
-        partition_length=extent.partition_length,
-        pack=None if copy is None else copy.pack.header.pack_id.hex(),
-        frame=None if copy is None else copy.sequence,
-        codec=None if entry is None else CODECS[int(entry["codec"])],
-        stored_length=None if entry is None else int(entry["stored_length"]),
-    )
+    wanted = extent.digest.hex(), extent.length, extent.partition_length
+    if copy is None:
+        return StoredPartition(*wanted, None, None, None, None)
+    entry = copy.pack.entries[copy.sequence]
+    codec, stored = CODECS[int(entry["codec"])], int(entry["stored_length"])
+    return StoredPartition(*wanted, copy.pack.header.pack_id.hex(), copy.sequence, codec, stored)

@@ -51,13 +51,8 @@ class NormSums:
         """Compare tensors of these dtypes; ``role`` tells what their numbers mean."""
         self.dtypes = (dtype_a, dtype_b)
         self.note = _without_norms(self.dtypes, role)
-        self._l2_a = 0.0
-        self._l2_difference = 0.0
-        self._largest = 0.0
-        self._differing = 0
-        self._elements = 0
-        self._nonfinite_a = 0
-        self._nonfinite_b = 0
+        self._l2_a = self._l2_difference = self._largest = 0.0
+        self._differing = self._elements = self._nonfinite_a = self._nonfinite_b = 0
 
     def add(self, a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> None:
         """Add the next block: the bytes of the same number of elements of A and of B."""
@@ -98,18 +93,9 @@ class NormSums:
         """Return the norms of what was added."""
         if self.note:
             return TensorNorms(None, None, None, None, self._differing, self._elements, None, None, self.note)
-        relative = self._l2_difference / self._l2_a if self._l2_a else None
-        return TensorNorms(
-            l2_a=self._l2_a,
-            l2_difference=self._l2_difference,
-            relative=relative,
-            largest=self._largest,
-            differing=self._differing,
-            elements=self._elements,
-            nonfinite_a=self._nonfinite_a,
-            nonfinite_b=self._nonfinite_b,
-            note="",
-        )
+        l2_a, l2 = self._l2_a, self._l2_difference
+        sums = l2_a, l2, (l2 / l2_a if l2_a else None), self._largest, self._differing, self._elements
+        return TensorNorms(*sums, self._nonfinite_a, self._nonfinite_b, "")
 
 
 def can_compare(dtype_a: str, dtype_b: str) -> bool:

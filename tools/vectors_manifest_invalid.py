@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import METADATA_KEY, TensorRow, encode_manifest
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, TensorRow, encode_manifest
 from asymcheck.format.record import canonical_json
 from tools.vectors_base import Vector, fixed_bytes, flipped, invalid, partition_digest, patched
 from tools.vectors_manifest import (

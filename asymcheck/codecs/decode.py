@@ -1,4 +1,4 @@
-"""Decoding: the plain bytes of a frame's payload."""
+"""Decoding: the plain bytes of a frame's payload, and of frames that need a base (SPEC.md §12.5 says how deep)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The payload of codec derived-round-to-nearest: which part of the base is rounded to what (SPEC.md §12.4)."""
+"""Codec derived-round-to-nearest: float32 elements of the base rounded to 2-byte floats, ties to even (SPEC.md §12.4)."""
 
 from __future__ import annotations
 

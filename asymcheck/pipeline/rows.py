@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from asymcheck.config import WRITER
 from asymcheck.format.digest_set import as_column
-from asymcheck.format.manifest import ManifestHeader
-from asymcheck.format.manifest_columns import Column, describing_columns, extents_column, inline_columns
+from asymcheck.format.manifest import Column, ManifestHeader, describing_columns, extents_column, inline_columns
 from asymcheck.format.tree import Node
 from asymcheck.partition.leaves import Leaf, whole_bytes
 from asymcheck.partition.plan import Cut

@@ -8,8 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from asymcheck.errors import StateMismatchError
-from asymcheck.format.manifest import Manifest, TensorRow
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import SCHEMA, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.partition.boxes import Box, Crossing, tile
 from asymcheck.recovery.shape import read_shape

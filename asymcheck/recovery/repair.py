@@ -197,21 +197,24 @@ class _Repairer:
     def _replace(self, pack_id: PackId, pack: PackContent, elsewhere: _Elsewhere) -> None:
         where = _where(pack_id)
         found = pack.damage or f"{len(pack.wrong)} of {len(pack.names)} frames are damaged: {_first(pack.wrong)}"
-        replaced = Replacement(self._tier, self._catalog, pack, elsewhere).carry_out()
-        if replaced.busy:
-            self._left.append(Unrepaired("busy-pack", where, f"{found}; {replaced.busy}", _AGAIN))
+        replaced = Replacement(self._tier, self._catalog, pack, elsewhere)
+        busy = replaced.carry_out()
+        if busy:
+            self._left.append(Unrepaired("busy-pack", where, f"{found}; {busy}", _AGAIN))
             return
         for (name, _), location in replaced.copied.items():
             elsewhere.add(name, location)
             self._copied[name] = location
         if replaced.changed:
-            copied, kept = len(replaced.copied), len(pack.intact()) - len(replaced.copied)
-            done = [f"{copied} partition{'s' if copied > 1 else ''} copied into a new pack"] if copied else []
-            done += [f"{kept} lie elsewhere"] if kept else []
-            lost = len(pack.wrong) - len(pack.rescued)
-            done += [f"{lost} lost here"] if lost else []
-            done += ["the damaged pack removed"] if replaced.removed else []
-            self._done.append(Repair("pack", where, found, ", ".join(done)))
+            copied, lost = len(replaced.copied), len(pack.wrong) - len(pack.rescued)
+            kept = len(pack.intact()) - copied
+            done = (
+                copied and f"{copied} partition{'s' if copied > 1 else ''} copied into a new pack",
+                kept and f"{kept} lie elsewhere",
+                lost and f"{lost} lost here",
+                replaced.removed and "the damaged pack removed",
+            )
+            self._done.append(Repair("pack", where, found, ", ".join(part for part in done if part)))
         if not replaced.removed:
             refused = f"the device did not give {len(pack.unread)} frames ({_first(pack.wrong)})" if pack.unread else ""
             baseless = f"the bases of {len(pack.baseless)} frames are lost" if pack.baseless else ""
@@ -247,18 +250,6 @@ _Copy = tuple[Digest, bytes]
 _CHANGED = "the store changed while it was being repaired"
 _HELD = "another process reads or writes it"
 _PINNED = "a save that is under way has reused partitions of it"
-
-
-@dataclasses.dataclass
-class _Replaced:
-    """What became of a damaged pack."""
-
-    copied: dict[_Copy, Location] = dataclasses.field(default_factory=dict)
-    """Frames that now lie in a new pack."""
-    removed: bool = False
-    changed: bool = False
-    busy: str = ""
-    """Why nothing could be done; empty when all was done."""
 
 
 class _Elsewhere:
@@ -314,32 +305,39 @@ class Replacement:
         # What the device did not give may be there another day.
         self._keep = bool(content.unread or content.baseless)
         self._entered = False
+        self.copied: dict[_Copy, Location] = {}
+        """Frames that now lie in a new pack."""
+        self.removed = self.changed = False
 
-    def carry_out(self) -> _Replaced:
-        """Copy, enter, remove.
+    def carry_out(self) -> str:
+        """Copy, enter, remove; return why nothing could be done, or nothing.
 
         Raises:
             StorageError: the device refused, or is full; nothing is lost.
         """
         with self._tier.locked(self._path) as held, self._catalog.read() as transaction:
-            reason = self._obstacle(transaction) if held else _HELD
+            busy = self._obstacle(transaction) if held else _HELD
             pointing = self._pointing(transaction)
-        if reason:
-            return _Replaced(busy=reason)
-        if self._keep and not self._copies and not pointing:
-            return _Replaced()
+        if busy or (self._keep and not self._copies and not pointing):
+            return busy
         try:
             with self._new_pack() as (header, locations), self._tier.locked(self._path) as held:
-                reason = self._enter(header, locations) if held else _HELD
-                if not reason and not self._keep:
-                    self._remove()
+                busy = self._enter(header, locations) if held else _HELD
+                if not busy and not self._keep:
+                    # Not into the pool: its blocks may be bad.
+                    self._tier.files.unlink(self._path)
+                    emit("repair.removed", self._path.name)
+                    self._tier.files.sync_directory(self._tier.packs)
         except (DigestMismatchError, BaseDamagedError) as error:
-            return _Replaced(busy=f"it reads differently each time ({error})")
-        if reason:
-            return _Replaced(busy=reason)
-        if not self._keep:
-            self._forget()
-        return _Replaced(locations, removed=not self._keep, changed=True)
+            return f"it reads differently each time ({error})"
+        if busy:
+            return busy
+        self.copied, self.changed, self.removed = locations, True, not self._keep
+        if self.removed:
+            with self._catalog.write() as transaction:
+                transaction.delete_pack(self._pack_id)
+            emit("repair.forgotten", self._path.name)
+        return ""
 
     def _obstacle(self, transaction: Transaction) -> str:
         if any(self._pack_id in packs for _, packs in transaction.pins().values()):
@@ -416,17 +414,6 @@ class Replacement:
         self._entered = True
         emit("repair.entered", self._path.name)
         return ""
-
-    def _remove(self) -> None:
-        # Not into the pool: its blocks may be bad.
-        self._tier.files.unlink(self._path)
-        emit("repair.removed", self._path.name)
-        self._tier.files.sync_directory(self._tier.packs)
-
-    def _forget(self) -> None:
-        with self._catalog.write() as transaction:
-            transaction.delete_pack(self._pack_id)
-        emit("repair.forgotten", self._path.name)
 
 
 def _where(pack_id: PackId) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asymcheck.errors import LimitError
-from asymcheck.format.manifest import Manifest
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import SCHEMA, Manifest
 from asymcheck.partition.boxes import Box, tile
 
 _COLUMNS = ("name", "aliases", "dtype", "global_shape", "offset", "shape")

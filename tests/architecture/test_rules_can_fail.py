@@ -30,7 +30,7 @@ BROKEN: dict[str, list[Sources]] = {
     ],
     "siblings_do_not_meet": [
         {"asymcheck/pipeline/transaction.py": "from asymcheck.recovery.scan import survey"},
-        {"asymcheck/recovery/deep.py": "from asymcheck.measure import drive"},
+        {"asymcheck/recovery/deep.py": "from asymcheck.measure import machine"},
         {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
         {"asymcheck/measure/drive.py": "from asymcheck.recovery.sample import sample"},
         {"asymcheck/codecs/delta.py": "import asymcheck.partition.plan"},

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from asymcheck.errors import LimitError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import Extent, Manifest, ManifestHeader, TensorRow, encode_manifest
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import SCHEMA, Extent, Manifest, ManifestHeader, TensorRow, encode_manifest
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.tree import Node
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 
 from asymcheck.errors import BadMagicError, FormatError, StructureError
-from asymcheck.format.manifest import METADATA_KEY
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA
 from asymcheck.format.manifest_reader import decode_manifest
 from tests.spec.corpus import Vector, vectors
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.format import manifest_columns
+from asymcheck.format import manifest
 
 _TEXTS = st.lists(st.sampled_from(["", "float32", "float64", "bfloat16", "ü"]), max_size=40)
 _SAVE_AND_RESTORE = """
@@ -35,8 +35,8 @@ def test_distinct_values(many: int, texts: list[str], start: int) -> None:
     """Each value once, and each row's number leads to its value, by either way."""
     column = pa.array(texts, type=pa.string())[start:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_columns, "_MANY", many)
-        values, numbers = manifest_columns.distinct(column)
+        patch.setattr(manifest, "_MANY", many)
+        values, numbers = manifest.distinct(column)
     assert len(set(values)) == len(values)
     assert [values[number] for number in numbers.tolist()] == texts[start:]
 
@@ -45,14 +45,14 @@ def test_distinct_values(many: int, texts: list[str], start: int) -> None:
 def test_what_is_null(values: list[bytes | None], start: int) -> None:
     """Rows of a slice, whose bits begin anywhere in a byte."""
     column = pa.array(values, type=pa.binary())[start:]
-    assert manifest_columns.is_valid(column).tolist() == [value is not None for value in values[start:]]
+    assert manifest.is_valid(column).tolist() == [value is not None for value in values[start:]]
 
 
 @given(count=st.integers(1, 60), picks=st.lists(st.integers(0, 59), max_size=60))
 def test_picked_rows(count: int, picks: list[int]) -> None:
     """Few or many, in any order, more than once."""
     rows = [pick % count for pick in picks]
-    assert manifest_columns.picked(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
+    assert manifest.picked(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
 
 
 def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:

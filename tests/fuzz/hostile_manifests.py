@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import METADATA_KEY, Extent, TensorRow, encode_manifest
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, TensorRow, encode_manifest
 from tests.fuzz import trees
 from tests.fuzz.manifests import HEADER, ROWS, buffer_places, parts_of, rebuilt, row, with_header
 from tests.fuzz.mutate import nested

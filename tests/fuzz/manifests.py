@@ -8,8 +8,7 @@ import pyarrow as pa
 
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import METADATA_KEY, Extent, ManifestHeader, TensorRow, encode_manifest
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, ManifestHeader, TensorRow, encode_manifest
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.tree import decode
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId

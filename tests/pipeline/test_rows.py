@@ -14,8 +14,7 @@ import asymcheck
 from asymcheck.config import StoreConfig
 from asymcheck.errors import LostCheckpointError
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import ManifestHeader, encode, encode_manifest, manifest_of
-from asymcheck.format.manifest_columns import Column
+from asymcheck.format.manifest import Column, ManifestHeader, encode, encode_manifest, manifest_of
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Cut, cut

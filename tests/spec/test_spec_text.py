@@ -15,7 +15,7 @@ from asymcheck import errors
 from asymcheck.codecs import container, derived
 from asymcheck.format import catalog, frame, layout, pack, ring, tree
 from asymcheck.format.digest import digest, sum8
-from asymcheck.format.manifest_columns import SCHEMA
+from asymcheck.format.manifest import SCHEMA
 from asymcheck.format.record import RECORD_BYTES, encode_record
 from asymcheck.tiers.nvme import catalog as lmdb_catalog
 from asymcheck.types import CheckpointRef, Digest, Location, PackId, SaveId

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow, encode_manifest
+from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.record import parent_to_json
 from asymcheck.format.tree import Node, encode_metric
 from asymcheck.types import CheckpointRef
+from tools.manifest_files import encode_manifest
 from tools.vectors_base import (
     CREATED_NS,
     WRITER,

@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import METADATA_KEY, SCHEMA, TensorRow, encode_manifest
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, TensorRow
 from asymcheck.format.record import canonical_json
+from tools.manifest_files import encode_manifest
 from tools.vectors_base import Vector, fixed_bytes, flipped, invalid, partition_digest, patched
 from tools.vectors_manifest import (
     BUNDLED_ROWS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.frame import FrameDescriptor, encode_header
 from asymcheck.format.layout import ring_name
-from asymcheck.format.manifest import Extent, encode_manifest
+from asymcheck.format.manifest import Extent
 from asymcheck.format.record import encode_record
 from asymcheck.format.ring import (
     COMPLETE,
@@ -22,6 +22,7 @@ from asymcheck.format.ring import (
 )
 from asymcheck.format.tree import Node
 from asymcheck.types import CheckpointRef, Digest, Owner, PackId, SaveId
+from tools.manifest_files import encode_manifest
 from tools.vectors_base import (
     CREATED_NS,
     WRITER,

@@ -1,4 +1,4 @@
-"""Codec derived-round-to-nearest: float32 elements of the base rounded to 2-byte floats, ties to even (SPEC.md §12.4)."""
+"""Codec derived-round-to-nearest: float32 elements of a base rounded to 2 bytes, ties to even (SPEC.md §12.4)."""
 
 from __future__ import annotations
 

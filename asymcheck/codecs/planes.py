@@ -1,4 +1,4 @@
-"""Elements as unsigned integers: their byte planes, and differences in the order of their values (SPEC.md §12.2, 12.3)."""
+"""Elements as integers: their byte planes, and differences in the order of their values (SPEC.md §12.2, 12.3)."""
 
 from __future__ import annotations
 

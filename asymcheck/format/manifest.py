@@ -1,4 +1,4 @@
-"""Manifests: Arrow IPC files with one row a tensor, and their columns (SPEC.md §7.3). ``manifest_reader`` reads them."""
+"""Manifests: Arrow IPC files with one row a tensor, and their columns (SPEC.md §7.3)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import pyarrow as pa
 from asymcheck.errors import LimitError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
-from asymcheck.format.digest_set import as_column
 from asymcheck.format.record import canonical_json, parent_to_json
 from asymcheck.format.spans import Spans
 from asymcheck.format.tree import Node, encode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId
 
-# Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both take
-# tens of milliseconds in every process that saves or restores, so they are not used here.
+# Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both
+# take tens of milliseconds in every process that saves or restores, so they are not used here.
 _MANY = 4096
 """So many rows are worth that import."""
 
@@ -290,26 +289,6 @@ def elsewhere_bits(partitions: Iterable[Digest], elsewhere: Container[Digest]) -
 def manifest_of(header: ManifestHeader, columns: Sequence[pa.Array]) -> Manifest:
     """Return a manifest that this program makes itself, of all columns of the schema."""
     return Manifest(header, pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-
-
-def encode_manifest(header: ManifestHeader, rows: Sequence[TensorRow]) -> bytes:
-    """Return the bytes of a manifest file; its name is :func:`digest` of them.
-
-    Raises:
-        LimitError: it would be too large.
-    """
-    values = {name: [getattr(row, name) for row in rows] for name in DESCRIBING}
-    # Flat columns, not row objects: a million extents take a tenth of the time and memory.
-    flat = [extent for row in rows for extent in row.extents]
-    extents = extents_column(
-        np.cumsum([0, *(len(row.extents) for row in rows)], dtype=np.int32),
-        as_column([extent.digest for extent in flat]),
-        np.array([extent.offset for extent in flat], dtype=np.int64),
-        np.array([extent.length for extent in flat], dtype=np.int64),
-        np.array([extent.partition_length for extent in flat], dtype=np.int64),
-    )
-    columns = [*describing_columns(values), *inline_columns([row.inline for row in rows]), extents]
-    return encode(manifest_of(header, columns))
 
 
 def encode(manifest: Manifest, header: ManifestHeader | None = None) -> bytes:

@@ -150,22 +150,22 @@ class _Decoder:
 
     def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
         self.rows, self.seen, self.build, self.where = rows, seen, build, where
-        self.kinds: dict[object, Callable[[list[object], int], object]] = {
-            "i": self._big_integer,
-            "f": self._float,
-            "c": self._complex,
-            "b": self._bytes,
-            "l": self._sequence,
-            "t": self._sequence,
-            "z": self._shape,
-            "d": self._mapping,
-            "o": self._mapping,
-            "m": self._mapping,
-            "T": self._row,
-            "N": self._row,
-            "n": self._scalar,
-            "y": self._name,
-            "v": self._name,
+        self.kinds: dict[object, tuple[int, Callable[[list[object], int], object]]] = {
+            "i": (1, self._big_integer),
+            "f": (1, self._float),
+            "c": (2, self._complex),
+            "b": (1, self._bytes),
+            "l": (1, self._sequence),
+            "t": (1, self._sequence),
+            "z": (1, self._shape),
+            "d": (1, self._mapping),
+            "o": (1, self._mapping),
+            "m": (2, self._mapping),
+            "T": (1, self._row),
+            "N": (1, self._row),
+            "n": (2, self._scalar),
+            "y": (1, self._name),
+            "v": (1, self._name),
         }
 
     def value(self, node: Node, depth: int) -> object:
@@ -179,21 +179,19 @@ class _Decoder:
             return self.build.plain(node)
         if not isinstance(node, list) or not node or not isinstance(node[0], str) or node[0] not in self.kinds:
             raise self.bad(node)
-        return self.kinds[node[0]](node, depth)
+        count, make = self.kinds[node[0]]
+        if len(node) != count + 1:
+            raise self.bad(node)
+        return make(node, depth)
 
     def bad(self, node: Node) -> StructureError:
         return StructureError(f"{self.where}: not a node of the tree: {reprlib.repr(node)[:80]}")
-
-    def _arguments(self, node: list[object], count: int) -> list[object]:
-        if len(node) != count + 1:
-            raise self.bad(node)
-        return node[1:]
 
     def _big_integer(self, node: list[object], _depth: int) -> object:
         return self.build.plain(self._parse_big(node))
 
     def _parse_big(self, node: list[object]) -> int:
-        (text,) = self._arguments(node, 1)
+        text = node[1] if _is_pair(node) else None
         if not isinstance(text, str):
             raise self.bad(node)
         digits = text.removeprefix("-")
@@ -209,12 +207,10 @@ class _Decoder:
         return -number if text.startswith("-") else number
 
     def _float(self, node: list[object], _depth: int) -> object:
-        (bits,) = self._arguments(node, 1)
-        return self.build.plain(self._binary64(bits))
+        return self.build.plain(self._binary64(node[1]))
 
     def _complex(self, node: list[object], _depth: int) -> object:
-        real, imaginary = self._arguments(node, 2)
-        return self.build.plain(complex(self._binary64(real), self._binary64(imaginary)))
+        return self.build.plain(complex(self._binary64(node[1]), self._binary64(node[2])))
 
     def _binary64(self, bits: object) -> float:
         value: float = struct.unpack(">d", self._hex(bits, 8))[0]
@@ -229,7 +225,7 @@ class _Decoder:
         raise self.bad(text)
 
     def _bytes(self, node: list[object], _depth: int) -> object:
-        (text,) = self._arguments(node, 1)
+        text = node[1]
         if not isinstance(text, str):
             raise self.bad(node)
         try:
@@ -242,13 +238,13 @@ class _Decoder:
         return self.build.plain(data)
 
     def _sequence(self, node: list[object], depth: int) -> object:
-        (items,) = self._arguments(node, 1)
+        items = node[1]
         if not isinstance(items, list):
             raise self.bad(node)
         return self.build.sequence(str(node[0]), [self.value(item, depth + 1) for item in items])
 
     def _shape(self, node: list[object], _depth: int) -> object:
-        (items,) = self._arguments(node, 1)
+        items = node[1]
         if not isinstance(items, list):
             raise self.bad(node)
         shape = tuple(self._integer(item) for item in items)
@@ -257,7 +253,7 @@ class _Decoder:
         return self.build.tagged("z", shape)
 
     def _mapping(self, node: list[object], depth: int) -> object:
-        pairs, *metadata = self._arguments(node, 2 if node[0] == "m" else 1)
+        _, pairs, *metadata = node
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
             raise self.bad(node)
         built = [(self._key(key), self.value(value, depth + 1)) for key, value in pairs]
@@ -276,7 +272,7 @@ class _Decoder:
         raise self.bad(node)
 
     def _row(self, node: list[object], _depth: int) -> object:
-        (row,) = self._arguments(node, 1)
+        row = node[1]
         if not _is_natural(row) or row >= self.rows:  # type: ignore[operator]  # _is_natural says that it is an int
             raise StructureError(f"{self.where}: the tree names row {row} of {self.rows}")
         index = int(str(row))
@@ -284,13 +280,13 @@ class _Decoder:
         return self.build.tensor(index, node[0] == "N")
 
     def _scalar(self, node: list[object], _depth: int) -> object:
-        dtype, data = self._arguments(node, 2)
+        _, dtype, data = node
         if not isinstance(dtype, str) or dtype not in registry.DTYPE_BYTES:
             raise self.bad(node)
         return self.build.tagged("n", (dtype, self._hex(data, registry.DTYPE_BYTES[dtype])))
 
     def _name(self, node: list[object], _depth: int) -> object:
-        (name,) = self._arguments(node, 1)
+        name = node[1]
         if not isinstance(name, str) or (node[0] == "y" and name not in registry.DTYPE_BYTES):
             raise self.bad(node)
         return self.build.tagged(str(node[0]), name)

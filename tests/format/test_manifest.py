@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from asymcheck.errors import LimitError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import SCHEMA, Extent, Manifest, ManifestHeader, TensorRow, encode_manifest
+from asymcheck.format.manifest import SCHEMA, Extent, Manifest, ManifestHeader, TensorRow
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.tree import Node
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
+from tools.manifest_files import encode_manifest
 
 REF = CheckpointRef(2, 30, SaveId(bytes(range(16))))
 ids = st.binary(min_size=16, max_size=16)

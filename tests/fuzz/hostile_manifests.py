@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, TensorRow, encode_manifest
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, TensorRow
 from tests.fuzz import trees
 from tests.fuzz.manifests import HEADER, ROWS, buffer_places, parts_of, rebuilt, row, with_header
 from tests.fuzz.mutate import nested
+from tools.manifest_files import encode_manifest
 
 BOMB_BYTES = 256 << 20
 

@@ -10,13 +10,14 @@ import torch
 from asymcheck.config import StoreConfig
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName, pack_name
-from asymcheck.format.manifest import TensorRow, encode_manifest
+from asymcheck.format.manifest import TensorRow
 from asymcheck.format.pack import PackHeader, encode_pack_header
 from asymcheck.format.tree import Node
 from asymcheck.store import Store
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import PackId
 from tests.damage.zygote import limit_memory, unlimit_memory
+from tools.manifest_files import encode_manifest
 
 CONFIG = StoreConfig(catalog_map_bytes=1 << 24, slots=1)
 STATE = {"w": torch.arange(2000)}

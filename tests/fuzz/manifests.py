@@ -8,12 +8,13 @@ import pyarrow as pa
 
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, ManifestHeader, TensorRow, encode_manifest
+from asymcheck.format.manifest import METADATA_KEY, SCHEMA, Extent, ManifestHeader, TensorRow
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.tree import decode
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 from tests.fuzz import mutate
 from tests.fuzz.trees import Rewriter
+from tools.manifest_files import encode_manifest
 
 _ONE, _TWO = (Digest(bytes([number]) * 16) for number in (1, 2))
 _INTEGERS = (-(1 << 63), -1, 0, 1, 2, 63, 4096, (1 << 30) + 1, 1 << 31, 1 << 62, (1 << 63) - 1)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from asymcheck.format import catalog, frame, layout, pack, record, registry
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow, encode_manifest
+from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.strict_json import parse_json
 from asymcheck.format.tree import decode
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
 from tests.fuzz.trees import Rewriter
+from tools.manifest_files import encode_manifest
 
 IDS = st.binary(min_size=16, max_size=16)
 U64 = st.integers(0, (1 << 64) - 1)

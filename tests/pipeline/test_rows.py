@@ -14,13 +14,14 @@ import asymcheck
 from asymcheck.config import StoreConfig
 from asymcheck.errors import LostCheckpointError
 from asymcheck.format.digest import digest
-from asymcheck.format.manifest import Column, ManifestHeader, encode, encode_manifest, manifest_of
+from asymcheck.format.manifest import Column, ManifestHeader, encode, manifest_of
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.partition.leaves import Leaf
 from asymcheck.partition.plan import Cut, cut
 from asymcheck.partition.state import Columns, flatten
 from asymcheck.pipeline.rows import Rows, inline_bytes
 from asymcheck.types import CheckpointRef, Digest, SaveId
+from tools.manifest_files import encode_manifest
 
 CONFIG = StoreConfig(partition_bytes=8192, bundle_below_bytes=4096)
 _HEADER = ManifestHeader(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from asymcheck.format.manifest import Extent, encode_manifest
+from asymcheck.format.manifest import Extent
 from asymcheck.format.manifest_reader import Alike, decode_manifest, decode_manifests
 from asymcheck.recovery.locate import Needs
 from asymcheck.types import Digest
 from tests.fuzz.manifests import HEADER, row
+from tools.manifest_files import encode_manifest
 
 
 def _extents(first: int, count: int) -> tuple[Extent, ...]:

@@ -8,11 +8,11 @@ import torch
 import asymcheck
 from asymcheck.errors import StateMismatchError
 from asymcheck.format import layout
-from asymcheck.format.manifest import encode_manifest
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.recovery import shape
 from tests.spec.corpus import read_tree
+from tools.manifest_files import encode_manifest
 from tools.vectors_manifest import HEADER, REF, header_for, inline_row, manifest_path
 
 

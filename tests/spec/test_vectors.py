@@ -17,7 +17,7 @@ from asymcheck.format import catalog, layout
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, decode_header
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import Manifest, encode_manifest
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.pack import ENTRY_DTYPE, PackHeader, encode_index, encode_pack_header
 from asymcheck.format.record import (
@@ -33,6 +33,7 @@ from asymcheck.partition.state import flatten
 from asymcheck.tiers.nvme import Slot
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
 from tests.spec.corpus import READERS, Vector, describe, read_codec, read_manifest, read_pack, read_tree, vectors
+from tools.manifest_files import encode_manifest
 
 each = pytest.mark.parametrize
 

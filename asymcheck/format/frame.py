@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Iterable
 
 from asymcheck.errors import (
     BadMagicError,
@@ -170,21 +171,39 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
 
     ``data`` is the frame with its padding. The caller decodes the payload and compares the digest.
     """
+    descriptor = check_header(data, len(data), pack_id, sequence, where)
+    start, end = descriptor.payload_offset, descriptor.payload_offset + descriptor.stored_length
+    payload = data[start:end]
+    if descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != descriptor.stored_sum:
+        raise ChecksumError(f"{where}: payload checksum mismatch")
+    check_padding((data[HEADER_BYTES:start], data[end:]), where)
+    return descriptor, payload
+
+
+def check_header(data: memoryview, length: int, pack_id: PackId, sequence: int, where: str) -> FrameDescriptor:
+    """Check the header at the beginning of ``data``, of a frame in a place for ``length`` bytes of a pack.
+
+    Raises:
+        FormatError: of the kind that fits.
+    """
     header = decode_header(data, where)
-    stored = header.descriptor.stored_length
     if header.place_id != pack_id or header.sequence != sequence:
         raise StructureError(
             f"{where}: the frame was written as frame {header.sequence} of pack {header.place_id.hex()}"
         )
-    length = header.descriptor.frame_length
-    if len(data) < length:
-        raise TruncatedError(f"{where}: {len(data)} of {length} bytes")
-    if len(data) > length:
-        raise StructureError(f"{where}: frame of {length} bytes in a place for {len(data)}")
-    start = header.descriptor.payload_offset
-    payload = data[start : start + stored]
-    if header.descriptor.codec != registry.CODEC_IDENTITY and sum8(payload) != header.descriptor.stored_sum:
-        raise ChecksumError(f"{where}: payload checksum mismatch")
-    if not (is_zero(data[HEADER_BYTES:start]) and is_zero(data[start + stored :])):
+    needed = header.descriptor.frame_length
+    if length < needed:
+        raise TruncatedError(f"{where}: {length} of {needed} bytes")
+    if length > needed:
+        raise StructureError(f"{where}: frame of {needed} bytes in a place for {length}")
+    return header.descriptor
+
+
+def check_padding(parts: Iterable[memoryview], where: str) -> None:
+    """Check that the padding of a frame, which is in several parts, is zero.
+
+    Raises:
+        StructureError
+    """
+    if not all(map(is_zero, parts)):
         raise StructureError(f"{where}: padding is not zero")
-    return header.descriptor, payload

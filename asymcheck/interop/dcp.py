@@ -338,7 +338,8 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
             if TORCH_DTYPES[demand.row.dtype] == target.dtype:
                 demand.existing.append(target)
             wanted.append((item, target, demand))
-    assembly = Assembly([demand for *_, demand in wanted] + [one for *_, some in values for one in some.values()], _CPU)
+    demands = [*(demand for *_, demand in wanted), *(one for *_, some in values for one in some.values())]
+    assembly = Assembly(demands, _CPU, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
 
     def finish() -> object:

@@ -52,7 +52,7 @@ class SourceFile:
         Raises:
             ForeignFileError: the file ends before that, or has changed since it was opened.
         """
-        count = _FILES.pread(self._descriptor, target, start, self.path)
+        count = _FILES.pread(self._descriptor, [target], start, self.path)
         self.check()
         if count < len(target):
             raise ForeignFileError(self.path, f"it ends before byte {start + len(target)}", "fetch or write it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -12,29 +13,47 @@ import torch
 
 from asymcheck.errors import StateMismatchError, StorageError
 from asymcheck.format.manifest import TensorRow
+from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.partition.boxes import Box, Crossing, Region
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.leaves import as_bytes
+from asymcheck.recovery.locate import Sources
+from asymcheck.recovery.overlap import overlapping
 from asymcheck.recovery.parts import Parts, Piece, of_box
 from asymcheck.tiers.gpu_staging import catch_up
 from asymcheck.tiers.pages import use_huge_pages
 from asymcheck.types import Digest
+
+_SHIFTED_MIN_BYTES = 1 << 20
+"""New tensors of fewer bytes are not made at a certain address, which takes a block of memory more."""
+
+_EXTENTS_ASKED = 16
+"""Extents of a tensor that are asked for the address that most of them want."""
 
 
 class Target:
     """One tensor to be filled, byte range by byte range, from worker threads."""
 
     def __init__(
-        self, row: TensorRow, existing: Sequence[torch.Tensor], device: torch.device, *, in_runs: bool = True
+        self,
+        row: TensorRow,
+        existing: Sequence[torch.Tensor],
+        device: torch.device,
+        *,
+        in_runs: bool = True,
+        shift: int | None = None,
     ) -> None:
         """Fill ``existing`` tensors of the row's shape and dtype in place.
 
-        Allocate one on ``device`` when there is none. Without ``in_runs``, bytes come that lie apart in it.
+        Allocate one on ``device`` when there is none, as :func:`allocate` does. Without ``in_runs``, bytes come that
+        lie apart in it.
         """
         self.row = row
-        self._existing = list(existing) or [allocate(row, device)]
+        self._existing = list(existing) or [allocate(row, device, shift)]
         self.in_place = bool(existing)
         self.touched = False
+        self.shares_memory = False
+        """Whether other tensors are filled that share some of its memory."""
         self._left = row.nbytes
         self._lock = threading.Lock()
         # What is strided, or not in host memory, cannot be filled in bits and pieces: its bytes are gathered first.
@@ -53,11 +72,17 @@ class Target:
         """Where the tensors to be filled lie."""
         return {tensor.device for tensor in self._existing}
 
+    def room(self, start: int, length: int) -> memoryview | None:
+        """Return the memory of some bytes, to be filled by others who :meth:`count`; None if they cannot lie there."""
+        if self.shares_memory or self._gathers or len(self._existing) > 1 or self.tensor.device.type != "cpu":
+            return None
+        return as_bytes(self.tensor.detach())[start : start + length].numpy().data
+
     def put(self, start: int, data: memoryview) -> None:
         """Copy ``data`` to the bytes from ``start`` on."""
         for flat in self._flats():
             _copy(flat[start : start + len(data)], data)
-        self._count(len(data))
+        self.count(len(data))
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         """Copy regions of ``data`` to where they say."""
@@ -70,7 +95,7 @@ class Target:
                 else:
                     region.copy(data, flat.numpy())
             done += region.nbytes
-        self._count(done)
+        self.count(done)
 
     def _flats(self) -> list[torch.Tensor]:
         with self._lock:
@@ -81,7 +106,8 @@ class Target:
                 self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8, device="cpu")
             return [self._staged]
 
-    def _count(self, done: int) -> None:
+    def count(self, done: int) -> None:
+        """Take note that ``done`` bytes are in place; the last of them complete the tensor."""
         with self._lock:
             self._left -= done
             if self._left == 0 and self._staged is not None:
@@ -91,8 +117,8 @@ class Target:
                 self._staged = None
 
 
-def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised tensor for a row.
+def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> torch.Tensor:
+    """Return an uninitialised tensor for a row, in host memory at an address congruent to ``shift`` modulo a block.
 
     Raises:
         StateMismatchError: this torch has no such dtype.
@@ -105,6 +131,9 @@ def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
         )
     try:
         tensor = torch.empty(row.shape, dtype=dtype, device=device)
+        if shift is not None and tensor.device.type == "cpu" and (tensor.data_ptr() - shift) % BLOCK_BYTES:
+            del tensor
+            tensor = _allocate_shifted(row, dtype, shift)
     except (RuntimeError, AssertionError, ImportError) as error:
         # The latter two are what torch says of a device for which it was not built.
         raise StorageError(
@@ -115,6 +144,21 @@ def allocate(row: TensorRow, device: torch.device) -> torch.Tensor:
         # in use before; a virtual machine pays for memory that it touches for the first time, in pages of any size.
         use_huge_pages(tensor.data_ptr(), row.nbytes)
     return tensor
+
+
+def _allocate_shifted(row: TensorRow, dtype: torch.dtype, shift: int) -> torch.Tensor:
+    """Return an uninitialised tensor in host memory whose address is congruent to ``shift`` modulo a block.
+
+    Its storage is a block larger. The elements lie at multiples of their size, whatever the shift is.
+    """
+    memory = torch.empty(row.nbytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    start = (shift - memory.data_ptr()) % BLOCK_BYTES
+    if start % dtype.itemsize:
+        return torch.empty(row.shape, dtype=dtype, device="cpu")
+    # Not a view, which would behave otherwise where gradients are computed.
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    strides = torch.empty(row.shape, device="meta").stride()
+    return tensor.set_(memory.untyped_storage(), start // dtype.itemsize, row.shape, strides)
 
 
 class ByteTarget(Protocol):
@@ -182,6 +226,10 @@ class Placement:
             if target.row.inline:
                 target.put(0, memoryview(target.row.inline))
 
+    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for those that have some
+        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
+        return None
+
     def put(self, name: Digest, data: memoryview) -> None:
         """Copy one partition's bytes to where they belong; worker threads call this together."""
         for target, start, offset, length in self._places[name]:
@@ -224,11 +272,24 @@ class Demand:
 class Assembly(Placement):
     """Tensors to be filled with the bytes of stored parts."""
 
-    def __init__(self, demands: Iterable[Demand], device: torch.device) -> None:
-        """Prepare what is wanted; tensors that do not exist are made on ``device``."""
+    def __init__(self, demands: Iterable[Demand], device: torch.device, sources: Sources | None = None) -> None:
+        """Prepare what is wanted; tensors that do not exist are made on ``device``.
+
+        With ``sources``, partitions may be read from there into the memory of tensors before they are checked.
+        """
+        self._sources = sources
         self._filled = {
-            demand: Target(demand.row, demand.existing, device, in_runs=demand.in_runs) for demand in demands
+            demand: Target(
+                demand.row, demand.existing, device, in_runs=demand.in_runs, shift=self._shift_of(demand.row, device)
+            )
+            for demand in demands
         }
+        existing = [(tensor, demand) for demand in self._filled for tensor in demand.existing]
+        self.overlapping = [existing[number] for number in overlapping([tensor for tensor, _ in existing])]
+        """Existing tensors that share some of their memory, with what is wanted for them."""
+        for _, demand in self.overlapping:
+            self._filled[demand].shares_memory = True
+        self._direct: dict[Digest, tuple[Target, memoryview]] = {}
         # What is made may lie where the device still reads what was freed: other threads fill it, in queues of theirs.
         catch_up(device for target in self._filled.values() for device in target.devices)
         super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
@@ -241,6 +302,36 @@ class Assembly(Placement):
     def tensor(self, demand: Demand) -> torch.Tensor:
         """Return the filled tensor."""
         return self._filled[demand].tensor
+
+    def _shift_of(self, row: TensorRow, device: torch.device) -> int | None:
+        """Return the address modulo a block at which a new tensor is read into directly; None if it makes no odds."""
+        if self._sources is None or device.type != "cpu" or row.nbytes < _SHIFTED_MIN_BYTES or not row.extents:
+            return None
+        # What was encoded on trial, and stored plain after all, was not written from the tensor's memory.
+        some = row.extents[:: -(-len(row.extents) // _EXTENTS_ASKED)]
+        shifts = Counter(self._sources.direct_shift(extent.digest, extent.length) for extent in some)
+        return shifts.most_common(1)[0][0]
+
+    def room(self, name: Digest) -> memoryview | None:
+        """Return memory for a partition that is wanted once, as a whole, by a tensor that shares no memory."""
+        (target, start, _, length), *others = self._places[name]
+        if self._sources is None or others or not isinstance(target, Target):
+            return None
+        shift = self._sources.direct_shift(name, length)
+        memory = target.room(start, length) if shift is not None else None
+        if memory is None or shift != np.frombuffer(memory, dtype=np.uint8).ctypes.data % BLOCK_BYTES:
+            return None
+        target.touched = True
+        self._direct[name] = target, memory
+        return memory
+
+    def put(self, name: Digest, data: memoryview) -> None:
+        """Copy one partition's bytes to where they belong, unless they are there."""
+        target, memory = self._direct.pop(name, (None, None))
+        if target is not None and memory is data:
+            target.count(len(data))
+        else:
+            super().put(name, data)
 
     def overwritten(self) -> list[str]:
         """Return the names of existing tensors that hold restored bytes, wholly or in part."""

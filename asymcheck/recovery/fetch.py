@@ -1,6 +1,7 @@
-"""Fetch: frames read several at a time, every one checked in private memory before its bytes are handed on.
+"""Fetch: frames read several at a time, every one checked before its bytes are handed on.
 
-Or in the memory that a dead process left, to which nobody writes.
+They are read into private memory, into the memory of the tensor that wants them, or lie in the memory that a dead
+process left, to which nobody writes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import partial
 from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader, decode_checked
 from asymcheck.errors import UNKNOWING, DamagedPartitionError, FormatError, StorageError
 from asymcheck.events import timed
-from asymcheck.format.frame import FrameDescriptor, check_frame
-from asymcheck.format.pack import check_entry
+from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, check_header, check_padding
+from asymcheck.format.pack import check_entry, entry_length
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.recovery.locate import Copy, Sources
 from asymcheck.tiers.nvme import work_off
@@ -24,9 +25,21 @@ _ONE_THREAD_BYTES = 16 << 20
 
 Place = Callable[[Digest, memoryview], None]
 """Takes the checked plain bytes of a partition; called on worker threads; must not keep the view."""
+Room = Callable[[Digest], memoryview | None]
+"""Gives memory that the first copy of a partition can be read into directly, or None; called on worker threads.
+
+The bytes are there before they are checked. If they are sound, ``place`` gets the same view.
+"""
 
 
-def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: SlotPool, threads: int) -> None:
+def fetch(
+    sources: Sources,
+    digests: Sequence[Digest],
+    place: Place,
+    slots: SlotPool,
+    threads: int,
+    room: Room = lambda _name: None,
+) -> None:
     """Read partitions by several threads and hand each to ``place``, in no particular order.
 
     Raises:
@@ -35,7 +48,7 @@ def fetch(sources: Sources, digests: Sequence[Digest], place: Place, slots: Slot
     """
 
     def read(name: Digest, slot: Slot) -> None:
-        plain = read_any(sources, name, slot)
+        plain = read_any(sources, name, slot, room(name))
         with timed("place", len(plain)):
             place(name, plain)
 
@@ -60,27 +73,29 @@ def read_plain(sources: Sources, name: Digest, first: Copy) -> memoryview:
     return _read_any(sources, name, first, Slot(stored_length(first)))
 
 
-def read_any(sources: Sources, name: Digest, slot: Slot) -> memoryview:
+def read_any(sources: Sources, name: Digest, slot: Slot, room: memoryview | None = None) -> memoryview:
     """Read a partition from the first of its copies that is intact and return its plain bytes, in ``slot`` as a rule.
+
+    With ``room``, they are first read into it directly, and are in it if they are sound.
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
-    return _read_any(sources, name, sources.copy(name), slot)
+    return _read_any(sources, name, sources.copy(name), slot, room)
 
 
-def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot) -> memoryview:
+def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot, room: memoryview | None = None) -> memoryview:
     read_base = base_reader_of(sources)
     try:
-        return read_checked(first, name, slot, read_base)
+        return read_checked(first, name, slot, read_base, room)
     except UNKNOWING:
         raise
     except (FormatError, StorageError) as error:
         problems = [_problem(first, error)]
     for copy in sources.other_copies(name, first):
         try:
-            room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES))
-            return read_checked(copy, name, room, read_base)
+            larger = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES))
+            return read_checked(copy, name, larger, read_base)
         except UNKNOWING:
             raise
         except (FormatError, StorageError) as error:
@@ -109,23 +124,35 @@ def _read_copy(copy: Copy) -> tuple[FrameDescriptor, memoryview, str]:
     return read_frame(copy, Slot(stored_length(copy)))
 
 
-def read_frame(copy: Copy, slot: Slot) -> tuple[FrameDescriptor, memoryview, str]:
-    """Read one frame into ``slot`` and check all but its plain bytes; return descriptor, payload, and its name.
+def read_frame(copy: Copy, slot: Slot, room: memoryview | None = None) -> tuple[FrameDescriptor, memoryview, str]:
+    """Read one frame and check all but its plain bytes; return descriptor, payload, and its name.
+
+    The payload is read into ``room`` if one is given and the device does not refuse, else into ``slot``.
 
     Raises:
         FormatError: of the kind that fits.
         StorageError: the device refused.
     """
-    where = str(copy)
+    where, entry = str(copy), copy.pack.entries[copy.sequence]
+    place = copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where
     with timed("read", stored_length(copy)):
-        frame = copy.pack.read_frame(copy.sequence, slot)
-    descriptor, payload = check_frame(frame, copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where)
-    check_entry(copy.pack.entries[copy.sequence], descriptor, where)
+        parts = None if room is None else copy.pack.read_payload(copy.sequence, room, slot)
+        frame = copy.pack.read_frame(copy.sequence, slot) if parts is None else slot.memory[:0]
+    if parts is None:
+        descriptor, payload = check_frame(frame, *place)
+        check_entry(entry, descriptor, where)
+        return descriptor, payload, where
+    head, payload, padding = parts
+    descriptor = check_header(head, entry_length(entry), *place)
+    check_entry(entry, descriptor, where)
+    check_padding((head[HEADER_BYTES:], padding), where)
     return descriptor, payload, where
 
 
-def read_checked(copy: Copy, name: Digest, slot: Slot, read_base: BaseReader) -> memoryview:
-    """Read one frame and return its plain bytes, which have the digest ``name``.
+def read_checked(
+    copy: Copy, name: Digest, slot: Slot, read_base: BaseReader, room: memoryview | None = None
+) -> memoryview:
+    """Read one frame and return its plain bytes, which have the digest ``name``; see :func:`read_frame`.
 
     ``read_base`` reads what the frame is encoded against.
 
@@ -133,5 +160,5 @@ def read_checked(copy: Copy, name: Digest, slot: Slot, read_base: BaseReader) ->
         FormatError: of the kind that fits.
         StorageError: the device refused.
     """
-    descriptor, payload, where = read_frame(copy, slot)
+    descriptor, payload, where = read_frame(copy, slot, room)
     return decode_checked(name, descriptor, payload, where, read_base)

@@ -27,7 +27,7 @@ from asymcheck.recovery.assemble import Assembly, Demand, Placement
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.fill import Filler
 from asymcheck.recovery.outlook import read_outlook
-from asymcheck.recovery.overlap import holds, overlapping
+from asymcheck.recovery.overlap import holds
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each, resolve_manifests
 from asymcheck.recovery.shape import with_tensors
@@ -169,7 +169,7 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     parts = Parts(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _saying_what_is_left(tier, resolved, parts, "\n"):
         filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
-    assembly = Assembly(filler.demands, wanted.device)
+    assembly = Assembly(filler.demands, wanted.device, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
     return partial(_finish, filler, assembly)
 
@@ -178,7 +178,7 @@ def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     outlook = read_outlook(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
     with _saying_what_is_left(tier, resolved, outlook.parts, ". "):
         demands = {number: outlook.demand(number) for number in outlook.numbers}
-    assembly = Assembly(demands.values(), wanted.device)
+    assembly = Assembly(demands.values(), wanted.device, resolved.sources)
     fetch_all(tier, resolved, assembly)
     tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
     return partial(with_tensors, outlook.shape, tensors)
@@ -260,7 +260,7 @@ def fetch_all(tier: ReadTier, resolved: Resolved, placement: Placement) -> None:
         DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
     """
     try:
-        fetch(resolved.sources, placement.wanted, placement.put, tier.slots, tier.config.slots)
+        fetch(resolved.sources, placement.wanted, placement.put, tier.slots, tier.config.slots, room=placement.room)
     except DamagedPartitionError as error:
         needed = needed_by(resolved.manifests, resolved.ref, error.digest)
         raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
@@ -278,7 +278,7 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     """
     try:
         fetch_all(tier, resolved, assembly)
-        _check_overlapping(tier, resolved, assembly.demands)
+        _check_overlapping(tier, resolved, assembly.overlapping)
     except UNKNOWING as error:
         overwritten = assembly.overwritten()
         if overwritten:
@@ -293,13 +293,11 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
         raise
 
 
-def _check_overlapping(tier: ReadTier, resolved: Resolved, demands: Sequence[Demand]) -> None:
+def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:
     """Read again what was put into tensors that share some of their memory, and see that it is there."""
-    filled = [(tensor, demand) for demand in demands for tensor in demand.existing]
     wrong = []
-    for number in overlapping([tensor for tensor, _ in filled]):
+    for tensor, demand in filled:
         # One at a time: a buffer and all its views may be most of what fits into memory.
-        tensor, demand = filled[number]
         expected = Demand(demand.row, demand.pieces)
         assembly = Assembly([expected], torch.device("cpu"))
         fetch_all(tier, resolved, assembly)

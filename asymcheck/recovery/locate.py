@@ -328,6 +328,15 @@ class Sources:
         place = _NOWHERE if number < 0 else int(self._places[number])
         return None if place == _NOWHERE else self._copy(place)
 
+    def direct_shift(self, digest: Digest, length: int) -> int | None:
+        """Return the address modulo a block of memory that a partition of ``length`` bytes can be read into directly.
+
+        None if there is no such memory, or the partition has another length.
+        """
+        copy = self.copy(digest)
+        is_whole = int(copy.pack.entries["plain_length"][copy.sequence]) == length
+        return copy.pack.direct_shift(copy.sequence) if is_whole else None
+
     def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
         """Return the bytes of payload of the longest frame among those of ``digests``, and of all of them."""
         places = self._places[self._needs.digests.numbers(as_column(digests))]

@@ -55,21 +55,19 @@ class Files:
                 if written == 0:
                     raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset}")
                 offset += written
-                while left and written >= len(left[0]):
-                    written -= len(left.pop(0))
-                if written:
-                    left[0] = left[0][written:]
+                _advance(left, written)
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: PurePath) -> int:
-        """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: PurePath) -> int:
+        """Fill ``buffers``, one after another, from ``offset``; return the bytes read, fewer only at the file's end."""
+        left, start = [buffer for buffer in buffers if len(buffer)], offset
         with translated("read", path):
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            while left:
+                count = os.preadv(descriptor, left, offset)
                 if count == 0:
                     break
-                done += count
-            return done
+                offset += count
+                _advance(left, count)
+            return offset - start
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Make the file's content durable. After a failure the file must be abandoned: a second sync may lie."""
@@ -190,7 +188,7 @@ class Files:
             with translated("read", path):
                 size = min(os.fstat(descriptor).st_size, limit + 1)
             data = bytearray(size)
-            count = self.pread(descriptor, memoryview(data), 0, path)
+            count = self.pread(descriptor, [memoryview(data)], 0, path)
             return bytes(data[:count])
         finally:
             os.close(descriptor)
@@ -207,6 +205,14 @@ class Files:
                 return sorted(os.listdir(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+
+def _advance(buffers: list[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of ``buffers``."""
+    while buffers and count >= len(buffers[0]):
+        count -= len(buffers.pop(0))
+    if count:
+        buffers[0] = buffers[0][count:]
 
 
 _LOOKS = "this user may not look there"

@@ -52,6 +52,32 @@ class OpenPack(abc.ABC):
             TruncatedError: the file ends before the frame does.
         """
 
+    def direct_shift(self, sequence: int) -> int | None:  # noqa: ARG002 - for packs that can
+        """Return which memory :meth:`read_payload` can fill with frame ``sequence``: its address modulo a block.
+
+        None if there is no such memory.
+        """
+        return None
+
+    def read_payload(
+        self, sequence: int, payload: memoryview, slot: Slot
+    ) -> tuple[memoryview, memoryview, memoryview] | None:
+        """Read frame ``sequence`` with its payload directly into ``payload``, unchecked. Thread-safe.
+
+        Args:
+            sequence: number of a frame that has a :meth:`direct_shift`.
+            payload: memory of the payload's length at such an address.
+            slot: memory for the rest.
+
+        Returns:
+            The frame in three parts: header and padding, ``payload``, and padding. None if the device refuses to
+            read into this memory.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give up what is held for it."""

@@ -39,10 +39,10 @@ class Disk(Files):
             raise OutOfSpaceError(f"no room for {path.name}")
         super().pwrite(descriptor, buffers, offset, path)
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Note what is read."""
         self.read.append(path)
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 def open_on(disk: Files, path: Path) -> Store:

@@ -81,10 +81,10 @@ class WatchedFiles(Files):
         self._before("pwrite", path)
         super().pwrite(descriptor, buffers, offset, path)
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Watch, then read."""
         self._before("pread", path)
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Watch, then sync."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,12 +73,12 @@ class _Reading(Files):
 
     act: Callable[[], object] | None = None
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Act, then read."""
-        if self.act is not None and path.suffix == ".pack" and len(buffer) > 16 * 1024:
+        if self.act is not None and path.suffix == ".pack" and sum(map(len, buffers)) > 16 * 1024:
             act, self.act = self.act, None
             act()
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 def _delete_when_read(monkeypatch: pytest.MonkeyPatch, other: Store, *, before: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,10 +59,10 @@ def test_one_of_two_copies_cannot_be_read(store_path: Path) -> None:
     class BadFrames(Files):
         """Reads header and index of the pack, and none of its larger frames."""
 
-        def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
-            if path == first and len(buffer) > 8192:
+        def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
+            if path == first and sum(map(len, buffers)) > 8192:
                 faults.refuse(errno.EIO)("pread", path)
-            return super().pread(descriptor, buffer, offset, path)
+            return super().pread(descriptor, buffers, offset, path)
 
     with open_store(store_path, read_only=True, files=BadFrames()) as store:
         for step in (0, 1):

@@ -27,6 +27,15 @@ def _count_frames(monkeypatch: pytest.MonkeyPatch, where: type[RingPack] | type[
         return plain(pack, sequence, slot)  # type: ignore[arg-type]  # of the class it was taken from
 
     monkeypatch.setattr(where, "read_frame", noted)
+    directly = where.read_payload
+
+    def noted_directly(
+        pack: RingPack | PackFile, sequence: int, payload: memoryview, slot: Slot
+    ) -> tuple[memoryview, memoryview, memoryview] | None:
+        read.append(sequence)
+        return directly(pack, sequence, payload, slot)  # type: ignore[arg-type]  # as above
+
+    monkeypatch.setattr(where, "read_payload", noted_directly)
     return read
 
 

@@ -1,7 +1,7 @@
 """Flipped bits: on disk, or in what is read from it, which is as good and faster."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asymcheck.format.pack import decode_pack_header
@@ -16,12 +16,16 @@ class FlippingFiles(Files):
         self.path: Path | None = None
         self.bit = 0
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Read, then flip."""
-        count = super().pread(descriptor, buffer, offset, path)
+        count = super().pread(descriptor, buffers, offset, path)
         place = self.bit // 8 - offset
         if path == self.path and 0 <= place < count:
-            buffer[place] ^= 1 << self.bit % 8
+            for buffer in buffers:
+                if place < len(buffer):
+                    buffer[place] ^= 1 << self.bit % 8
+                    break
+                place -= len(buffer)
         return count
 
 

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -115,12 +116,12 @@ def test_a_frame_that_the_device_cannot_read(small: SmallStore) -> None:
     path, sequence, offset = _frame_of(small, 2, "model.embed")
 
     class Worn(Files):
-        def pread(self, descriptor: int, buffer: memoryview, at: int, name: Path) -> int:
+        def pread(self, descriptor: int, buffers: Sequence[memoryview], at: int, name: Path) -> int:
             """Fail for one frame."""
             if name == path and at == offset:
                 with translated("read", name):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().pread(descriptor, buffer, at, name)
+            return super().pread(descriptor, buffers, at, name)
 
     with Store(NvmeTier(small.path, CONFIG, read_only=True, files=Worn())) as store:
         with pytest.raises(InconsistentCheckpointError) as caught:

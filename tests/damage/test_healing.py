@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -144,12 +144,12 @@ class _Unreadable(Files):
     def __init__(self, path: Path, places: range) -> None:
         self.path, self.places = path, places
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Fail as a worn drive does."""
         if path == self.path and offset in self.places:
             with translated("read", path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 @pytest.mark.parametrize("places", [range(1, 1 << 20), range(4096, 4097), range(1)], ids=["most", "frame", "header"])

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -246,12 +246,12 @@ class _Unreadable(Files):
     def __init__(self, path: Path, offset: int) -> None:
         self.path, self.offset = path, offset
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Fail as a worn drive does."""
         if path == self.path and offset == self.offset:
             with translated("read", path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 def test_what_the_device_does_not_give_may_be_there_another_day(path: Path) -> None:

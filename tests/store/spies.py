@@ -30,13 +30,24 @@ class FramesRead:
 def frames_read() -> Iterator[FramesRead]:
     """Note every frame that is read inside the `with` block."""
     seen = FramesRead()
-    real = PackFile.read_frame
+    read_frame, read_payload = PackFile.read_frame, PackFile.read_payload
 
-    def read_frame(self: PackFile, sequence: int, slot: Slot) -> memoryview:
+    def note_frame(self: PackFile, sequence: int, slot: Slot) -> memoryview:
         seen.lengths.append(int(self.entries[sequence]["plain_length"]))
-        return real(self, sequence, slot)
+        return read_frame(self, sequence, slot)
 
-    with mock.patch.object(PackFile, "read_frame", read_frame):
+    def note_payload(
+        self: PackFile, sequence: int, payload: memoryview, slot: Slot
+    ) -> tuple[memoryview, memoryview, memoryview] | None:
+        parts = read_payload(self, sequence, payload, slot)
+        if parts is not None:
+            seen.lengths.append(len(payload))
+        return parts
+
+    with (
+        mock.patch.object(PackFile, "read_frame", note_frame),
+        mock.patch.object(PackFile, "read_payload", note_payload),
+    ):
         yield seen
 
 
@@ -47,9 +58,9 @@ class CountingFiles(Files):
         self.read_bytes = 0
         self.written_bytes = 0
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Count and read."""
-        count = super().pread(descriptor, buffer, offset, path)
+        count = super().pread(descriptor, buffers, offset, path)
         self.read_bytes += count
         return count
 

@@ -50,11 +50,11 @@ class Watching(Files):
             self.frames_written.add(_is_direct(descriptor))
         super().pwrite(descriptor, buffers, offset, path)
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Note and read."""
-        if path.parent.name == "packs" and len(buffer) > 100_000:
+        if path.parent.name == "packs" and sum(map(len, buffers)) > 100_000:
             self.frames_read.add(_is_direct(descriptor))
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 class Refusing(Watching):
@@ -79,10 +79,10 @@ class Refusing(Watching):
         self._refuse(descriptor, "write", path)
         super().pwrite(descriptor, buffers, offset, path)
 
-    def pread(self, descriptor: int, buffer: memoryview, offset: int, path: Path) -> int:
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
         """Refuse, or read."""
         self._refuse(descriptor, "read", path)
-        return super().pread(descriptor, buffer, offset, path)
+        return super().pread(descriptor, buffers, offset, path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,27 @@ def test_a_read_goes_on_until_the_end(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "x").write_bytes(bytes(range(100)))
     descriptor = FILES.open_read(tmp_path / "x")
     buffer = bytearray(200)
-    assert FILES.pread(descriptor, memoryview(buffer), 10, tmp_path / "x") == 90
+    assert FILES.pread(descriptor, [memoryview(buffer)], 10, tmp_path / "x") == 90
     assert bytes(buffer[:90]) == bytes(range(10, 100))
-    assert FILES.pread(descriptor, memoryview(buffer), 1000, tmp_path / "x") == 0
+    assert FILES.pread(descriptor, [memoryview(buffer)], 1000, tmp_path / "x") == 0
+    os.close(descriptor)
+
+
+def test_a_read_fills_one_buffer_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few bytes the system gives at once, and up to the end of the file."""
+    real = os.preadv
+
+    def some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        left = iter(buffers)
+        first = next(left)
+        return real(descriptor, [first, next(left, memoryview(bytearray()))[:1]], offset)
+
+    monkeypatch.setattr(module.os, "preadv", some)
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    descriptor = FILES.open_read(tmp_path / "x")
+    buffers = [bytearray(size) for size in (1, 0, 40, 2, 70)]
+    assert FILES.pread(descriptor, [memoryview(one) for one in buffers], 10, tmp_path / "x") == 90
+    assert b"".join(buffers) == bytes(range(10, 100)) + bytes(23)
     os.close(descriptor)
 
 

@@ -6,11 +6,13 @@ import dataclasses
 import errno
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
 from asymcheck.format import layout
 from asymcheck.format.pack import entry_length
+from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
 from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
@@ -34,7 +36,7 @@ class _OnDisk:
 
     def pread(self, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer`` from ``offset``."""
-        return self.files.pread(self.descriptor, buffer, offset, self.path)
+        return self.files.pread(self.descriptor, [buffer], offset, self.path)
 
 
 class PackFile(OpenPack):
@@ -53,22 +55,61 @@ class PackFile(OpenPack):
         Raises:
             TruncatedError: the file ends before the frame does.
         """
-        entry = self.entries[sequence]
-        frame = slot.memory[: entry_length(entry)]
+        frame = slot.memory[: entry_length(self.entries[sequence])]
         direct = self._direct
         try:
-            count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)
+            self._read(sequence, [frame])
         except StorageError as error:
             if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
                 raise
-            self._direct = False
+            # In this order: another thread that finds it cleared may take any refusal for an error.
             clear_direct(self._descriptor)
-            count = self._files.pread(self._descriptor, frame, int(entry["offset"]), self.path)
-        if count < len(frame):
-            raise TruncatedError(
-                f"frame {sequence} of pack {self.path.name}: the file ends after {count} of {len(frame)} bytes"
-            )
+            self._direct = False
+            self._read(sequence, [frame])
         return frame
+
+    def direct_shift(self, sequence: int) -> int | None:
+        """Return the payload's offset in the file modulo a block, if the payload is large and not encoded.
+
+        Direct I/O asks for an address in memory that is congruent to it.
+        """
+        entry = self.entries[sequence]
+        is_plain = entry["codec"] == CODEC_IDENTITY and entry["stored_length"] >= ALIGNED_PAYLOAD_MIN_BYTES
+        return int(entry["payload_shift"]) if self._direct and is_plain else None
+
+    def read_payload(
+        self, sequence: int, payload: memoryview, slot: Slot
+    ) -> tuple[memoryview, memoryview, memoryview] | None:
+        """Read a frame with its payload into ``payload``, with no copy but of the payload's first and last block.
+
+        Header, padding, and what of the payload shares a block with either, go through ``slot``.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+        """
+        block, length, shift = BLOCK_BYTES, len(payload), int(self.entries[sequence]["payload_shift"])
+        first = -shift % block
+        last = (length - first) % block
+        head = slot.memory[: block + shift + first]
+        tail = slot.memory[2 * block : 3 * block if last else 2 * block]
+        try:
+            self._read(sequence, [head, payload[first : length - last], tail])
+        except StorageError as error:
+            # The file system refuses direct reads after all, or those into memory that a driver maps.
+            if getattr(error.__cause__, "errno", None) not in (errno.EINVAL, errno.EFAULT):
+                raise
+            return None
+        payload[:first], payload[length - last :] = head[block + shift :], tail[:last]
+        return head[: block + shift], payload, tail[last:]
+
+    def _read(self, sequence: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after another, with all of a frame."""
+        count = self._files.pread(self._descriptor, buffers, int(self.entries[sequence]["offset"]), self.path)
+        length = sum(map(len, buffers))
+        if count < length:
+            raise TruncatedError(
+                f"frame {sequence} of pack {self.path.name}: the file ends after {count} of {length} bytes"
+            )
 
     def close(self) -> None:
         """Release the lock. Closing twice is no error."""

@@ -34,7 +34,7 @@ class Scratch:
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer``."""
-        self.files.pread(self.descriptor, buffer, offset, self.path)
+        self.files.pread(self.descriptor, [buffer], offset, self.path)
 
     def sync(self) -> None:
         """Make what was written durable."""

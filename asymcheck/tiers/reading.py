@@ -60,7 +60,10 @@ class OpenPack(abc.ABC):
         return None
 
     def read_payload(
-        self, sequence: int, payload: memoryview, slot: Slot
+        self,
+        sequence: int,  # noqa: ARG002 - for packs that can
+        payload: memoryview,  # noqa: ARG002 - as above
+        slot: Slot,  # noqa: ARG002 - as above
     ) -> tuple[memoryview, memoryview, memoryview] | None:
         """Read frame ``sequence`` with its payload directly into ``payload``, unchecked. Thread-safe.
 
@@ -76,7 +79,7 @@ class OpenPack(abc.ABC):
         Raises:
             TruncatedError: the file ends before the frame does.
         """
-        raise NotImplementedError
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -185,15 +185,15 @@ class TrainingServices:
 
         with contextlib.ExitStack() as held:
             with timed("adopt"):
-                taken = held.enter_context(
+                adopted, packs = held.enter_context(
                     adopting(
                         tier, self._opened.catalog, self._opened.encoder, ring_folder_of(ring_folder), placing, run
                     )
                 )
-            self._opened.in_memory = taken.packs
+            self._opened.in_memory = packs
             # Before their memory is given back.
             held.callback(self._opened.in_memory.clear)
-            yield taken.adopted
+            yield adopted
 
     def load_captured(
         self, ref: CheckpointRef, captured: Manifest, payload: Callable[[Digest], memoryview], *, into: object

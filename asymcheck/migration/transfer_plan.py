@@ -392,8 +392,8 @@ class Reencoder:
         descriptor = frame.read(slot)
         plain = slot.payload(descriptor.stored_length)
         bases = [] if base is None else self._read(base, len(plain))
-        move = self.encoder.move(frame.name, "nvme", plain, contents, bases)
-        encoded = self.encoder.carry_out(move, plain, contents, bases)
+        choice = self.encoder.choose(plain, contents, bases)
+        encoded = self.encoder.encode(frame.name, choice, plain, contents, bases)
         if encoded is None:
             return frame
         payload = encoded.payload()

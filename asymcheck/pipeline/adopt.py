@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StorageError, UnsupportedFormatError
 from asymcheck.format.frame import frame_length
@@ -50,16 +51,6 @@ class Adopted:
     """Why not."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Adoption:
-    """Rings that were taken up: their memory is there as long as they are held, though most names are gone."""
-
-    adopted: list[Adopted]
-    """What became of the captures in them."""
-    packs: list[RingPack]
-    """Their frames."""
-
-
 @contextlib.contextmanager
 def adopting(
     tier: NvmeTier,
@@ -68,23 +59,24 @@ def adopting(
     folder: Path,
     placing: Callable[[ManifestHeader], Place],
     run: str | None = None,
-) -> Iterator[Adoption]:
-    """Commit what lies complete in the rings of this store that nobody uses any more, and remove these rings.
+) -> Iterator[tuple[list[Adopted], list[RingPack]]]:
+    """Commit the complete captures in the rings of this store that no process uses, and remove these rings.
 
-    A ring stays when it has what could be committed another day, by a newer program or when the store is mended.
+    Yields what became of each capture, and the frames of the rings: while the ``with`` block lasts, new and many older
+    checkpoints can be read from that memory. A ring stays when it has a capture that a newer program may commit, or
+    that can be committed when the store is repaired.
 
-    Who goes on with ``run`` takes up the rings of that first, and waits for them as long as somebody else takes them
-    up: without what they hold an older step would be restored. Of those of other runs, it takes what is free.
+    The rings of ``run``, which is to go on, come first. When another process adopts them, this waits for it: without
+    them, an older step would be restored. Rings of other runs are taken when they are free.
 
     Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
-    ring nor in the store, it can never be complete. While the rings are held, what is in the store now, and much of
-    what was there before, can be read from memory.
+    ring nor in the store, the checkpoint can never be complete.
 
     Raises:
-        LockTimeoutError: a ring of ``run`` is being taken up by another process, which does not come to an end.
+        LockTimeoutError: another process adopts a ring of ``run``, and does not come to an end.
         StorageError: the device refused. The ring stays, and may be adopted again.
     """
-    adopted: list[Adopted] = []
+    adoption = _Adoption(tier, open_catalog, encoder, placing)
     packs: list[RingPack] = []
     rings = left_rings(folder, tier.descriptor.store_id)
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
@@ -93,11 +85,11 @@ def adopting(
             (own, wait_for_left),
             ([path for path in rings if path not in own], partial(open_left, patient=run is None)),
         ):
-            readers = [stack.enter_context(reader) for reader in _taken(tier, paths, take, adopted)]
+            readers = [stack.enter_context(reader) for reader in adoption.taken(paths, take)]
             if readers:
-                _adopt_all(tier, open_catalog(), encoder, placing, readers, adopted)
+                adoption.commit_all(readers)
             packs += [RingPack(reader) for reader in readers]
-        yield Adoption(adopted, packs)
+        yield adoption.adopted, packs
 
 
 def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
@@ -105,56 +97,8 @@ def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
     return found is not None and found[0] == run and not is_of_a_copy(tier, found[1])
 
 
-def _taken(
-    tier: NvmeTier, paths: Sequence[Path], take: Callable[[Path], RingReader | None], adopted: list[Adopted]
-) -> Iterator[RingReader]:
-    """Yield the rings that can be had, each locked."""
-    for path in paths:
-        try:
-            reader = take(path)
-        except FileNotFoundError:
-            continue
-        except FormatError as error:
-            if remove_unread(path) == "damaged":
-                adopted.append(Adopted(None, None, None, f"{error}; {_STAYS}"))
-            continue
-        if reader is not None and is_of_a_copy(tier, reader.header.store):
-            adopted += _left_to_the_other(reader)
-        elif reader is not None:
-            yield reader
-
-
-def _adopt_all(
-    tier: NvmeTier,
-    catalog: Catalog,
-    encoder: Encoder,
-    placing: Callable[[ManifestHeader], Place],
-    readers: Sequence[RingReader],
-    adopted: list[Adopted],
-) -> None:
-    """Commit what lies complete in some rings, all those of a run, and remove those that need not stay."""
-    kept = _Kept()
-    found = [one for reader in readers for one in _found_in(reader, adopted, kept)]
-    found.sort(key=lambda one: (one.header.ref, one.header.rank))
-    for one in found:
-        _adopt_one(tier, catalog, encoder, placing, one, found, adopted, kept)
-    for reader in readers:
-        if reader not in kept.rings:
-            reader.unlink()
-
-
-def _left_to_the_other(reader: RingReader) -> list[Adopted]:
-    """Give back the ring of a store that has the id of this one, and say so if there is something in it."""
-    with reader:
-        if all(entry.state != COMPLETE for entry in reader.captures):
-            return []
-    problem = f"it is of the store {reader.header.store}, and one of the two is a copy of the other; it stays there"
-    return [Adopted(reader.header.run, None, None, f"{reader.path}: {problem}")]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A capture in a ring."""
+class _Found(NamedTuple):
+    """A complete capture in a ring."""
 
     reader: RingReader
     manifest: Manifest
@@ -163,71 +107,129 @@ class _Found:
     def header(self) -> ManifestHeader:
         return self.manifest.header
 
-
-@dataclasses.dataclass
-class _Kept:
-    """What is not at fault for not being committed."""
-
-    rings: set[RingReader] = dataclasses.field(default_factory=set)
-    """Rings that stay."""
-    unread: set[tuple[str, SaveId]] = dataclasses.field(default_factory=set)
-    """Runs and save ids of captures that a newer program may read."""
+    def is_part_of_same(self, other: ManifestHeader) -> bool:
+        """Tell whether this is a part of the checkpoint of which ``other`` describes a part."""
+        header = self.header
+        return (header.run, header.ref, header.world_size) == (other.run, other.ref, other.world_size)
 
 
-def _found_in(reader: RingReader, adopted: list[Adopted], kept: _Kept) -> Iterator[_Found]:
-    for entry in reader.captures:
-        if entry.state != COMPLETE:
-            continue
+class _Adoption:
+    """The adoption of rings by one process."""
+
+    def __init__(
+        self,
+        tier: NvmeTier,
+        open_catalog: Callable[[], Catalog],
+        encoder: Encoder,
+        placing: Callable[[ManifestHeader], Place],
+    ) -> None:
+        self._tier, self._open_catalog, self._encoder, self._placing = tier, open_catalog, encoder, placing
+        self.adopted: list[Adopted] = []
+        self._kept: set[RingReader] = set()
+        # Runs and save ids of captures that a newer program may read.
+        self._unread: set[tuple[str, SaveId]] = set()
+
+    def taken(self, paths: Sequence[Path], take: Callable[[Path], RingReader | None]) -> Iterator[RingReader]:
+        """Yield the rings that are free, each locked."""
+        for path in paths:
+            try:
+                reader = take(path)
+            except FileNotFoundError:
+                continue
+            except FormatError as error:
+                if remove_unread(path) == "damaged":
+                    self._note(None, None, f"{error}; {_STAYS}")
+                continue
+            if reader is not None and is_of_a_copy(self._tier, reader.header.store):
+                self._leave_to_the_other(reader)
+            elif reader is not None:
+                yield reader
+
+    def _note(self, run: str | None, step: int | None, problem: str) -> None:
+        self.adopted.append(Adopted(run, step, None, problem))
+
+    def _leave_to_the_other(self, reader: RingReader) -> None:
+        """Give back the ring of another store that has the id of this one, and say so unless the ring is empty."""
+        with reader:
+            if all(entry.state != COMPLETE for entry in reader.captures):
+                return
+        problem = f"it is of the store {reader.header.store}, and one of the two is a copy of the other; it stays there"
+        self._note(reader.header.run, None, f"{reader.path}: {problem}")
+
+    def commit_all(self, readers: Sequence[RingReader]) -> None:
+        """Commit the complete captures in some rings, all those of a run, and remove the rings that need not stay."""
+        catalog = self._open_catalog()
+        found = [capture for reader in readers for capture in self._found_in(reader)]
+        found.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
+        for capture in found:
+            self._commit(catalog, capture, found)
+        for reader in readers:
+            if reader not in self._kept:
+                reader.unlink()
+
+    def _found_in(self, reader: RingReader) -> Iterator[_Found]:
+        run = reader.header.run
+        for entry in reader.captures:
+            if entry.state != COMPLETE:
+                continue
+            try:
+                yield _Found(reader, reader.manifest(entry))
+            except UnsupportedFormatError as error:
+                self._kept.add(reader)
+                self._unread.add((run, entry.save_id))
+                self._note(run, None, f"{error}; {_STAYS}")
+            except FormatError as error:
+                self._note(run, None, str(error))
+
+    def _commit(self, catalog: Catalog, capture: _Found, found: Sequence[_Found]) -> None:
+        header = capture.header
+        run, step = header.run, header.ref.step
+        stored = self._tier.manifests.listing(run, header.ref)
+        if stored.has(header.rank):
+            # Its process was killed between the commit and the note of it.
+            return
+        parts = [other for other in found if other.is_part_of_same(header)]
+        missing = _missing_ranks(header, stored, parts)
+        if missing:
+            if (run, header.ref.save_id) in self._unread:
+                self._kept.add(capture.reader)
+            if header.rank == min(other.header.rank for other in parts):
+                ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
+                problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
+                self._note(run, step, problem)
+            return
+        transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)
         try:
-            yield _Found(reader, reader.manifest(entry))
-        except UnsupportedFormatError as error:
-            kept.rings.add(reader)
-            kept.unread.add((reader.header.run, entry.save_id))
-            adopted.append(Adopted(reader.header.run, None, None, f"{error}; {_STAYS}"))
-        except FormatError as error:
-            adopted.append(Adopted(reader.header.run, None, None, str(error)))
+            with transaction:
+                # Asked first, too: what has no place in the store need not be written at each start.
+                self._placing(header)
+                _check_line(self._tier, header)
+                self._add_all(transaction, capture)
+                ref = transaction.commit_capture(capture.manifest, partial(self._placing, header))
+        except MissingPartitionError as error:
+            self._note(run, step, str(error))
+        except (FormatError, InvalidInputError) as error:
+            # Nothing is wrong with the capture, but with the store, as with a head record: that may be mended.
+            self._kept.add(capture.reader)
+            self._note(run, step, f"{error}; {_STAYS}")
+        else:
+            self.adopted.append(Adopted(run, step, ref, ""))
 
+    def _add_all(self, transaction: RingTransaction, capture: _Found) -> None:
+        reader, lengths = capture.reader, capture.manifest.partitions()
+        offsets = reader.offsets()
+        transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
-def _adopt_one(
-    tier: NvmeTier,
-    catalog: Catalog,
-    encoder: Encoder,
-    placing: Callable[[ManifestHeader], Place],
-    one: _Found,
-    found: Sequence[_Found],
-    adopted: list[Adopted],
-    kept: _Kept,
-) -> None:
-    header = one.header
-    stored = tier.manifests.listing(header.run, header.ref)
-    if stored.has(header.rank):
-        # Its process was killed between the commit and the note of it.
-        return
-    missing = _missing_ranks(header, stored, found)
-    if missing:
-        if (header.run, header.ref.save_id) in kept.unread:
-            kept.rings.add(one.reader)
-        if header.rank == min(other.header.rank for other in found if _is_same(other.header, header)):
-            ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
-            problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
-            adopted.append(Adopted(header.run, header.ref.step, None, problem))
-        return
-    transaction = RingTransaction(tier, catalog, encoder, header.ref.save_id, header.rank)
-    try:
-        with transaction:
-            # Asked first, too: what has no place in the store need not be written at each start.
-            placing(header)
-            _check_line(tier, header)
-            _add_all(tier, transaction, one)
-            ref = transaction.commit_capture(one.manifest, partial(placing, header))
-    except MissingPartitionError as error:
-        adopted.append(Adopted(header.run, header.ref.step, None, str(error)))
-    except (FormatError, InvalidInputError) as error:
-        # Nothing is wrong with the capture, but with the store, as with a head record: that may be mended.
-        kept.rings.add(one.reader)
-        adopted.append(Adopted(header.run, header.ref.step, None, f"{error}; {_STAYS}"))
-    else:
-        adopted.append(Adopted(header.run, header.ref.step, ref, ""))
+        def add(name: Digest, _slot: Slot) -> None:
+            intact = reader.intact(offsets.get(name, []), name, lengths[name])
+            if intact is not None:
+                transaction.add_frame(name, lengths[name], reader.frame(intact[0], lengths[name]))
+            else:
+                transaction.reuse(name, lengths[name])
+
+        # Frames are written from the ring, so a slot needs no room.
+        config = self._tier.config
+        work_off(list(lengths), add, slots=self._tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
 
 
 def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:
@@ -240,30 +242,11 @@ def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:
         )
 
 
-def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, found: Sequence[_Found]) -> list[int]:
-    there = {one.header.rank for one in found if _is_same(one.header, header)}
+def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, parts: Sequence[_Found]) -> list[int]:
+    left = {part.header.rank for part in parts}
     # What ranks of other machines have left is there, where nobody can look from here.
     wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
-    return [rank for rank in wanted if rank not in there and not stored.has(rank)]
-
-
-def _is_same(one: ManifestHeader, other: ManifestHeader) -> bool:
-    return (one.run, one.ref, one.world_size) == (other.run, other.ref, other.world_size)
-
-
-def _add_all(tier: NvmeTier, transaction: RingTransaction, one: _Found) -> None:
-    lengths, offsets = one.manifest.partitions(), one.reader.offsets()
-    transaction.expect(sum(frame_length(length) for length in lengths.values()))
-
-    def add(name: Digest, _slot: Slot) -> None:
-        found = one.reader.intact(offsets.get(name, []), name, lengths[name])
-        if found is not None:
-            transaction.add_frame(name, lengths[name], one.reader.frame(found[0], lengths[name]))
-        else:
-            transaction.reuse(name, lengths[name])
-
-    # They are written from where they lie.
-    work_off(list(lengths), add, slots=tier.slots, payload_bytes=0, threads=tier.config.slots, name="adopt")
+    return [rank for rank in wanted if rank not in left and not stored.has(rank)]
 
 
 def is_gone(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:

@@ -10,7 +10,8 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from asymcheck.config import Compression
 from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
 from asymcheck.partition.plan import Originals, Piece
-from asymcheck.policies.compression import Choice, Move, Sampled, Tier, choose
+from asymcheck.policies.compression import Choice, Sampled, choose
 from asymcheck.types import Digest
 
 _AGAIN = 64
@@ -141,12 +142,15 @@ def _is_rounded(plain: memoryview, dtype: str, found: tuple[Digest, memoryview] 
 class Encoder:
     """Encodes for one target, by one mode. Thread-safe."""
 
-    def __init__(self, mode: Compression, target: Tier, link: Callable[[], float | None] | None = None) -> None:
+    def __init__(
+        self, mode: Compression, target: Literal["nvme", "hdfs"], link: Callable[[], float | None] | None = None
+    ) -> None:
         """Encode for ``target``; ``link`` says how many bytes a second one thread writes to it."""
         self.meter = Meter()
         """Measures what the target takes, where nobody else does."""
         self._link = link or (lambda: self.meter.bytes_per_s)
         self._mode, self._target = mode, target
+        self._source = "dram" if target == "nvme" else "nvme"
         self._lock = threading.Lock()
         self._sampled: dict[tuple[str, Segment, int], Sampled] = {}
         self._since: dict[tuple[str, Segment, int], int] = {}
@@ -204,12 +208,8 @@ class Encoder:
         with self._lock:
             return {role: dict(codecs) for role, codecs in self._reasons.items()}
 
-    def move(self, name: Digest, source: Tier, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Move:
-        """Decide how a partition is stored, which may be decoded from any of ``bases``, one for a codec."""
-        choice = self._choice(plain, contents, bases)
-        return Move((name,), source, self._target, choice.codec, choice.why)
-
-    def _choice(self, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Choice:
+    def choose(self, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Choice:
+        """Choose the codec of a partition, which may be decoded from any of ``bases``, at most one per codec."""
         link = self._link()
         if self._mode == "off" or (self._mode == "auto" and link is None):
             return choose(self._mode, {}, link)
@@ -251,37 +251,31 @@ class Encoder:
             key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
             self._sampled[key] = Sampled(ratio, length / max(seconds, 1e-9))
 
-    def carry_out(self, move: Move, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Encoded | None:
-        """Encode a partition as a move says, or without a base if that fails; None when it is to be stored as it is."""
+    def encode(
+        self, name: Digest, choice: Choice, plain: memoryview, contents: Contents, bases: Sequence[Base]
+    ) -> Encoded | None:
+        """Encode a partition as was chosen, or without a base if that fails; None when it is stored unencoded."""
         encoded = None
-        if move.codec != CODEC_IDENTITY:
-            with timed("encode", len(plain), lambda: _told(move, contents)):
-                base = next((one for one in bases if one.codec == move.codec), None)
+        if choice.codec != CODEC_IDENTITY:
+            detail = {"from": self._source, "to": self._target, "role": contents.role, "why": choice.why}
+            with timed("encode", len(plain), lambda: detail):
+                base = next((base for base in bases if base.codec == choice.codec), None)
                 began = time.perf_counter()
-                encoded = _encode(move.digests[0], plain, contents.segments, base)
+                encoded = _encode(name, plain, contents.segments, base)
                 self._note(contents, base, encoded, len(plain), time.perf_counter() - began)
                 if encoded is None and self._mode == "smallest":
-                    encoded = _encode(move.digests[0], plain, contents.segments, None)
+                    encoded = _encode(name, plain, contents.segments, None)
             if encoded is not None and encoded.descriptor.stored_length >= len(plain):
                 encoded = None
         with self._lock:
             codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
-            self._reasons.setdefault(contents.role, {})[codec] = move.why
+            self._reasons.setdefault(contents.role, {})[codec] = choice.why
         return encoded
-
-
-def encoding_record(reasons: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
-    """Return the part of a manifest's ``plan`` that tells people why tensors are stored so, by role and codec."""
-    return {"encoding": dict(reasons)} if reasons else {}
 
 
 def _is_no_original(base: Base | None, ratio: float) -> bool:
     """Tell whether a partition was not rounded from its base after all, which says nothing of others of its kind."""
     return base is not None and base.codec == CODEC_DERIVED and not ratio
-
-
-def _told(move: Move, contents: Contents) -> dict[str, str]:
-    return {"from": move.source, "to": move.target, "role": contents.role, "why": move.why}
 
 
 def _encode(name: Digest, plain: memoryview, segments: Sequence[Segment], base: Base | None) -> Encoded | None:

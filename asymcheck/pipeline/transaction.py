@@ -19,7 +19,7 @@ from asymcheck.format.catalog import manifest_key, pin_key
 from asymcheck.format.frame import FrameDescriptor, frame_length, payload_offset
 from asymcheck.format.manifest import Manifest, elsewhere_bits, encode
 from asymcheck.format.manifest_reader import check_manifest
-from asymcheck.pipeline.encoder import Base, Contents, Encoder, encoding_record
+from asymcheck.pipeline.encoder import Base, Contents, Encoder
 from asymcheck.pipeline.packing import Packing
 from asymcheck.pipeline.reachability import is_gone
 from asymcheck.pipeline.request import Place
@@ -107,16 +107,16 @@ class CommitTransaction:
             self.packing.write(descriptor, write)
 
     def _encoded(self, name: Digest, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Encoded | None:
-        usable = [base for base in bases if base.name != name]
-        move = self._encoder.move(name, "dram", plain, contents, usable)
-        if any(base.codec == move.codec and not self._relies(name, base) for base in usable):
-            usable = [base for base in usable if base.codec != move.codec]
-            move = self._encoder.move(name, "dram", plain, contents, usable)
-            usable = [base for base in usable if base.codec != move.codec or self._relies(name, base)]
-        return self._encoder.carry_out(move, plain, contents, usable)
+        def relies_on(base: Base) -> bool:
+            return self.packing.rely(name, base.name, base.codec)
 
-    def _relies(self, name: Digest, base: Base) -> bool:
-        return self.packing.rely(name, base.name, base.codec)
+        usable = [base for base in bases if base.name != name]
+        choice = self._encoder.choose(plain, contents, usable)
+        if any(base.codec == choice.codec and not relies_on(base) for base in usable):
+            usable = [base for base in usable if base.codec != choice.codec]
+            choice = self._encoder.choose(plain, contents, usable)
+            usable = [base for base in usable if base.codec != choice.codec or relies_on(base)]
+        return self._encoder.encode(name, choice, plain, contents, usable)
 
     def _write_encoded(self, encoded: Encoded, writer: PackWriter, descriptor: FrameDescriptor) -> None:
         with self._tier.slots.slot(descriptor.stored_length) as slot:
@@ -187,12 +187,14 @@ class CommitTransaction:
         self.seal(names, rewrite)
         placed = place()
         ref = CheckpointRef(placed.generation, header.ref.step, header.ref.save_id)
+        # For people: the reasons why tensors are stored so, by role and codec.
+        reasons = self._encoder.reasons()
         committed = dataclasses.replace(
             header,
             ref=ref,
             parent=placed.parent,
             packs=tuple(sorted({at.pack_id for at in self.packing.written.values()} | self.packing.needed_packs())),
-            plan={**header.plan, **encoding_record(self._encoder.reasons())},
+            plan={**header.plan, **({"encoding": reasons} if reasons else {})},
             elsewhere=elsewhere_bits(names, elsewhere),
             metrics=header.metrics if metrics is None else metrics,
         )

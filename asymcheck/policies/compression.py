@@ -10,14 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 from asymcheck.config import COMPRESSIONS, Compression
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY
-from asymcheck.types import Digest
-
-Tier = Literal["gpu", "dram", "nvme", "hdfs"]
 
 WORTH_RATIO = 1.02
 """What saves less than 2 % of the bytes is left as it is: reading it back would take longer for nothing."""
@@ -42,19 +38,6 @@ class Choice:
     codec: int
     why: str
     """One sentence without a full stop."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Partitions that go from one tier to another."""
-
-    digests: tuple[Digest, ...]
-    source: Tier
-    target: Tier
-    codec: int
-    """Number of the codec in which they are stored there."""
-    why: str
-    """The reason for the codec, for people."""
 
 
 def choose(mode: Compression, sampled: Mapping[int, Sampled], link_bytes_per_s: float | None) -> Choice:

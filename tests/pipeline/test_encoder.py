@@ -43,19 +43,18 @@ def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
     monkeypatch.setattr(module, "_encode", starved)
     monkeypatch.setattr(Meter, "bytes_per_s", 5e6)
     encoder = Encoder("auto", "nvme")
-    first = encoder.move(NAME, "dram", PLAIN, contents, [])
+    first = encoder.choose(PLAIN, contents, [])
     assert first.codec == CODEC_BYTE_PLANES
-    encoded = encoder.carry_out(first, PLAIN, contents, [])
+    encoded = encoder.encode(NAME, first, PLAIN, contents, [])
     assert encoded is not None
-    assert encoder.move(NAME, "dram", PLAIN, contents, []).codec == CODEC_IDENTITY
+    assert encoder.choose(PLAIN, contents, []).codec == CODEC_IDENTITY
     assert encoder.reasons() == {"weights": {"byte-planes": first.why}}
 
 
 def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even at a sample."""
     monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
-    move = Encoder("off", "nvme").move(NAME, "dram", PLAIN, contents, [])
-    assert (move.codec, move.digests, move.source, move.target) == (CODEC_IDENTITY, (NAME,), "dram", "nvme")
+    assert Encoder("off", "nvme").choose(PLAIN, contents, []).codec == CODEC_IDENTITY
 
 
 def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_what_was_no_original_says_nothing_of_others_of_the_kind(wrong_from: int
     bases = [[Base(CODEC_DERIVED, digest(one), one, 0, BFLOAT16)] for one in (other, PLAIN)]
     encoder = Encoder("smallest", "nvme")
     for base, codec in zip(bases, (CODEC_BYTE_PLANES, CODEC_DERIVED), strict=True):
-        move = encoder.move(digest(plain), "dram", plain, contents, base)
-        encoded = encoder.carry_out(move, plain, contents, base)
+        choice = encoder.choose(plain, contents, base)
+        encoded = encoder.encode(digest(plain), choice, plain, contents, base)
         assert encoded is not None
         assert encoded.descriptor.codec == codec

@@ -340,10 +340,11 @@ class Background:
 
         That is: the checkpoint, its manifest, and what gives the bytes of its partitions.
         """
-        moving = None if self._flusher is None else self._flusher.newest(on_line)
-        if moving is None or moving.ref is None or self._ring is None:
+        committed = () if self._flusher is None else self._flusher.committed()
+        inflight = next((one for one in committed if one.ref is not None and on_line(one.ref)), None)
+        if inflight is None or inflight.ref is None or self._ring is None:
             return None
-        slots = dict(zip(moving.capture.digests, moving.capture.slots, strict=True))
+        slots = dict(zip(inflight.capture.digests, inflight.capture.slots, strict=True))
         ring = self._ring
 
         def payload(name: Digest) -> memoryview:
@@ -351,15 +352,12 @@ class Background:
             # A capture that is complete in the ring has a place for each partition.
             return memoryview(b"") if slot is None else ring.payload(slot)
 
-        return moving.ref, moving.manifest, payload
+        return inflight.ref, inflight.manifest, payload
 
     def in_ring(self) -> list[CheckpointRef]:
-        """Return the durable captures that are complete in the ring."""
-        found: list[CheckpointRef] = []
-        if self._flusher is not None:
-            # Looks at all of them, and takes none.
-            self._flusher.newest(lambda ref: bool(found.append(ref)))  # type: ignore[func-returns-value]  # None is False
-        return found
+        """Return the durable captures that are complete in the ring, newest first."""
+        committed = () if self._flusher is None else self._flusher.committed()
+        return [one.ref for one in committed if one.ref is not None]
 
     def close(self) -> None:
         """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""

@@ -26,82 +26,66 @@ from asymcheck.types import CheckpointRef, Digest, readable_size
 
 @dataclasses.dataclass(eq=False)
 class Capture:
-    """One state on its way into the ring. Its fields are guarded by the lock of the :class:`Capturer`."""
+    """One state on its way into the ring. The lock of the :class:`Capturer` guards the fields."""
 
     state: FlatState
-    """What is captured; empty when no byte of it is needed any more."""
+    """The state; empty when no byte of it is needed any more."""
     plan: Plan
-    """How it is cut and released."""
     request: SaveRequest
-    """What it is to be called."""
     generation: int | None
-    """Its line of training; None when the commit will open it."""
+    """The generation; None when the commit opens it."""
     lanes: dataclasses.InitVar[Lanes]
-    """The devices of the training."""
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
-    """When it was begun, by ``time.perf_counter()``."""
+    """Time of the beginning, by ``time.perf_counter()``."""
     complete_s: float | None = None
-    """When it was complete in the ring, by the same clock; None while, or because, it is not."""
+    """Time when the capture was complete in the ring, by the same clock; None when it is not."""
     durable_s: float = 0.0
-    """When it was durable or given up, by the same clock."""
+    """Time when the capture was durable or given up, by the same clock."""
     stalled_s: float = 0.0
-    """How long ``step()`` and the fence after it held the training."""
+    """Seconds for which ``step()`` and the fence after it held the training."""
     inline: dict[int, bytes] = dataclasses.field(default_factory=dict)
     """Bytes of the tensors that stay in the manifest, by row."""
     aside_slots: list[RingSlot] = dataclasses.field(default_factory=list)
-    """Where parts of :attr:`asides` that lie on a device come to lie in the ring."""
+    """Slots of the ring for those parts of :attr:`asides` that are copied from a device."""
     written_bytes: int = 0
-    """Payload bytes written to the store, once it is settled."""
+    """Payload bytes written to the store, once the capture is settled."""
     new_bytes: int = 0
-    """Bytes of the partitions that these are, before encoding."""
+    """Plain bytes of the partitions written."""
     is_stale: bool = False
-    """Whether every partition is equal to the one of the capture before."""
+    """Whether every partition equals that of the previous capture."""
     turn: Turn | None = None
-    """The save of all ranks that it is part of; None where one saves alone."""
+    """The save of all ranks; None where one process saves alone."""
     ref: CheckpointRef | None = None
-    """The checkpoint that it became, once it is durable."""
+    """The checkpoint, once it is durable."""
     paces: list[Pace] = dataclasses.field(default_factory=list)
-    """On rank 0 of several: what each rank had measured when it began, where an interval is chosen from that."""
+    """On rank 0: the measurements of each rank, from which the interval is chosen."""
     diverged: list[str] = dataclasses.field(default_factory=list)
-    """What ranks have differently in it that was the same."""
+    """Messages about replicas that differ between ranks."""
     error: BaseException | None = None
-    """Why it was given up."""
+    """The reason for which the capture was given up."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when the source may change, or the capture was given up."""
     complete: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when it is complete in the ring, or was given up."""
+    """Set when the capture is complete in the ring, or was given up."""
     durable: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when it is committed in the store, or was given up."""
+    """Set when the checkpoint is committed, or was given up."""
 
     def __post_init__(self, lanes: Lanes) -> None:
-        """Derive the rest."""
+        """Derive the columns of the tensors, by row, and the progress of the partitions, by number."""
         leaves, columns, count = self.state.leaves, self.state.columns, len(self.partitions)
-        self.names = columns.names
-        """Names of the tensors, by row."""
-        self.dtypes = columns.dtypes
-        """Names of their dtypes, by row."""
-        self.shapes = columns.shapes
-        """Their shapes, by row."""
-        self.boxes = columns.boxes
-        """Which parts of whole tensors they are."""
+        self.names, self.dtypes, self.shapes, self.boxes = columns.names, columns.dtypes, columns.shapes, columns.boxes
         self.state_bytes = sum(columns.sizes)
-        """Bytes of all tensors."""
         self.slots: list[RingSlot | None] = [None] * count
-        """Where each partition lies in the ring."""
         self.digests: list[Digest | None] = [None] * count
-        """The digest of each partition, once it is known."""
         self.reused: frozenset[int] = frozenset()
-        """Partitions that have the frame of an earlier capture."""
+        """Partitions that share the frame of an earlier capture."""
         self.uncopied = count
-        """Partitions whose source is still needed."""
+        """Number of partitions whose source is still needed."""
         self.undigested = count
-        """Partitions that are not complete in the ring."""
+        """Number of partitions that are not complete in the ring."""
         self.transfers = Transfers(lanes, leaves, self.partitions)
-        """Its copies from devices."""
         self.asides = Asides(self.transfers, leaves)
-        """What is read in small parts."""
         self.witnesses = Witnesses(self.names, self.partitions, self.transfers, self.digests)
-        """What deferred tensors have to be."""
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -149,30 +133,30 @@ class InFlight:
     """One capture between ring and store."""
 
     def __init__(self, capture: Capture, transaction: RingTransaction, *, streams: bool) -> None:
-        """Begin to move; one that ``streams`` leaves the ring as it is written, and is never complete in it."""
+        """Begin; a capture that ``streams`` leaves the ring as it is written, and is never complete in it."""
         self.capture = capture
         self.transaction = transaction
         self.streams = streams
         self.writes: list[Future[bool]] = []
         self.manifest: Manifest
-        """What it contains, once it is complete; of a checkpoint without a place on the line."""
+        """The manifest without generation and parent, once the capture is complete."""
         self.manifest_slot: RingSlot | None = None
         self.entry: int | None = None
-        """Number of its entry in the ring, once it is complete there."""
+        """Number of the entry in the ring, once the capture is complete there."""
         self.ref: CheckpointRef | None = None
-        """The checkpoint that it became."""
+        """The checkpoint, once it is committed."""
         self.stored: list[int] = []
-        """Partitions, by number, that are written and still in the ring."""
+        """Partitions that are written and still in the ring."""
         self.postponed: list[int] = []
-        """Partitions, by number, that wait for others, from which they may be derived."""
+        """Partitions that may be derived from others, and wait for these."""
         self.readers = 0
-        """How many read its frames to encode others: until they are done, none is given up."""
+        """Number of threads that read the frames to encode others. Until they are done, no frame is freed."""
         self.put_off: list[int] = []
-        """Partitions that an earlier capture has, too: looked for in the store when that one is in it."""
+        """Partitions of an earlier capture, too: looked up in the store when that capture is committed."""
         self.held: list[int] = []
-        """Partitions that another rank has, too, or may have: they wait until it has written them."""
+        """Partitions that another rank has, too, or may have: they wait until that rank has written them."""
         self.settled = False
-        """Whether it is durable, or will never be."""
+        """Whether the capture is durable or lost."""
 
 
 _WHOLE_MS_S = 1.0

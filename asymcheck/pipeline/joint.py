@@ -44,14 +44,14 @@ _DIVERGED_MAX = 8
 class Writes(Protocol):
     """What moves the partitions of one capture."""
 
-    def soon(self, inflight: InFlight, numbers: Sequence[int]) -> None:
-        """Begin to write partitions."""
+    def write_soon(self, inflight: InFlight, number: int) -> None:
+        """Queue a partition to be written."""
 
     def wait(self, inflight: InFlight) -> None:
         """Wait for what was begun; raises what went wrong."""
 
-    def now(self, inflight: InFlight, number: int) -> bool:
-        """Store a partition; return whether it had to be written."""
+    def write(self, inflight: InFlight, number: int) -> bool:
+        """Write a partition; return whether the store did not have it."""
 
 
 _KEY_BYTES = 8
@@ -319,7 +319,7 @@ class Joint:
                 at = (turn.number, _STORED)
                 self._write_own(inflight, writes)
             for number in inflight.put_off:
-                writes.now(inflight, number)
+                writes.write(inflight, number)
             inflight.transaction.seal_frames()
             place, is_void, metrics = self._all_stored(capture, at)
             at = (turn.number, _COMMITTED)
@@ -350,7 +350,8 @@ class Joint:
         own = [number for number in inflight.held if not self._replicas.is_of_other(capture, number)]
         inflight.held = [number for number in inflight.held if self._replicas.is_of_other(capture, number)]
         inflight.transaction.expect(sum(frame_length(capture.partitions[number].length) for number in own))
-        writes.soon(inflight, own)
+        for number in own:
+            writes.write_soon(inflight, number)
         writes.wait(inflight)
 
     def _all_stored(self, capture: Capture, at: tuple[int, int]) -> tuple[Place, bool, Mapping[str, float] | None]:
@@ -390,7 +391,7 @@ class Joint:
         """Take what others have written; write what is not there, for then it was no copy."""
         for number in inflight.held:
             inflight.transaction.expect(frame_length(inflight.capture.partitions[number].length))
-            if writes.now(inflight, number):
+            if writes.write(inflight, number):
                 self._replicas.differs(inflight.capture, number, is_void=is_void)
             else:
                 self._replicas.is_equal(inflight.capture, number)

@@ -58,12 +58,11 @@ class KnownPartitions:
         if index is None:
             return False
         offsets, entries = index
-        row = int(np.searchsorted(offsets, location.offset))
+        row = int(np.searchsorted(offsets, np.uint64(location.offset)))
         if row == len(offsets) or offsets[row] != location.offset:
             return False
-        entry = entries[row]
-        is_same = entry["digest"].tobytes() == name and entry["base_digest"].tobytes() == location.base_digest
-        return is_same and (entry["plain_length"], entry["kind"]) == (location.plain_length, location.kind)
+        found, base, _, _, length, kind, *_ = entries[row].item()
+        return (found, length, kind, base) == (name, location.plain_length, location.kind, location.base_digest)
 
     def forget(self, packs: Sequence[PackId]) -> None:
         """Never name these packs again: collection has taken them."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -25,7 +25,7 @@ from asymcheck.pipeline.transaction import RingTransaction
 from asymcheck.threads import Workers
 from asymcheck.tiers.dram_ring import Ring, RingSlot
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.types import CheckpointRef, Digest
+from asymcheck.types import Digest
 
 Placing = Callable[[Capture], Place]
 """Says where on the line a capture goes; asked when all but its manifest is durable."""
@@ -173,14 +173,13 @@ class RingFlusher:
         capture.is_stale = bool(names) and contents == self._last_contents
         self._last_contents = contents
         columns = self._rows.columns(capture.state.columns, capture.plan.cut, names, capture.inline)
-        ref = CheckpointRef(capture.generation or 1, capture.request.step, capture.request.save_id)
-        header = manifest_header(capture.request, ref, None, (), capture.plan.record(), capture.state.tree)
+        header = manifest_header(capture.request, capture.generation or 1, capture.plan.record(), capture.state.tree)
         inflight.manifest = manifest_of(header, columns)
         if not inflight.streams:
             self._enter(inflight)
         # Only what has an entry survives this process.
         capture.complete_s = None if inflight.entry is None else time.perf_counter()
-        emit("capture.copied" if inflight.entry is None else "capture.complete", str(ref), capture.state_bytes)
+        emit("capture.copied" if inflight.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
 
     def _enter(self, inflight: InFlight) -> None:
         # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
@@ -251,7 +250,7 @@ class RingFlusher:
             if not inflight.streams and self._may_be_derived(inflight.capture, number):
                 inflight.postponed.append(number)
                 return
-        self._write_soon(inflight, number)
+        self.write_soon(inflight, number)
 
     def _may_be_derived(self, capture: Capture, number: int) -> bool:
         # In this order: the originals of a plan are not even looked for where no base is wanted.
@@ -265,14 +264,16 @@ class RingFlusher:
         with self._lock:
             numbers, inflight.postponed = inflight.postponed, []
         for number in numbers:
-            self._write_soon(inflight, number)
+            self.write_soon(inflight, number)
 
-    def _write_soon(self, inflight: InFlight, number: int) -> None:
-        write = self._writers.submit(self._write, inflight, number)
+    def write_soon(self, inflight: InFlight, number: int) -> None:
+        """Queue a partition to be written."""
+        write = self._writers.submit(self.write, inflight, number)
         inflight.writes.append(write)
         write.add_done_callback(lambda _: self._note_failure(inflight, write))
 
-    def _write(self, inflight: InFlight, number: int) -> bool:
+    def write(self, inflight: InFlight, number: int) -> bool:
+        """Write a partition; return whether the store did not have it."""
         capture = inflight.capture
         slot, name = capture.slots[number], capture.digests[number]
         if slot is None or name is None or (capture.error is not None and not inflight.streams):
@@ -353,14 +354,9 @@ class RingFlusher:
         capture = inflight.capture
         self.wait(inflight)
         for number in inflight.put_off:
-            self.now(inflight, number)
+            self.write(inflight, number)
         with timed("commit", 0, capture.named):
             inflight.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
-
-    def soon(self, inflight: InFlight, numbers: Sequence[int]) -> None:
-        """Begin to write partitions of a capture. For the commit thread, as the next two."""
-        for number in numbers:
-            self._write_soon(inflight, number)
 
     def wait(self, inflight: InFlight) -> None:
         """Wait until all that was begun is written.
@@ -374,10 +370,6 @@ class RingFlusher:
             capture.error = failures[0]
         if capture.error is not None:
             raise capture.error
-
-    def now(self, inflight: InFlight, number: int) -> bool:
-        """Write a partition; return whether the store did not have it."""
-        return self._write(inflight, number)
 
     def _retire(self, inflight: InFlight) -> None:
         """Give up what is not needed any more, and tell who waits."""
@@ -427,11 +419,10 @@ class RingFlusher:
             if slot is not None:
                 self._ring.give_back(slot)
 
-    def newest(self, on_line: Callable[[CheckpointRef], bool]) -> InFlight | None:
-        """Return the newest capture that is complete in the ring, committed, and on the line."""
+    def committed(self) -> list[InFlight]:
+        """Return the committed captures that are complete in the ring, newest first."""
         with self._lock:
-            kept = reversed(self._kept)
-            return next((one for one in kept if one.ref is not None and on_line(one.ref)), None)
+            return [kept for kept in reversed(self._kept) if kept.ref is not None]
 
     def close(self) -> bool:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""

@@ -1,4 +1,4 @@
-"""What a manifest says of a state that was taken apart."""
+"""Rows and header of the manifest of a state."""
 
 from __future__ import annotations
 
@@ -18,29 +18,22 @@ from asymcheck.partition.plan import Cut
 from asymcheck.partition.roles import role_of
 from asymcheck.partition.state import Columns
 from asymcheck.pipeline.request import SaveRequest
-from asymcheck.types import CheckpointRef, Digest, PackId
+from asymcheck.types import CheckpointRef, Digest
 
 
-def manifest_header(
-    request: SaveRequest,
-    ref: CheckpointRef,
-    parent: CheckpointRef | None,
-    packs: Sequence[PackId],
-    plan: Mapping[str, object],
-    tree: Node,
-) -> ManifestHeader:
-    """Return the header of the manifest that a request leads to."""
+def manifest_header(request: SaveRequest, generation: int, plan: Mapping[str, object], tree: Node) -> ManifestHeader:
+    """Return the header of the manifest of a request; the commit replaces the generation, and adds parent and packs."""
     return ManifestHeader(
         run=request.run,
-        ref=ref,
+        ref=CheckpointRef(generation, request.step, request.save_id),
         rank=request.rank,
         world_size=request.world_size,
-        parent=parent,
+        parent=None,
         created_ns=time.time_ns(),
         writer=WRITER,
         metrics=request.metrics,
         plan=plan,
-        packs=tuple(packs),
+        packs=(),
         tree=tree,
         store_ranks=request.store_ranks,
     )

@@ -232,9 +232,7 @@ def save(
             names = flusher.write(plan.partitions)
             named = list(zip(plan.partitions, names, strict=True))
             table = Rows().columns(columns, plan, names, inline_bytes(leaves, plan))
-            # The commit replaces the generation and adds packs and parent.
-            ref = CheckpointRef(1, request.step, request.save_id)
-            header = manifest_header(request, ref, None, (), {"number": 0, "kind": PLAN_KIND}, state.tree)
+            header = manifest_header(request, 1, {"number": 0, "kind": PLAN_KIND}, state.tree)
             ref = transaction.commit(
                 manifest_of(header, table),
                 placing,

@@ -19,7 +19,7 @@ BROKEN: dict[str, list[Sources]] = {
     "arrows_point_down": [
         {"asymcheck/format/frame.py": "from asymcheck.tiers.nvme import pack"},
         {"asymcheck/store.py": "import asymcheck.checkpointer"},
-        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.save import flush"},
+        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.save import save"},
         {"asymcheck/recovery/resolve.py": "if TYPE_CHECKING:\n    from asymcheck.store import Store"},
         {"asymcheck/codecs/zstd.py": "from ..store import Store"},
         {"asymcheck/codecs/__init__.py": "from ..store import Store"},

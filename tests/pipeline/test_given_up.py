@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -34,16 +33,16 @@ class _Writes:
         self._error = error
         self.waited = 0
 
-    def soon(self, inflight: InFlight, numbers: Sequence[int]) -> None:
+    def write_soon(self, inflight: InFlight, number: int) -> None:
         """Refuse."""
-        raise AssertionError(inflight, numbers)
+        raise AssertionError(inflight, number)
 
     def wait(self, _inflight: InFlight) -> None:
         """Be done, and say what went wrong, as the flush from the ring does."""
         self.waited += 1
         raise self._error
 
-    def now(self, inflight: InFlight, number: int) -> bool:
+    def write(self, inflight: InFlight, number: int) -> bool:
         """Refuse."""
         raise AssertionError(inflight, number)
 

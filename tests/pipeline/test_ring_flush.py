@@ -35,7 +35,7 @@ def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
     flusher = RingFlusher.__new__(RingFlusher)
     vars(flusher)["_writers"] = SimpleNamespace(submit=submit)
     inflight = cast(InFlight, SimpleNamespace())
-    inflight.writes = _Overtaken(lambda: flusher._write_soon(inflight, 1))
-    flusher._write_soon(inflight, 0)
+    inflight.writes = _Overtaken(lambda: flusher.write_soon(inflight, 1))
+    flusher.write_soon(inflight, 0)
     assert sorted(queued) == [0, 1]
     assert {id(done) for done in queued.values()} == {id(done) for done in inflight.writes}

@@ -58,7 +58,7 @@ def _of_path(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Ite
 
 
 def _droppable(statistics: Path, prefix: str) -> int:
-    """Return how much of what a group uses are pages of files, which go when there is need. Those of a ring do not."""
+    """Return the bytes of a group in the page cache, which the kernel drops on demand. Pages of a ring do not count."""
     wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
     with contextlib.suppress(OSError, ValueError):
         lines = [line.split() for line in statistics.read_text().splitlines()]

@@ -45,7 +45,8 @@ class BaseFrames:
     def copies_of(self, name: Digest) -> Iterator[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
         """Yield for each frame of this base a function that reads and checks it: descriptor, payload, its name.
 
-        The functions raise FormatError, MissingPartitionError, or StorageError. Who asks for one more has read none.
+        The functions raise FormatError, MissingPartitionError, or StorageError. Ask for the next copy only when no
+        earlier one could be read.
         """
         known = self._known(name)
         yield from (partial(self._read, *place) for place in known)
@@ -56,7 +57,7 @@ class BaseFrames:
             if self._places is None:
                 self._places = self._find()
             if name not in self._places:
-                # Of a frame that only a scan for a repair finds.
+                # Only a scan for a repair finds the frame that needs this base.
                 self._places.update(self._lying({name}, self._tier.pack_ids()))
             return list(self._places[name])
 

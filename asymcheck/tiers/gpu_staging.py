@@ -61,7 +61,7 @@ class Staging:
         return None if start is None else Region(self._buffer[start : start + length], start, taken)
 
     def give_back(self, region: Region) -> None:
-        """Free a region, once. What was queued for the device may still write to it only if nothing reads it."""
+        """Free a region, once. Queued work may still write to it only if nothing reads it."""
         with self._lock:
             self._room.give_back(region.start, region.taken)
 

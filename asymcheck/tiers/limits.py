@@ -57,7 +57,7 @@ def check_config(config: StoreConfig) -> None:
         if getattr(config, name) % registry.BLOCK_BYTES:
             raise InvalidInputError(f"{name} {getattr(config, name)}: give a multiple of {registry.BLOCK_BYTES}")
     if config.deferred_bytes_max < 2 * config.deferred_bytes_min:
-        # Else what is too much for one partition could be too little for two.
+        # Otherwise a size could be too much for one partition and too little for two.
         raise InvalidInputError(
             f"deferred_bytes_max {config.deferred_bytes_max}: give at least twice deferred_bytes_min, "
             f"{config.deferred_bytes_min}"

@@ -19,9 +19,9 @@ from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.types import CheckpointRef, SaveId
 
 _AT_ONCE, _BYTES_AT_ONCE = 64, 16 << 20
-"""So many manifests, or bytes of them, are checked at once."""
+"""Manifests, and bytes of them, that are checked at once."""
 _GENERATIONS = 1000
-"""So many generations of which nothing is there are looked for."""
+"""Missing generations that are looked for, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CheckpointFiles:
     run: str
     ref: CheckpointRef
     manifests: tuple[ManifestName, ...]
-    """What lies there, by rank."""
+    """The files in the folder, by rank."""
     store_ranks: Spans | None = None
     """The ranks that save into this store, where a job has several; None for all."""
 
@@ -74,7 +74,7 @@ class CheckpointFiles:
 
 
 class SmallFiles(Protocol):
-    """What reading manifests asks of the place where they lie."""
+    """The file operations that reading manifests needs."""
 
     def list(self, path: PurePath) -> list[str]:
         """Return the names in a directory, sorted; none when there is no such directory."""
@@ -214,7 +214,7 @@ def _check_path(manifest: Manifest, run: str, ref: CheckpointRef, name: Manifest
 def generations(named: Iterable[int]) -> list[int]:
     """Return the generations of a run, in order: those that files name, and those that were before them.
 
-    Of the latter a thousand at most: the name of one file must not make a hundred million.
+    At most 1,000 of the latter: the name of one file must not make a hundred million.
     """
     there = {1, *named}
     before = (generation for generation in range(1, max(there)) if generation not in there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -48,13 +49,11 @@ def is_let_go(pin: bytes, owner: Owner) -> bool:
 
 def describe(owner: Owner) -> str:
     """Name an owner in a message."""
-    try:
-        command = (
-            (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        )
-    except OSError:
-        command = ""
-    return f"process {owner.pid}" + (f" ({command[:80]})" if command else "")
+    command = b""
+    with contextlib.suppress(OSError):
+        command = (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ")
+    text = command.decode(errors="replace").strip()
+    return f"process {owner.pid}" + (f" ({text[:80]})" if text else "")
 
 
 def _start_ticks(pid: int) -> int | None:

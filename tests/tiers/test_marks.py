@@ -8,7 +8,7 @@ import pytest
 
 from asymcheck.errors import LockTimeoutError
 from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme.marks import Marks
+from asymcheck.tiers.nvme.catalog import Marks
 
 
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:

@@ -39,9 +39,11 @@ IsStored = Callable[[str, CheckpointRef, int], bool]
 def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
     """Return the rings in ``folder`` that belong to this user, in use or not; none without such a folder.
 
-    Those of one store, or of all when ``store_id`` is None.
+    Every user may write into ``/dev/shm``: a file of another user is neither ours to open nor to be trusted.
 
-    Everybody may write into ``/dev/shm``: what another user put there is neither ours to open nor to be trusted.
+    Args:
+        folder: where rings are stored.
+        store_id: the store; None for all stores.
     """
     with translated("list", folder):
         try:
@@ -56,8 +58,8 @@ def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
 def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
     """Open a ring that no living process writes into, and hold it; None when it is in use.
 
-    Somebody may only be looking at it, which takes a moment. Who is ``patient`` waits longer for a ring whose process
-    is dead, for somebody may be taking it up.
+    A process that only looks at the ring holds it for a moment. With ``patient``, wait longer for a ring whose process
+    is dead, because another process may be taking it up.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -67,15 +69,15 @@ def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
 
 
 def wait_for_left(path: Path) -> RingReader | None:
-    """Open a ring as :func:`open_left` does, however long somebody else takes it up, which ends.
+    """Open a ring as :func:`open_left` does, however long another process needs to take it up.
 
-    To go on without what it holds would lose steps.
+    Training without the captures in the ring would lose steps.
 
     Warns:
-        CaptureWarning: it takes a while; says who.
+        CaptureWarning: it takes a while; names the process.
 
     Raises:
-        LockTimeoutError: that somebody does not come to an end; says who.
+        LockTimeoutError: the other process does not come to an end; names it.
         FileNotFoundError, StorageError, FormatError: as :func:`open_left`.
     """
     reader, is_left = _opened(path, _TAKEN_UP_S)
@@ -154,7 +156,7 @@ def remove_unread(path: Path, *, damaged: bool = False) -> Literal["used", "unma
 def _held(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
     """Lock a file that has the name of a ring, but no header that can be read; yield what it is.
 
-    Who makes a ring locks it first, so that one whose lock is had is made no further.
+    A process locks a ring before anything else, so that a ring whose lock is free is not being made.
     """
     try:
         with translated("open", path):
@@ -200,7 +202,7 @@ class RingCapture:
     is_intact: bool | None
     """Whether every frame of it is; None when that was not checked."""
     problem: str
-    """What is wrong with it; empty when nothing is known."""
+    """The damage; empty when none is known."""
     world_size: int = 0
     """How many ranks the checkpoint has, each with a ring of its own; 0 when its manifest cannot be read."""
     store_size: int = 0
@@ -234,9 +236,9 @@ class RingFile:
     nbytes: int = 0
     """Bytes of the file."""
     captures: tuple[RingCapture, ...] = ()
-    """What is complete in it, oldest first."""
+    """The complete captures, oldest first."""
     problem: str = ""
-    """What is wrong with the ring itself; empty when nothing is."""
+    """The damage of the ring itself; empty when there is none."""
     is_unmade: bool = False
     """Whether its process was killed while it made it, so that nothing can lie in it."""
 
@@ -336,7 +338,7 @@ def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool)
 def newer_than_stored(tier: StoreTier, rings: Sequence[RingFile]) -> list[RingCapture]:
     """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
 
-    Of several ranks, one that all of them have that save into this store.
+    A capture of several ranks counts when all ranks that save into this store have it.
     """
     ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
     captures: dict[tuple[str, CheckpointRef], RingCapture] = {}

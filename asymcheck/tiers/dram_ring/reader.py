@@ -62,7 +62,7 @@ class RingReader:
             if not hold:
                 unlock(self._descriptor)
             with translated("read", path):
-                # Whoever had the lock before may have moved everything on, and removed the file.
+                # The last holder of the lock may have moved every capture to the store, and removed the file.
                 if not os.path.samestat(os.fstat(self._descriptor), path.lstat()):
                     raise StructureError(f"ring {path}: another file has taken its name")
                 self.header = self._read_header()

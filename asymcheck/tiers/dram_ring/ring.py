@@ -207,7 +207,7 @@ class Ring:
             while (offset := self._room.take(frame_length(length))) is None and self._growing is not None:
                 self._changed.wait()
             if offset is None:
-                # What others have becomes free, and then there is room for what the memory that is there can hold.
+                # Frames in use become free later; the memory that was reserved has room then.
                 if self._refused is not None and not self._taken:
                     raise self._refused
                 return None

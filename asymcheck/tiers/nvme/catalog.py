@@ -25,13 +25,12 @@ from typing import Any
 import lmdb
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, OutOfSpaceError
+from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import catalog as codec
 from asymcheck.format import layout, registry
 from asymcheck.tiers import owners
-from asymcheck.tiers.files import DESCRIPTORS, Files, reserve, unlock, wait_lock
-from asymcheck.tiers.nvme.marks import Marks
+from asymcheck.tiers.files import DESCRIPTORS, Files, reserve, try_lock, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that say nothing about the bytes in the file.
@@ -170,6 +169,92 @@ class Transaction:
 Populate = Callable[[Transaction], None]
 
 
+class Marks:
+    """The folder ``open`` of a catalog: a file for each process that has it open, locked for as long as it lives.
+
+    A process that was killed leaves its mark, and the lock on it is gone: so it is found to be dead also from another
+    PID namespace, as when a container is started again on the same node. A mark is durable before the first transaction
+    of its process, because transactions are not: after a power loss it tells that the catalog cannot be trusted.
+    """
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        """Create the folder if it is missing; its parent is the catalog's folder."""
+        self._files = files
+        self._folder = folder
+        self._own: tuple[Path, int] | None = None
+        files.make_directory(folder.parent)
+        files.make_directory(folder)
+
+    def put(self) -> None:
+        """Mark durably that this process uses the catalog. The caller holds the catalog's lock, as readers of marks do.
+
+        Raises:
+            LockTimeoutError: this process has one there already, by another path to it.
+        """
+        path = self._path(owners.this_process())
+        try:
+            descriptor = DESCRIPTORS.open(self._files.open_new, path)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            descriptor = DESCRIPTORS.open(self._files.open_existing, path)
+        if not try_lock(descriptor, exclusive=True):
+            DESCRIPTORS.close(descriptor)
+            raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
+        self._own = path, descriptor
+        # Every directory entry that leads to the mark, also those that a process created which was killed then.
+        for folder in (self._folder, self._folder.parent, self._folder.parent.parent):
+            self._files.sync_directory(folder)
+
+    def take_back(self) -> None:
+        """Unmark. A mark that cannot be removed is left without its lock, as that of a process that was killed."""
+        if self._own is not None:
+            path, descriptor = self._own
+            self._own = None
+            try:
+                self._files.unlink(path)
+            finally:
+                DESCRIPTORS.close(descriptor)
+
+    def of_others(self) -> tuple[list[Path], dict[Path, Owner]]:
+        """Return the marks of the dead, and those of living processes, but not this one's."""
+        dead: list[Path] = []
+        alive: dict[Path, Owner] = {}
+        own = self._path(owners.this_process())
+        for mark in self._folder.iterdir():
+            pid, ticks, rest = [*mark.name.split("-", 2), "", ""][:3]
+            boot_id, _, namespace = rest.rpartition("-")
+            if not (pid.isdecimal() and ticks.isdecimal()):
+                continue
+            owner = Owner(int(pid), int(ticks), boot_id, namespace)
+            if self.is_dead(owner):
+                dead.append(mark)
+            elif mark != own:
+                alive[mark] = owner
+        return dead, alive
+
+    def is_dead(self, owner: Owner) -> bool:
+        """Tell whether a process is certainly dead, or uses the catalog no more."""
+        if owners.is_dead(owner):
+            return True
+        if owners.is_near(owner):
+            return False
+        try:
+            descriptor = DESCRIPTORS.open(os.open, self._path(owner), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        try:
+            return try_lock(descriptor, exclusive=False)
+        finally:
+            DESCRIPTORS.close(descriptor)
+
+    def _path(self, owner: Owner) -> Path:
+        namespace = owner.pid_namespace.replace("/", "_")
+        return self._folder / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{namespace}"
+
+
 class Catalog:
     """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
 
@@ -188,7 +273,9 @@ class Catalog:
         self._lock_descriptor = DESCRIPTORS.open(
             os.open, path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(self._marks.take_back)
             with self._writer_lock():
                 self._refuse_namesake()
                 self._set_aside_if_damaged(anew=anew)
@@ -200,12 +287,7 @@ class Catalog:
                         raise
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
-        except BaseException:
-            try:
-                self._marks.take_back()
-            finally:
-                DESCRIPTORS.close(self._lock_descriptor)
-            raise
+            stack.pop_all()
 
     @property
     def _damage_note(self) -> Path:
@@ -248,7 +330,7 @@ class Catalog:
         dead, alive = self._marks.of_others()
         noted = self._damage_note.exists()
         if (dead or anew) and not alive and not noted:
-            # What killed its last user may lie in the file where no walk finds it: LMDB asserts more when it writes.
+            # The damage that killed the last user may be where no walk finds it: LMDB asserts more when it writes.
             # And reading the indexes of all packs takes about as long as a walk.
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
@@ -354,18 +436,16 @@ class Catalog:
         Raises:
             CatalogError: the device refused; the next start rebuilds the catalog.
         """
-        try:
-            with self._lmdb_errors():
-                self._env.sync(True)
-        except CatalogError:
-            self._note_damage()
-            raise
-        finally:
-            self._env.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(self._marks.take_back)
+            stack.callback(self._env.close)
             try:
-                self._marks.take_back()
-            finally:
-                DESCRIPTORS.close(self._lock_descriptor)
+                with self._lmdb_errors():
+                    self._env.sync(True)
+            except CatalogError:
+                self._note_damage()
+                raise
 
 
 def _is_intact(path: Path, map_bytes: int) -> bool:
@@ -396,7 +476,7 @@ class DeadPins:
     def of(cls, catalog: Catalog) -> DeadPins:
         """Return those that are dead now.
 
-        Whoever calls this before it lists the manifests sees all that these owners committed.
+        Call this before listing the manifests, which then include all that these owners committed.
         """
         with catalog.read() as transaction:
             pins = transaction.pins().items()

@@ -1,4 +1,4 @@
-"""What kind of file system a path is on: LMDB must not be placed on a network file system."""
+"""The type of the file system that holds a path: LMDB must not be placed on a network file system."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class NvmeTier(StoreTier):
     def _create_if_missing(self) -> None:
         if (self.root / layout.DESCRIPTOR_NAME).exists():
             return
-        # A creation that was interrupted leaves empty folders and temporary files. What else is there is somebody's, or
-        # the rest of a store that has lost its descriptor, and to give it a new one would hide that.
+        # An interrupted creation leaves empty folders and temporary files. Others belong to somebody, or to a store
+        # that has lost its descriptor, and a new one would hide that.
         foreign = [name for name in self.files.list(self.root) if not self._is_left_by_creation(name)]
         if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
             raise StoreNotFoundError(

@@ -176,7 +176,10 @@ class _PyarrowClient(Client):
         return self._select(path, recursive=True)
 
     def _select(self, path: str, *, recursive: bool) -> list[Entry]:
-        found = self._filesystem.get_file_info(fs.FileSelector(path, recursive=recursive, allow_not_found=True))
+        try:
+            found = self._filesystem.get_file_info(fs.FileSelector(path, recursive=recursive, allow_not_found=True))
+        except NotADirectoryError:
+            return []
         if not found:
             self._check_root()
         return [self._entry(info) for info in found]

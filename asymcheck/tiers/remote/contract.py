@@ -54,7 +54,7 @@ class Client(abc.ABC):
 
     kind: Literal["local", "hdfs-native", "libhdfs", "other"]
     top: str
-    """What the file system calls the location."""
+    """The path of the location in the file system."""
     keeps_files = False
     """Whether an opened file may be kept for any time, because it holds no connection and nobody closes it."""
 

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
     """Call ``call`` on a thread of its own and return what it returns, or raise what it raises.
 
-    A thread that is left behind ends with the process. What it does late does no harm: it writes under temporary
+    A thread that is left behind ends with the process. Its late effects do no harm: it writes under temporary
     names, and gives a file its name only when that is complete.
 
     Raises:

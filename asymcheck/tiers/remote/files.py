@@ -49,7 +49,7 @@ _AWAY = {
     *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
     *(errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM),
 }
-"""What the kernel says when the server of a mounted file system, the network, or memory is not there."""
+"""Errors of a mounted file system whose server is away, of a network that is down, or of missing memory."""
 
 
 class RemoteFiles:
@@ -64,15 +64,12 @@ class RemoteFiles:
         self.location = location
         self.config = config
         self._client = connect(location, config)
-        self.top = PurePosixPath(self._client.top)
-        """What the file system calls the location."""
-        self.pace = Pace()
-        """What the location takes."""
-
-    @property
-    def kind(self) -> str:
+        self.kind: str = self._client.kind
         """Which client serves it."""
-        return self._client.kind
+        self.top = PurePosixPath(self._client.top)
+        """The path of the location in the file system."""
+        self.pace = Pace()
+        """The measured throughput."""
 
     def url(self, path: PurePath) -> str:
         """Return what errors call a file."""
@@ -89,7 +86,7 @@ class RemoteFiles:
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
-            raise refusal(what, error, is_local=self._client.kind == "local") from error
+            raise refusal(what, error, is_local=self.kind == "local") from error
         except BaseException as error:
             # A client in Rust panics with this, and nobody could catch it by another name.
             if type(error).__name__ != "PanicException":
@@ -134,11 +131,15 @@ class RemoteFiles:
     ) -> tuple[memoryview, int]:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 
-        Who reads more of one file gives the same ``kept`` each time, so that it need not be opened each time; and who
-        reads large pieces of it ``memory``, which is taken up again.
+        Args:
+            path: the file.
+            offset: first byte.
+            length: number of bytes.
+            kept: pass the same for all reads of one file, so that the client can keep the file open.
+            memory: lends reusable memory for large reads.
 
         Raises:
-            FileNotFoundError: there is no such file, or nobody answered that knows.
+            FileNotFoundError: there is no such file.
             RemoteUnreachableError: it failed ``attempts`` times, or until the deadline.
         """
         what = f"read {length} bytes from {offset} of"
@@ -183,7 +184,7 @@ class RemoteFiles:
         except FileNotFoundError:
             return False
         except StorageError:
-            # Of this libhdfs says "input/output error", and no more.
+            # libhdfs reports a missing file as "input/output error".
             if self.kind != "libhdfs" or self.stat(path) is not None:
                 raise
             return False
@@ -195,7 +196,7 @@ class RemoteFiles:
         """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
 
         ``written`` is called when the last of them was written, before the servers are asked to complete the file.
-        What a failure leaves is a file of any length: it must never be renamed.
+        After a failure the file may have any length: it must never be renamed.
         """
         file = self._do("create", path, partial(self._client.create, str(path)))
         try:
@@ -212,7 +213,7 @@ class RemoteFiles:
             self._do("close", path, file.close)
             self.pace.closed(time.perf_counter() - began)
         except BaseException:
-            # Whoever collected it as garbage would close it, and wait with that for servers that may never answer.
+            # Garbage collection would close the file, and wait for servers that may never answer.
             begin(partial(_abandon, file), "abandon")
             raise
         return count
@@ -241,12 +242,7 @@ class RemoteFiles:
         Raises:
             StorageError: it failed ``attempts`` times.
         """
-
-        def attempt(temporary: PurePosixPath) -> bool:
-            self._write_small(temporary, path, data)
-            return self.publish(temporary, path)
-
-        return self.attempt(path, attempt)
+        return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data), path))
 
     def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
         """Do all that :meth:`put_small` does before the rename; return the temporary name.
@@ -254,20 +250,16 @@ class RemoteFiles:
         Raises:
             StorageError: it failed ``attempts`` times.
         """
+        return self.attempt(path, lambda temporary: self._write_small(temporary, path, data))
 
-        def attempt(temporary: PurePosixPath) -> PurePosixPath:
-            self._write_small(temporary, path, data)
-            return temporary
-
-        return self.attempt(path, attempt)
-
-    def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> None:
-        # With each attempt: whoever takes back what came to nothing may have removed it, when it was empty.
+    def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> PurePosixPath:
+        # Before each attempt: another upload that was taken back may have removed the empty directory.
         self.make_directory(path.parent)
         self.write(temporary, [data])
         emit("remote.small_closed", path.name, len(data))
         if self.read_small(temporary, len(data)) != data:
             raise StorageError(f"{self.url(temporary)}: what was read back is not what was written")
+        return temporary
 
     def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
         """Upload a file under a temporary, random name, and begin anew under another one when that fails.
@@ -301,7 +293,8 @@ def _abandon(file: Writable) -> None:
 
 def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
     """Return the error for what a client raised when it was to do ``what``."""
-    text = _short(str(error))
+    # An error of the operating system names the file again, and the name may have any word in it.
+    text = _short((is_local and getattr(error, "strerror", None)) or str(error))
     number = getattr(error, "errno", None)
 
     def says(*signs: str) -> bool:
@@ -315,7 +308,7 @@ def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
         kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc on it"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED):
         if what.startswith(_READS):
-            # Who may not look knows nothing of what is there.
+            # A user who may not look does not know what the location holds.
             advice = "; this user may not look there"
         else:
             kind, advice = ReadOnlyStoreError, "; this user may not do that there"

@@ -18,7 +18,7 @@ from asymcheck.tiers.remote.contract import Client, Entry, Readable, Writable
 _NS_PER_MS = 1_000_000
 
 _NOT_EMPTY = ("PathIsNotEmptyDirectory", "is non empty")
-"""What the NameNode says of a directory that is not empty."""
+"""Texts of the NameNode about a directory that is not empty."""
 
 _DEFAULTS = {
     # With three replicas, one DataNode that dies must not fail a write.

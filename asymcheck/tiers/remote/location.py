@@ -14,7 +14,7 @@ from asymcheck.errors import InvalidInputError
 _SCHEMES = "hdfs, file, s3, gs, abfs, viewfs"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _AS_IT_IS = "/:@=+,~"
-"""What else than letters and digits means itself in the path of a URI."""
+"""Characters, besides letters and digits, that need no quotes in the path of a URI."""
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f]")
 
 

@@ -10,7 +10,7 @@ _HALF_BYTES = 1 << 28
 _ENOUGH_BYTES = 16 << 20
 """Fewer bytes say nothing."""
 _CLOSE_S = 0.4
-"""What it takes HDFS to complete a file, as long as that was not measured."""
+"""Time for HDFS to complete a file, before it was measured."""
 _CLOSE_WEIGHT = 0.2
 
 
@@ -40,7 +40,7 @@ class Pace:
         self._writing, self._making = _Speed(), _Speed()
         self._lock = threading.Lock()
         self.close_s = _CLOSE_S
-        """What one more file costs."""
+        """Seconds to complete one more file."""
 
     def wrote(self, count: int, seconds: float) -> None:
         """Note what one stream has written, beside all others."""
@@ -57,12 +57,12 @@ class Pace:
 
     @property
     def write_bytes_per_s(self) -> float | None:
-        """What one stream writes; None before enough was measured."""
+        """Bytes per second that one stream writes; None before enough was measured."""
         return self._writing.bytes_per_s
 
     @property
     def make_bytes_per_s(self) -> float | None:
-        """What one stream is given; None before enough was measured."""
+        """Bytes per second that one stream is given; None before enough was measured."""
         return self._making.bytes_per_s
 
 

@@ -78,7 +78,7 @@ class _Piece:
 class Readers(Executor):
     """At most ``count`` threads, which end when nothing is left to do, or with the process.
 
-    Those of concurrent.futures are joined before it ends, however long a location takes to answer.
+    Python joins the threads of concurrent.futures at its exit, however long a location takes to answer.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +122,7 @@ class Readers(Executor):
 
 
 class ReadAhead:
-    """What fetches pieces before they are asked for, at the end of a pack those of the next one that is expected."""
+    """Fetches pieces before they are asked for, at the end of a pack those of the pack that is expected next."""
 
     def __init__(self, config: RemoteConfig) -> None:
         self.threads = Readers(config.reads)

@@ -21,7 +21,7 @@ from asymcheck.tiers.remote.contract import Entry
 from asymcheck.tiers.remote.files import RemoteFiles
 from asymcheck.tiers.remote.location import RemoteLocation
 from asymcheck.tiers.remote.manifests import RemoteManifests
-from asymcheck.tiers.remote.pace import Pace, Rate
+from asymcheck.tiers.remote.pace import Rate
 from asymcheck.tiers.remote.packs import ReadAhead, RemotePack, read_pack_index
 from asymcheck.tiers.remote.upload import PackUpload
 from asymcheck.tiers.slots import SlotPool
@@ -49,7 +49,11 @@ class RemoteTier(StoreTier):
         self.location = location
         self.config = config
         self.files = RemoteFiles(location, config.remote)
+        self.pace = self.files.pace
+        """The measured throughput."""
         self._top = self.files.top
+        self.packs = self._top / layout.PACKS
+        """The folder of packs."""
         self._indexes: dict[PackId, PackIndex] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._lock = threading.Lock()
@@ -61,16 +65,6 @@ class RemoteTier(StoreTier):
         self.manifests = RemoteManifests(self.files)
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self._ahead = ReadAhead(config.remote)
-
-    @property
-    def pace(self) -> Pace:
-        """What the location takes, as measured by use."""
-        return self.files.pace
-
-    @property
-    def packs(self) -> PurePosixPath:
-        """The folder of packs."""
-        return self._top / layout.PACKS
 
     def _refuse_local_store(self) -> None:
         """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks.
@@ -91,7 +85,7 @@ class RemoteTier(StoreTier):
         """Return the descriptor of a new location; with ``create`` that is made, unless something lies there."""
         kept = [name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS) if self.files.list(self._top / name)]
         if kept:
-            # Somebody may have made it, and pushed, since it was looked for.
+            # Another process may have created the location, and pushed, since the first look.
             data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
             if data is not None:
                 return data
@@ -133,7 +127,7 @@ class RemoteTier(StoreTier):
                 doomed[pack_id] = entry
         with self._lock:
             self._doomed = doomed
-            # What was removed is asked for no more, and a training pushes for weeks.
+            # A training pushes for weeks: forget the indexes of packs that were removed.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
                 del self._indexes[pack_id]
         return lasting, doomed

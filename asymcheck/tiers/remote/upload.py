@@ -36,7 +36,7 @@ ReadFrame = Callable[[int, Slot], FrameDescriptor]
 def plan_pack(frames: Sequence[np.void]) -> Entries:
     """Lay out frames, given by their index entries in other packs, in a new pack.
 
-    So header and index are known before the first byte is sent.
+    Header and index are then known before the first byte is sent.
     """
     entries: Entries = np.array(frames, dtype=ENTRY_DTYPE)
     lengths = [frame_length(int(stored)) for stored in entries["stored_length"]]
@@ -74,7 +74,7 @@ class PackUpload:
     ) -> tuple[PackHeader, Entries]:
         """Write one pack, when it is its turn, and give it its name.
 
-        Of all that threads upload together, ``uploads`` are written at the same time. A pack's turn ends with its last
+        At most ``uploads`` packs of all threads are written at the same time. A pack's turn ends with its last
         byte: to complete a file takes HDFS half a second, in which the next one is written.
 
         Args:

@@ -15,7 +15,7 @@ from asymcheck.pipeline.collect import Collected, collect
 from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.retention import Retention, Verdict, judge
-from asymcheck.recovery.describe import describe_by, known_line
+from asymcheck.recovery.history import describe_by, known_line
 from asymcheck.recovery.line import Line
 from asymcheck.recovery.resolve import read_manifests, resolve_one
 from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier

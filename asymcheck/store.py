@@ -53,9 +53,8 @@ from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruned
 from asymcheck.recovery.accounting import Accounting, account
-from asymcheck.recovery.describe import describe, describe_loaded, is_on_line, known_line
 from asymcheck.recovery.difference import Difference, compare
-from asymcheck.recovery.history import History, read_history
+from asymcheck.recovery.history import History, describe, describe_loaded, is_on_line, known_line, read_history
 from asymcheck.recovery.inventory import StoredTensor, StoredValue, inventory, values
 from asymcheck.recovery.line import begin_generation
 from asymcheck.recovery.rebuild import Rebuilt, reconcile

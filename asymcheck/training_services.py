@@ -34,7 +34,7 @@ from asymcheck.pipeline.request import Place, SaveRequest
 from asymcheck.policies.interval import Pace
 from asymcheck.policies.retention import Retention
 from asymcheck.pruning import Pruner
-from asymcheck.recovery.describe import describe_loaded
+from asymcheck.recovery.history import describe_loaded
 from asymcheck.recovery.line import intact_heads, read_line
 from asymcheck.recovery.resolve import candidates, resolve_each
 from asymcheck.tiers.reading import ReadTier

@@ -44,11 +44,8 @@ def decode(
     """Return the plain bytes of a payload; for codec identity that is the payload itself, without a copy.
 
     ``base`` is the plain bytes of the partition ``descriptor.base_digest``, whose digest was checked; ``where`` names
-    the frame in errors. The digest of the result is for the caller to check.
-
-    Raises:
-        UnsupportedCodecError: the codec is not known.
-        StructureError, TruncatedError, LimitError: the payload breaks a rule of its codec, or does not fit the base.
+    the frame in errors. The digest of the result is for the caller to check. A payload that breaks a rule of its codec,
+    or does not fit the base, raises the FormatError of its kind.
     """
     length = descriptor.plain_length
     if descriptor.codec == registry.CODEC_IDENTITY:

@@ -102,11 +102,7 @@ def _bits(base: memoryview, offset: int, plain_length: int) -> npt.NDArray[np.ui
 
 
 def decode_derived(payload: memoryview, plain_length: int, base: memoryview, where: str) -> memoryview:
-    """Return the plain bytes of a derived partition.
-
-    Raises:
-        TruncatedError, StructureError: the payload breaks a rule, or does not fit the base.
-    """
+    """Return the plain bytes of a derived partition."""
     if len(payload) < SOURCE.size:
         raise TruncatedError(f"{where}: {len(payload)} of {SOURCE.size} bytes that say what is derived")
     if len(payload) > SOURCE.size:

@@ -45,7 +45,7 @@ class ManifestName:
 
 
 def check_run(run: object) -> str:
-    """Return ``run`` if it can name a run."""
+    """Return ``run`` if it can name a run; else raise InvalidInputError."""
     if not isinstance(run, str) or not is_run(run):
         raise InvalidInputError(
             f"run name {run!r:.100}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "

@@ -111,14 +111,7 @@ def decode_metric(value: object, where: str) -> float:
 
 
 def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> object:
-    """Check a whole tree and build the state from it.
-
-    Args:
-        node: the root.
-        rows: number of rows of the manifest; every row must be named at least once.
-        build: makes the values.
-        where: names the manifest in errors.
-    """
+    """Check a whole tree and build the state from it: every one of ``rows`` must be named at least once."""
     seen = bytearray(rows)
     value = _Decoder(rows, seen, build, where).value(node, 1)
     if not all(seen):

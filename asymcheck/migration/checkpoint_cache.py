@@ -20,7 +20,7 @@ from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, Entries
-from asymcheck.recovery.describe import describe_by
+from asymcheck.recovery.history import describe_by
 from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.locate import Needs
 from asymcheck.recovery.resolve import read_manifests

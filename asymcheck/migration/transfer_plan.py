@@ -31,8 +31,8 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.pipeline.encoder import Base, Contents, Encoder
-from asymcheck.recovery.describe import known_line
 from asymcheck.recovery.fetch import read_frame, read_plain
+from asymcheck.recovery.history import known_line
 from asymcheck.recovery.locate import Copy, Needs, Sources
 from asymcheck.recovery.resolve import candidates, check_run_exists, read_manifests, resolve_each
 from asymcheck.tiers.manifests import CheckpointFiles

@@ -80,7 +80,6 @@ class Accounting:
     roles: tuple[RoleBytes, ...]
     packs: int
     pack_bytes: int
-    """Bytes of their files."""
     live_bytes: int
     """Bytes of frames that a checkpoint of any run refers to, further copies of a partition included."""
     locked_bytes: int
@@ -89,7 +88,6 @@ class Accounting:
     freeable_packs: int
     """Number of packs that collection would free: they hold no live frame."""
     freeable_bytes: int
-    """Bytes of their files."""
     overhead_bytes: int
     """Headers and indexes of the other packs, and what is left in their files of an earlier life."""
     damaged_packs: int
@@ -99,12 +97,10 @@ class Accounting:
     pooled_packs: int
     """Number of freed packs kept to be overwritten."""
     pooled_bytes: int
-    """Bytes of their files."""
     unfinished_bytes: int
     """Bytes of packs that are being written, or were when a process was killed."""
     manifests: int
     manifest_bytes: int
-    """Bytes of their files."""
     unreadable_manifests: int
     """How many of them cannot be read. What they need looks like garbage, so collection frees nothing."""
     catalog_bytes: int

@@ -16,7 +16,7 @@ from asymcheck.errors import DamagedPartitionError, HeadRecordError, InvalidInpu
 from asymcheck.format import layout
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.recovery.describe import describe_by
+from asymcheck.recovery.history import describe_by
 from asymcheck.recovery.line import Line, read_line
 from asymcheck.recovery.locate import Needs, Sources
 from asymcheck.recovery.names import as_stored, in_order, no_match, told_apart
@@ -34,7 +34,7 @@ _BLOCK_ELEMENTS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class TensorChange:
-    """One tensor that is not the same in two checkpoints, A and B."""
+    """One tensor that is not the same in two checkpoints, A and B; dtype and shape are None where it is not."""
 
     name: str
     aliases: tuple[str, ...]
@@ -48,11 +48,9 @@ class TensorChange:
     Or ``undecided``, without norms only: its bytes lie in other partitions than before, which other tensors share.
     """
     dtype_a: str | None
-    """Dtype in A; None when it was added."""
     dtype_b: str | None
-    """Dtype in B; None when it was removed."""
     shape_a: tuple[int, ...] | None
-    """Shape of the whole tensor in A; None when it was added."""
+    """Shape of the whole tensor in A."""
     shape_b: tuple[int, ...] | None
     bytes_a: int
     bytes_b: int
@@ -74,7 +72,6 @@ class ValueChange:
     a: str | None
     """The value in A as text, shortened in the middle; None when there is none."""
     b: str | None
-    """The value in B as text, shortened in the middle; None when there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +83,6 @@ class Difference:
     other_saves_a: tuple[str, ...]
     """Save ids of further checkpoints of A's step, when A was named by a step."""
     other_saves_b: tuple[str, ...]
-    """Save ids of further checkpoints of B's step, when B was named by a step."""
     tensors: tuple[TensorChange, ...]
     """The tensors that changed, by name."""
     unchanged_tensors: int

@@ -57,10 +57,7 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
 def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:
     """Make a catalog agree with the packs and the manifests; other processes may have it open.
 
-    Args:
-        tier: the store.
-        catalog: its catalog.
-        survey: what the packs hold, if every frame was read; else their indexes are believed.
+    ``survey`` is what the packs hold, if every frame was read; else their indexes are believed.
 
     Raises:
         CatalogError: it is damaged so that it must be set aside, which the next start does.

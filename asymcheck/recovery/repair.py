@@ -77,11 +77,8 @@ _NAME_STEP = "restore a step (step=…), or one of several saves of it (save:DIG
 def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, made: Rebuilt | None = None) -> Repaired:
     """Repair a store; safe beside saves, loads and collections of other processes.
 
-    Args:
-        tier: the store.
-        catalog: its catalog.
-        progress: called with bytes read so far and bytes to read in all.
-        made: what was entered when the catalog was opened, if it had to be made anew.
+    ``progress`` is called with bytes read so far and bytes to read in all; ``made`` is what was entered when the
+    catalog was opened, if it had to be made anew.
 
     Raises:
         StorageError: the device refused, or is full; nothing is lost, and the next repair goes on.

@@ -1,7 +1,8 @@
 """Scan: the packs of a store one after the other, and the frames of each with what is wrong with them.
 
 Verify, repair and rebuild differ only in what they do with a frame. One pack is open and one frame in memory at a time:
-a store may have more packs than a process may open files.
+a store may have more packs than a process may open files. Errors after which nothing is known of the stored bytes
+(:data:`asymcheck.errors.UNKNOWING`) are raised, and never taken for damage.
 """
 
 from __future__ import annotations
@@ -42,11 +43,7 @@ Opened = OpenPack | AsymcheckError
 
 
 def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack]) -> Iterator[tuple[PackId, Opened]]:
-    """Open packs one after the other; each is closed before the next is opened.
-
-    Raises:
-        TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError: nothing is wrong with the pack.
-    """
+    """Open packs one after the other; each is closed before the next is opened."""
     for pack_id in pack_ids:
         try:
             pack = open_pack(pack_id)
@@ -60,11 +57,7 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack
 
 
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
-    """Read the manifests of a checkpoint, or say why not; those that were deleted since it was listed are left out.
-
-    Raises:
-        TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError: nothing is wrong with the manifest.
-    """
+    """Read the manifests of a checkpoint, or say why not; those that were deleted since it was listed are left out."""
     for name in listing.manifests:
         try:
             manifest = tier.manifests.read(listing.run, listing.ref, name)
@@ -100,9 +93,6 @@ class FrameScanner:
         """Read frames of a pack and check them against header, index entry and digest.
 
         The payloads of partitions in ``undecoded`` are compared with their checksums only.
-
-        Raises:
-            TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError: nothing is wrong with the frame.
         """
         names = pack.digests()
         slot = Slot(int(pack.entries["stored_length"].max(initial=0)))
@@ -252,11 +242,7 @@ def read_indexes(tier: NvmeTier) -> Survey:
 
 
 def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
-    """Read every frame of every pack and compare it with its digest.
-
-    Raises:
-        TooManyFilesError, ReadOnlyStoreError: this process may not open a file more, or not this one.
-    """
+    """Read every frame of every pack and compare it with its digest."""
     found, done, scanner = Survey(), 0, FrameScanner(tier)
     sizes = {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in tier.pack_ids()}
     for pack_id, pack in each_pack(sizes, tier.open_pack_to_repair):

@@ -32,7 +32,7 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/pipeline/transaction.py": "from asymcheck.recovery.scan import survey"},
         {"asymcheck/recovery/deep.py": "from asymcheck.measure import machine"},
         {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
-        {"asymcheck/measure/drive.py": "from asymcheck.recovery.sample import sample"},
+        {"asymcheck/measure/machine.py": "from asymcheck.recovery.sample import sample"},
         {"asymcheck/codecs/delta.py": "import asymcheck.partition.plan"},
     ],
     "ground_floor": [

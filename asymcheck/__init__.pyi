@@ -30,10 +30,9 @@ from .policies.retention import Retention, Verdict
 from .pruning import Pruned
 from .ranks import Ranks
 from .recovery.accounting import Accounting, CheckpointBytes, RoleBytes
-from .recovery.difference import Difference, TensorChange, ValueChange
+from .recovery.difference import Difference, TensorChange, TensorNorms, ValueChange
 from .recovery.history import History, HistoryEntry, Opening
 from .recovery.inventory import StoredPartition, StoredTensor, StoredValue
-from .recovery.norms import TensorNorms
 from .recovery.rebuild import Rebuilt
 from .recovery.repair import Repair, Repaired, Unrepaired
 from .store import Store

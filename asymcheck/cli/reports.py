@@ -11,9 +11,8 @@ from asymcheck.cli.options import command, json_option, places_option, store_arg
 from asymcheck.cli.places import Places, places_of
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.accounting import Accounting, CheckpointBytes
-from asymcheck.recovery.difference import Difference, TensorChange
+from asymcheck.recovery.difference import Difference, TensorChange, TensorNorms
 from asymcheck.recovery.history import History, HistoryEntry, Opening
-from asymcheck.recovery.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from asymcheck.errors import StructureError
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.record import canonical_json, integer, is_canonical, parse_id, string
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import canonical_json, integer, is_canonical, parse_id, parse_json, string
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 
 PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")

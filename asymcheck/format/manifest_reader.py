@@ -27,10 +27,9 @@ from asymcheck.format.manifest import (
     is_valid,
     list_offsets,
 )
-from asymcheck.format.record import parent_from_json, parse_id
+from asymcheck.format.record import parent_from_json, parse_id, parse_json
 from asymcheck.format.registry import check_reader_features, check_version
 from asymcheck.format.spans import read_spans
-from asymcheck.format.strict_json import parse_json
 from asymcheck.format.tree import decode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 

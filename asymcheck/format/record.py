@@ -1,4 +1,4 @@
-"""Record files: the store's descriptor and head records (SPEC.md §6)."""
+"""JSON read strictly (SPEC.md §5), and record files: the store's descriptor and head records (SPEC.md §6)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,36 @@ from asymcheck.errors import ChecksumError, LimitError, StructureError, Truncate
 from asymcheck.format import registry
 from asymcheck.format.digest import Buffer, digest
 from asymcheck.format.registry import check_reader_features, check_version
-from asymcheck.format.strict_json import parse_json
 from asymcheck.types import CheckpointRef, SaveId
+
+
+def parse_json(text: bytes, where: str) -> object:
+    """Return the value of a JSON text; ``where`` names the structure in errors.
+
+    Raises:
+        StructureError: not UTF-8, a byte order mark, a key twice in one object, NaN or an infinity, a lone surrogate,
+            nesting beyond what the parser takes, or no JSON at all.
+    """
+    try:
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\ud" in text.lower():
+            # Only an escape can bring in half a surrogate pair; such a string can be neither printed nor written again.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"{where}: not JSON as the format has it: {error}") from error
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise StructureError("a JSON object has a key twice")
+    return value
+
+
+def _no_constant(name: str) -> object:
+    raise StructureError(f"{name} is not JSON")
+
 
 RECORD_BYTES = 2 * registry.BLOCK_BYTES
 _HEX32 = re.compile(r"[0-9a-f]{32}\Z")

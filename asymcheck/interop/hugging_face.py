@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import parse_json
 from asymcheck.interop.part import MODEL, Part, encode_tied
 from asymcheck.interop.safetensors_format import (
     FileTensor,

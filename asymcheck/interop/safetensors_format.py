@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
+from asymcheck.format.record import parse_json
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.format.strict_json import parse_json
 from asymcheck.interop.source import SourceFile
 
 HEADER_BYTES_MAX: Final = 100_000_000

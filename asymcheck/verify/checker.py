@@ -214,19 +214,21 @@ class _Checker:
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
             wholes = Wholes() if listing.is_whole and listing.world_size > 1 else None
+            sound = 0
             for manifest_name, manifest in each_manifest(self.tier, listing):
                 try:
                     if isinstance(manifest, AsymcheckError):
                         raise manifest
                     check_tree(manifest.header.tree, len(manifest), f"manifest {where}/{manifest_name}")
                 except AsymcheckError as error:
-                    wholes = None
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
+                    sound += 1
                     self._note(manifest, name)
                     if wholes is not None:
                         wholes.add(manifest)
-            if wholes is not None:
+            # When one was deleted since it was listed, the others alone make up no whole.
+            if wholes is not None and sound == len(listing.manifests):
                 self._lacking(wholes, where)
 
     def _lacking(self, wholes: Wholes, where: str) -> None:

@@ -17,7 +17,9 @@ from asymcheck.errors import (
     SkippedCheckpointWarning,
     StateMismatchError,
 )
-from asymcheck.types import PackId
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.types import CheckpointRef, PackId
 from tests.boxes.ranks import cut_in_grid, save_ranks
 from tests.store.equality import assert_same
 from tests.store.spies import frames_read
@@ -333,3 +335,25 @@ def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
         assert store.verify(3) == []
         with pytest.raises(StateMismatchError):
             store.load(4)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_blamed(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of one rank, read before, makes up no whole without the other's."""
+    full = torch.arange(12.0).reshape(4, 3)
+    with Store.open(store_path, config=SMALL) as store, Store.open(store_path, config=SMALL) as other:
+        save_ranks(store, [{"w": _part(full, 0, 2)}, {"w": _part(full, 2, 4)}], 1)
+        manifests = store._tier.manifests
+        read, seen = manifests.read, []
+
+        def read_and_delete(run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+            if len(seen) == 1:
+                other.delete(1)
+            seen.append(name)
+            return read(run, ref, name)
+
+        monkeypatch.setattr(manifests, "read", read_and_delete)
+        kinds = {finding.kind for finding in store.verify()}
+        assert len(seen) > 1
+        assert kinds <= {"no-checkpoint"}

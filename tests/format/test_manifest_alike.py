@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asymcheck.errors import FormatError, StructureError
 from asymcheck.format.manifest import Extent, Manifest
 from asymcheck.format.manifest_reader import Alike, decode_manifest, decode_manifests
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import parse_json
 from asymcheck.types import Digest
 from tests.fuzz.manifests import HEADER, ROWS, change, row, seeds
 from tools.manifest_files import encode_manifest

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import StructureError
-from asymcheck.format.record import canonical_json
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import canonical_json, parse_json
 
 strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 values = st.recursive(

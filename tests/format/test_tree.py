@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from asymcheck.errors import FormatError, LimitError, StructureError
 from asymcheck.format import registry, tree
-from asymcheck.format.record import canonical_json
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import canonical_json, parse_json
 from asymcheck.format.tree import Key, Node
 
 

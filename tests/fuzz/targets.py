@@ -14,8 +14,8 @@ from asymcheck.codecs.decode import decode as decode_payload
 from asymcheck.errors import FormatError
 from asymcheck.format import catalog, frame, layout, pack, record
 from asymcheck.format.digest import digest, sum8
+from asymcheck.format.record import parse_json
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.format.strict_json import parse_json
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 from tests.fuzz import manifests, mutate, trees
 

@@ -13,7 +13,7 @@ from asymcheck.format import catalog, frame, layout, pack, record, registry
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import parse_json
 from asymcheck.format.tree import decode
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
 from tests.fuzz.trees import Rewriter

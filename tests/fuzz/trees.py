@@ -3,7 +3,7 @@
 import json
 import random
 
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import parse_json
 from asymcheck.format.tree import Key, Node, decode, encode_integer, encode_plain
 from tests.fuzz import mutate
 

@@ -13,8 +13,7 @@ import asymcheck
 from asymcheck.errors import CheckpointNotFoundError, DamagedPartitionError, InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.recovery import difference, windows
-from asymcheck.recovery.difference import TensorChange
-from asymcheck.recovery.norms import NormSums, TensorNorms
+from asymcheck.recovery.difference import NormSums, TensorChange, TensorNorms
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 

@@ -22,9 +22,8 @@ from asymcheck.format import layout
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE
-from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor, parse_json
 from asymcheck.format.ring import CaptureEntry, RingHeader
-from asymcheck.format.strict_json import parse_json
 from asymcheck.recovery.fetch import read_checked
 from asymcheck.recovery.fetch import read_frame as read_frame_of
 from asymcheck.recovery.locate import Copy

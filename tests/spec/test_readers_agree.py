@@ -13,7 +13,7 @@ import pytest
 from asymcheck.errors import FormatError
 from asymcheck.format import tree
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.strict_json import parse_json
+from asymcheck.format.record import parse_json
 from tests.spec.corpus import FORMAT_SPEC, vectors
 from tools.vectors_manifest import manifest_path
 from tools.vectors_manifest_invalid import ROWS, ROWS_HEADER, arrow_file, columns_of, header_bytes

@@ -132,11 +132,7 @@ def _encoded(
 
 
 def _pack_chunks(
-    length: int,
-    segments: Sequence[Segment],
-    chunk_bytes: int,
-    rows: Callable[[container.Chunk], Bytes],
-    mapped: Mapper,
+    length: int, segments: Sequence[Segment], chunk_bytes: int, rows: Callable[[container.Chunk], Bytes], mapped: Mapper
 ) -> list[Buffer]:
     joined = container.merged(segments, chunk_bytes)
     if sum(segment.length for segment in joined) != length or any(one.length % one.width for one in joined):

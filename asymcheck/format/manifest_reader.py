@@ -141,7 +141,8 @@ def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[
 def _check_all(batches: Sequence[tuple[pa.RecordBatch, str]]) -> None:
     try:
         # The rules are rules of rows: where all keep them, each manifest does, in a fraction of the calls.
-        _check_rows(_one_batch([batch for batch, _ in batches]), "")
+        columns = [pa.concat_arrays([batch.column(name) for batch, _ in batches]) for name in SCHEMA.names]
+        _check_rows(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), "")
     except FormatError:
         # Now which it was; or none, for two ranks may give one partition two lengths.
         for batch, where in batches:
@@ -151,11 +152,6 @@ def _check_all(batches: Sequence[tuple[pa.RecordBatch, str]]) -> None:
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Check the rules of rows of a manifest that was not read but made: what breaks one could never be read."""
     _check_rows(pa.RecordBatch.from_arrays(manifest.columns, schema=SCHEMA), where)
-
-
-def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    columns = [pa.concat_arrays([batch.column(number) for batch in batches]) for number in range(len(SCHEMA))]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
 def _open(data: Buffer, where: str, parse: Callable[[bytes, str], object]) -> tuple[ManifestHeader, pa.Message]:

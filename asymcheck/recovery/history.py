@@ -170,15 +170,14 @@ class _Historian:
             for entry in read
             if everything or (entry.checkpoint.complete and entry.checkpoint.on_line)
         ]
-        abandoned = sum(entry.checkpoint.on_line is False for entry in read)
-        incomplete = sum(bool(entry.checkpoint.on_line) and not entry.checkpoint.complete for entry in read)
+        hidden = [] if everything else [entry.checkpoint for entry in read]
         return History(
             run=self.run,
             generation=None if self.line is None else self.line.generation,
             entries=tuple(reversed(shown)),
             openings=tuple(self._openings(everything=everything)),
-            hidden_abandoned=0 if everything else abandoned,
-            hidden_incomplete=0 if everything else incomplete,
+            hidden_abandoned=sum(checkpoint.on_line is False for checkpoint in hidden),
+            hidden_incomplete=sum(bool(checkpoint.on_line) and not checkpoint.complete for checkpoint in hidden),
             line_problem=self.line_problem,
         )
 

@@ -8,13 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from asymcheck.config import WRITER
-from asymcheck.errors import (
-    AsymcheckError,
-    BaseDamagedError,
-    DigestMismatchError,
-    FormatError,
-    LockTimeoutError,
-)
+from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchError, FormatError, LockTimeoutError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST
@@ -257,23 +251,20 @@ class _Elsewhere:
     """
 
     def __init__(self) -> None:
-        self._full: dict[Digest, Location] = {}
-        self._based: dict[Digest, dict[bytes, Location]] = {}
+        self._places: dict[Digest, dict[bytes, Location]] = {}
 
     def add(self, name: Digest, location: Location) -> None:
-        if location.base_digest == ZERO_DIGEST:
-            self._full[name] = location
-        else:
-            self._based.setdefault(name, {})[location.base_digest] = location
+        self._places.setdefault(name, {})[location.base_digest] = location
 
     def stands(self, copy: _Copy) -> bool:
         """Tell whether there is a frame that can stand for this one."""
         name, base = copy
-        return name in self._full or base in self._based.get(name, {})
+        return not {ZERO_DIGEST, base}.isdisjoint(self._places.get(name, {}))
 
     def of(self, name: Digest) -> Location | None:
         """Return where a partition lies, in full if it does."""
-        return self._full.get(name) or next(iter(self._based.get(name, {}).values()), None)
+        places = self._places.get(name, {})
+        return places.get(ZERO_DIGEST) or next(iter(places.values()), None)
 
 
 class Replacement:

@@ -366,8 +366,11 @@ class _Checker:
             self._unchecked(missed)
             return
         for name, need in missed:
-            where, message = name.hex(), f"partition {name.hex()} {self._lack(name)}"
-            self._add("missing-partition", Severity.ERROR, "I2", where, message, sorted(need.checkpoints), need.tensors)
+            is_there = name in self.intact or name in self.unlike
+            lack = "has not the length that the manifest says" if is_there else "lies in no readable pack"
+            message = f"partition {name.hex()} {lack}"
+            checkpoints = sorted(need.checkpoints)
+            self._add("missing-partition", Severity.ERROR, "I2", name.hex(), message, checkpoints, need.tensors)
 
     def _unchecked(self, missed: Sequence[tuple[Digest, _Need]]) -> None:
         """Report partitions that are in no readable pack: a locked pack may hold them, so none is lost."""
@@ -379,10 +382,6 @@ class _Checker:
         tensors = dict.fromkeys(tensor for _, need in missed for tensor in need.tensors)
         shown = list(tensors)[:_TENSORS_SHOWN]
         self._add(UNCHECKED, Severity.WARNING, "I2", f"{layout.PACKS}/", message, checkpoints, shown)
-
-    def _lack(self, name: Digest) -> str:
-        is_there = name in self.intact or name in self.unlike
-        return "has not the length that the manifest says" if is_there else "lies in no readable pack"
 
     def _is_missed(self, name: Digest) -> bool:
         """Tell whether a partition is needed for itself, or by one that lies nowhere else than on it."""

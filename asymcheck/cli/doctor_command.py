@@ -17,7 +17,7 @@ from asymcheck.cli.options import (
     store_argument,
 )
 from asymcheck.config import StoreConfig
-from asymcheck.measure.machine import planned_bytes
+from asymcheck.measure import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
 # From here on a time in ms has no decimals.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.measure import NOISE, machine
+from asymcheck.measure import NOISE, QUICK, measure_drive, planned_bytes
 from asymcheck.recovery.sample import sample
 from asymcheck.tiers.nvme import Files, NvmeTier, scratch
 
@@ -52,7 +52,7 @@ def test_facts_of_a_store(store_path: Path) -> None:
     assert all(map(_positive, speeds))
     assert facts.drive.write_latency_median_s <= facts.drive.write_latency_p95_s
     assert facts.drive.durable_write_bytes_per_s <= facts.drive.write_bytes_per_s
-    assert 0 < facts.written_bytes <= machine.planned_bytes(quick=True) + (1 << 20)
+    assert 0 < facts.written_bytes <= planned_bytes(quick=True) + (1 << 20)
     kinds = {(one.role, one.dtype, one.codec) for one in facts.codecs}
     codecs = ("zstd", "byte-planes", "ordered-integer-delta")
     assert {("weights", dtype, codec) for dtype in ("float32", "bfloat16") for codec in codecs} <= kinds
@@ -154,7 +154,7 @@ def test_a_full_drive_is_said_first(store_path: Path) -> None:
     asymcheck.Store.open(store_path).close()
     tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Full())
     with pytest.raises(asymcheck.errors.OutOfSpaceError, match="measure with --quick"):
-        machine.measure_drive(tier, machine.QUICK)
+        measure_drive(tier, QUICK)
     assert list((store_path / "packs").iterdir()) == []
 
 
@@ -177,9 +177,9 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
 
     asymcheck.Store.open(store_path).close()
     tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Broken())
-    slow = dataclasses.replace(machine.QUICK, file_bytes=8 << 20)
+    slow = dataclasses.replace(QUICK, file_bytes=8 << 20)
     with pytest.raises(asymcheck.errors.StorageError, match="broken"):
-        machine.measure_drive(tier, slow)
+        measure_drive(tier, slow)
     assert list((store_path / "packs").iterdir()) == []
 
 

@@ -16,8 +16,7 @@ from asymcheck.format.record import HeadRecord
 from asymcheck.recovery.line import Line, begin_generation, read_line
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import CheckpointRef, SaveId
-from asymcheck.verify import Severity
-from asymcheck.verify.checker import verify
+from asymcheck.verify import Severity, verify
 
 Ref = CheckpointRef
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.measure import machine
+from asymcheck import measure
 from asymcheck.pipeline import background
 from asymcheck.tiers.available import available_bytes
 
@@ -86,9 +86,9 @@ def test_nothing_is_known_where_nothing_says_so(tmp_path: Path) -> None:
 
 def test_a_ring_takes_half_of_what_a_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And never nothing: a ring that is too small says so."""
-    for module in (background, machine):
+    for module in (background, measure):
         monkeypatch.setattr(module, "available_bytes", lambda: 1 << 20)
-    assert background.default_bytes(tmp_path, GIB) == machine.ring_room_bytes(tmp_path) == 1 << 19
+    assert background.default_bytes(tmp_path, GIB) == measure.ring_room_bytes(tmp_path) == 1 << 19
     assert background.default_bytes(tmp_path, GIB, processes=2) == 1 << 18
     monkeypatch.setattr(background, "available_bytes", lambda: 0)
     assert background.default_bytes(tmp_path, GIB) > 0

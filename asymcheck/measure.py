@@ -1,4 +1,4 @@
-"""Facts of one machine and one store, within about ten seconds: memory, codecs and the drive.
+"""Facts of one machine and one store for the policies, within about ten seconds: memory, codecs and the drive.
 
 Of the drive: how fast it takes bytes, how long until they are durable, and how fast it gives them.
 """

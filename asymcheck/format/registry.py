@@ -54,14 +54,30 @@ PACK_LIVE: Final = 1
 PACK_FREED: Final = 2
 PACK_STATES: Final = {1: "live", 2: "freed"}
 
-_DTYPES_BY_BYTES: Final = {
-    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
-    2: "uint16 int16 float16 bfloat16",
-    4: "uint32 int32 float32 complex32",
-    8: "uint64 int64 float64 complex64",
-    16: "complex128",
+DTYPE_BYTES: Final = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
 }
-DTYPE_BYTES: Final = {name: size for size, names in _DTYPES_BY_BYTES.items() for name in names.split()}
 
 ROLES: Final = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
 

@@ -72,12 +72,7 @@ class Together:
         return Part(self.rank, self.world_size, new_save_id().hex())
 
     def session(self) -> Session:
-        """Return the session of the ranks, which find each other at the first call.
-
-        Raises:
-            RanksMissingError: some do not come.
-            RankFailedError: they are about to do different things.
-        """
+        """Return the session of the ranks, which find each other at the first call."""
         if self._session is None:
             terms = {"ranks": str(self._ranks.world_size)}
             home = Home(self._store.store_id, self._ranks.node, this_process().boot_id, self._pushes)
@@ -89,12 +84,7 @@ class Together:
         return self._session
 
     def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
-        """Return on all ranks what ``say`` returns on rank 0, which waits for no other; on the training thread.
-
-        Raises:
-            RanksMissingError: rank 0 does not answer in time.
-            RankFailedError: the ranks are about to do different things.
-        """
+        """Return on all ranks what ``say`` returns on rank 0, which waits for no other; on the training thread."""
         what = f"choice of an interval at step {step}"
         _, said = self.session().begin("chooses an interval at", step, None, say, what)
         return said
@@ -225,8 +215,10 @@ class Together:
             failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if one["failed"] is not None]
             if not failed and checkpoint is not None:
                 generation = self._store.begin_generation(checkpoint, run=self._run)
-                heads = [] if session.store_ranks is None else self._store.training.heads(self._run)
-                head = next((head_to_json(one) for one in heads if one.generation == generation), None)
+                head = None
+                if session.store_ranks is not None:
+                    heads = self._store.training.heads(self._run)
+                    head = next(head_to_json(one) for one in heads if one.generation == generation)
                 return json.dumps({"generation": generation, "head": head}).encode()
             reasons = "; ".join(failed[:_SHOWN])
             if skipped is not None and all(one["failed"] is None or one["is_damage"] for one in found):
@@ -294,11 +286,7 @@ def _settle(into: object) -> None:
 
 
 def saved(capture: Capture) -> Checkpoint:
-    """Return the checkpoint of a capture of all ranks.
-
-    Raises:
-        LostCheckpointError: it was not committed.
-    """
+    """Return the checkpoint of a capture of all ranks."""
     ref, request = capture.ref, capture.request
     if ref is None:
         raise LostCheckpointError(f"step {request.step} of run {request.run!r} was not saved: {capture.error}")
@@ -389,11 +377,7 @@ def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
 
 
 def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
-    """Return the head records of all stores.
-
-    Raises:
-        HeadRecordError: two stores have different records of one generation.
-    """
+    """Return the head records of all stores."""
     found: dict[int, tuple[HeadRecord, Spans]] = {}
     for group in groups:
         for said in json.loads(reports[group[0][0]]):
@@ -440,12 +424,7 @@ class _Proposals:
         return b""
 
     def each(self, skipped: list[str]) -> Iterator[CheckpointRef]:
-        """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``.
-
-        Raises:
-            CheckpointNotFoundError: no store has any checkpoint.
-            InconsistentCheckpointError: no checkpoint is left.
-        """
+        """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
         which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
         if not any(self._found):
             raise CheckpointNotFoundError(f"none of {len(self._found)} stores has {which} of run {self._run!r}")

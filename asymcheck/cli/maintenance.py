@@ -251,11 +251,7 @@ def delete(store: str, step: int, run: str, generation: int | None, yes: bool, a
 
 
 def _is_confirmed(chosen: list[Checkpoint]) -> bool:
-    """Ask on the terminal.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """Ask on the terminal."""
     if not sys.stdin.isatty():
         raise InvalidInputError("nobody can be asked here; give --yes to delete " + "; ".join(map(_name, chosen)))
     for item in chosen:

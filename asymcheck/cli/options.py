@@ -69,11 +69,7 @@ def ring_options(command: _F) -> _F:
 
 
 def parse_which(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
-    """Return the step that an option names, or one save of a step as ``save:DIGITS``.
-
-    Raises:
-        click.BadParameter: it names none.
-    """
+    """Return the step that an option names, or one save of a step as ``save:DIGITS``."""
     if text is None:
         return None
     try:
@@ -92,11 +88,7 @@ step_option = click.option(
 
 
 def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes that an option names as ``200000``, ``200KB`` (thousands) or ``200KiB`` (1024 each).
-
-    Raises:
-        click.BadParameter: it names none.
-    """
+    """Return the bytes that an option names as ``200000``, ``200KB`` (thousands) or ``200KiB`` (1024 each)."""
     if text is None:
         return None
     found = _SIZE.match(text)
@@ -112,11 +104,7 @@ def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 
 
 def parse_span(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
-    """Return the seconds that an option names as ``90``, ``90s``, ``30min``, ``3.5h`` or ``2d``.
-
-    Raises:
-        click.BadParameter: it names none.
-    """
+    """Return the seconds that an option names as ``90``, ``90s``, ``30min``, ``3.5h`` or ``2d``."""
     found = _SPAN.match(text)
     seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
     if seconds <= 0:

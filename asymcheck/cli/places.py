@@ -80,11 +80,7 @@ def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> s
 
 
 def show_rings(store: Store, run: str | None, ring_folder: Path, *, as_json: bool) -> int:
-    """Print the rings of a store; return the exit status, which tells whether a ring of a killed process is damaged.
-
-    Raises:
-        NotFoundError: the folder does not exist, so that it may be the wrong one.
-    """
+    """Print the rings of a store; return the exit status, which tells whether a ring of a killed process is damaged."""
     with translated("look at", ring_folder):
         if not ring_folder.exists():
             raise NotFoundError(f"{ring_folder} does not exist; --ring-folder names where the training has its rings")

@@ -24,8 +24,7 @@ from asymcheck.store import Store
 from asymcheck.tiers.files import translated
 from asymcheck.types import Checkpoint, Progress
 
-SHARD_BYTES = 5_000_000_000
-"""Most bytes of tensors in one file of a folder, as transformers has it by default."""
+SHARD_BYTES = 5_000_000_000  # most bytes of tensors in one file of a folder, as transformers has it by default
 _REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
 
 
@@ -53,11 +52,7 @@ class Output:
     files_from: Path | None = None  # A folder whose small files (configuration, tokenizer) are copied into the new one
 
     def sink(self, part: str | None) -> SafetensorsSink | TorchSink:
-        """Return the sink that writes a part of a state, given by its dotted name; None means the whole state.
-
-        Raises:
-            InvalidInputError: nothing can be written there, or the format has no place for ``files_from``.
-        """
+        """Return the sink that writes a part of a state, given by its dotted name; None means the whole state."""
         kind = check_target(self.path)
         if self.files_from is not None and kind != "folder":
             raise InvalidInputError(

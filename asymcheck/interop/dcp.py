@@ -84,8 +84,7 @@ class AsymcheckWriter(StorageWriter):
         self._step = step
         self._run = run
         self._metrics = metrics
-        self.checkpoint: Checkpoint | None = None
-        """The checkpoint that this rank has saved, if any."""
+        self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved, if any
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse a ``checkpoint_id``; without one, DCP does not call this."""
@@ -105,11 +104,7 @@ class AsymcheckWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its part of one checkpoint, with one save id for all.
-
-        Raises:
-            InvalidInputError: the planner caches plans, and with them their save id.
-        """
+        """Give each rank its part of one checkpoint, with one save id for all."""
         save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
         if not all(plan.usable for plan in plans):
             raise InvalidInputError(_CACHED)
@@ -201,8 +196,7 @@ class AsymcheckReader(StorageReader):
         self._store = _opened(store)
         self._step = step
         self._run = run
-        self.checkpoint: Checkpoint | None = None
-        """The checkpoint that is being read."""
+        self.checkpoint: Checkpoint | None = None  # the checkpoint that is being read
         self._ref: CheckpointRef | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -242,11 +236,7 @@ class AsymcheckReader(StorageReader):
         return dataclasses.replace(plan, storage_data=self._ref)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse different checkpoints, which ranks find when another one is saved at the same time.
-
-        Raises:
-            InconsistentCheckpointError
-        """
+        """Refuse different checkpoints, which ranks find when another one is saved at the same time."""
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
             named = ", ".join(sorted(map(str, found)))

@@ -41,11 +41,7 @@ _ERRORS = (
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Tell whether a folder is one of DCP.
-
-    Raises:
-        ForeignFileError: a killed save has left it unfinished.
-    """
+    """Tell whether a folder is one of DCP."""
     if (path / _METADATA).is_file():
         return True
     if any(path.glob("*.distcp")):
@@ -221,11 +217,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> _Folder:
-    """Read what a folder of DCP holds.
-
-    Raises:
-        ForeignFileError: the file is damaged, names other classes than descriptions, or describes what cannot be read.
-    """
+    """Read what a folder of DCP holds."""
     try:
         with translated("read", path), path.open("rb") as file:
             metadata: object = _Unpickler(file).load()

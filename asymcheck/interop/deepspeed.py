@@ -38,8 +38,7 @@ from asymcheck.partition.shards import TensorShard
 from asymcheck.store import Store
 
 _STAGES = (1, 2, 3)
-_SHARDED_STAGE = 3
-"""In this stage ranks have parts of the low-precision parameters, too."""
+_SHARDED_STAGE = 3  # in this stage ranks have parts of the low-precision parameters, too
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _KEYS = frozenset(
     {"weights", "frozen", "shapes", "buffers", "optimizer", "groups"}

@@ -119,9 +119,6 @@ def plan_shards(tensors: Sequence[NewTensor], max_shard_bytes: int) -> list[Shar
 
     Tensors stay in their order. A tensor that is larger than ``max_shard_bytes`` gets a file of its own, before the one
     that is being filled. A single file is ``model.safetensors``, and needs no index.
-
-    Raises:
-        InvalidInputError: ``max_shard_bytes`` is less than 1.
     """
     if max_shard_bytes < 1:
         raise InvalidInputError(f"shards of {max_shard_bytes} bytes hold nothing; give at least 1")
@@ -291,14 +288,10 @@ class SafetensorsSink:
         self._draft, self._pick = draft, pick
         self._max_shard_bytes = max_shard_bytes
         self._files = list(files)
-        self.tensors = 0
-        """Tensors written; tied ones count once."""
-        self.nbytes = 0
-        """Bytes of them."""
-        self.left_out: list[str] = []
-        """Names of values that are no tensors."""
-        self.hints: list[str] = []
-        """Reasons why other programs may not read it as expected, and remedies."""
+        self.tensors = 0  # tensors written; tied ones count once
+        self.nbytes = 0  # bytes of them
+        self.left_out: list[str] = []  # names of values that are no tensors
+        self.hints: list[str] = []  # reasons why other programs may not read it as expected, and remedies
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write headers, index and small files; return the places of the tensors."""

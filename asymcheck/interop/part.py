@@ -12,10 +12,8 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.format.tree import Key, join_name
 from asymcheck.recovery.shape import RowRef
 
-MODEL = "model"
-"""Key of the tensors in a checkpoint that was converted from a safetensors file or folder."""
-SOURCE = "safetensors"
-"""Key of everything else in it: a mapping with ``metadata`` and ``files``."""
+MODEL = "model"  # key of the tensors in a checkpoint that was converted from a safetensors file or folder
+SOURCE = "safetensors"  # key of everything else in it: a mapping with ``metadata`` and ``files``
 TIED = "asymcheck.tied"
 """Key in the metadata of a safetensors file: JSON of further names of tied tensors, with their first names."""
 
@@ -34,11 +32,7 @@ class Part:
     """First parts of the tensors' dotted names, where the whole state was picked and is in parts."""
 
     def rows_by_name(self) -> tuple[dict[str, int], dict[str, str]]:
-        """Return the row of each tensor by its name in the part, and further names of tied ones with the first name.
-
-        Raises:
-            InvalidInputError: two tensors have the same dotted name.
-        """
+        """Return the row of each tensor by its name in the part, and further names of tied ones with the first name."""
         names: dict[str, int] = {}
         first: dict[int, str] = {}
         tied: dict[str, str] = {}

@@ -34,8 +34,7 @@ from asymcheck.format.record import parse_json
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.interop.source import SourceFile
 
-HEADER_BYTES_MAX: Final = 100_000_000
-"""The longest header that the format allows."""
+HEADER_BYTES_MAX: Final = 100_000_000  # the longest header that the format allows
 
 METADATA_KEY: Final = "__metadata__"
 

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from asymcheck.errors import ForeignFileError, NotFoundError
 from asymcheck.partition.leaves import TensorBytes
@@ -17,10 +16,11 @@ from asymcheck.tiers.files import Files, translated
 _FILES = Files()
 
 
-class SourceFile:
+class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
     """A file that tensors are read from, and that must not change meanwhile.
 
-    Threads share it. Close it, or use it in a ``with`` block.
+    Threads share it. Close it, or use it in a ``with`` block. Reads raise ForeignFileError when the file ends too soon,
+    or has changed since it was opened.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
@@ -39,19 +39,14 @@ class SourceFile:
         except FileNotFoundError as error:
             raise NotFoundError(f"{path} does not exist") from error
         status = self._status()
-        self.size = status.st_size
-        """Bytes of the file."""
+        self.size = status.st_size  # bytes of the file
         self._changed_ns = status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise ForeignFileError(path, "not a regular file", "give the file itself")
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes of the file from ``start`` on.
-
-        Raises:
-            ForeignFileError: the file ends before that, or has changed since it was opened.
-        """
+        """Fill ``target`` with the bytes of the file from ``start`` on."""
         count = _FILES.pread(self._descriptor, [target], start, self.path)
         self.check()
         if count < len(target):
@@ -60,17 +55,13 @@ class SourceFile:
             self._on_read(count)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """Return a range of the file; raises what :meth:`read` raises."""
+        """Return a range of the file."""
         data = bytearray(length)
         self.read(start, memoryview(data))
         return bytes(data)
 
     def check(self) -> None:
-        """Check that everything read up to now belongs to one state of the file.
-
-        Raises:
-            ForeignFileError: somebody has written to the file since it was opened.
-        """
+        """Check that everything read up to now belongs to one state of the file."""
         status = self._status()
         if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
             raise ForeignFileError(self.path, "changed while it was read", "convert it again when nobody writes it")
@@ -80,11 +71,7 @@ class SourceFile:
             return os.fstat(self._descriptor)
 
     def mapped(self, start: int, length: int) -> memoryview:
-        """Return a range of the file as memory; call :meth:`check` after reading it.
-
-        Raises:
-            ValueError: the file ends before that.
-        """
+        """Return a range of the file as memory; call :meth:`check` after reading it."""
         first = start - start % mmap.ALLOCATIONGRANULARITY
         # A private mapping, because torch takes only writable memory.
         whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
@@ -100,14 +87,7 @@ class SourceFile:
             os.close(self._descriptor)
         self._descriptor = -1
 
-    def __enter__(self) -> SourceFile:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file."""
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -122,11 +102,7 @@ class _FileTensor(TensorBytes):
 
 @contextlib.contextmanager
 def refused(path: Path, problem: Callable[[Exception], str], remedy: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of a foreign library that reads ``path`` into ForeignFileError, with the text of ``problem``.
-
-    Raises:
-        ForeignFileError
-    """
+    """Turn errors of a foreign library that reads ``path`` into ForeignFileError, with the text of ``problem``."""
     try:
         yield
     except errors as error:

@@ -55,12 +55,7 @@ def format_of(path: Path) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Tell whether ``path`` is a store.
-
-    Raises:
-        InvalidInputError: it is a URI.
-        StorageError: this user may not look there.
-    """
+    """Tell whether ``path`` is a store."""
     check_no_uri(path)
     with translated("look at", path):
         return (path / DESCRIPTOR_NAME).exists()
@@ -199,11 +194,7 @@ class Draft:
             )
 
     def file(self, name: str = "", size: int = 0) -> TargetFile:
-        """Begin a file: the target itself, or one called ``name`` in the target folder.
-
-        Raises:
-            OutOfSpaceError: the disk has less room than ``size`` bytes.
-        """
+        """Begin a file: the target itself, or one called ``name`` in the target folder."""
         if name:
             with _written(self.path), translated("create", self.path):
                 self.path.mkdir(exist_ok=True)
@@ -283,11 +274,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def make_temporary_folder(kind: str) -> Path:
-    """Return a new folder in the temporary directory; remove those of this ``kind`` whose processes were killed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Return a new folder in the temporary directory; remove those of this ``kind`` whose processes were killed."""
     target = Path(tempfile.gettempdir()) / kind
     _clear(target)
     folder = _draft_of(target)

@@ -66,8 +66,7 @@ _LEFT_OUT = (".format_version", ".storage_alignment")
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
 _PROBE_BYTES = 1 << 16
-_METADATA = "_metadata"
-"""The attribute in which ``Module.state_dict()`` keeps the versions of modules."""
+_METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
 
 _PICKLE_MARK = b"\x80"
 _PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
@@ -100,12 +99,8 @@ def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = Non
 
 
 def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
-    """Do what :func:`read_torch_file` does for a file of ``torch.save`` that is a range of another file.
-
-    Raises:
-        ForeignFileError: as there.
-    """
-    source: Any = RangedFile(file, start, length)
+    """Do what :func:`read_torch_file` does for a file of ``torch.save`` that is a range of another file."""
+    source: Any = _RangedFile(file, start, length)
     magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
     # A pickle begins with this mark and its protocol. For any other file, torch would advise to trust it.
@@ -126,30 +121,25 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         return _mapped(archive.load_faked(), replaced)
 
 
-class RangedFile(io.RawIOBase):
+class _RangedFile(io.RawIOBase):
     """A range of a file, cut off at the end of the file, as the file object that libraries want."""
 
     def __init__(self, file: SourceFile, start: int, length: int) -> None:
-        """Read ``length`` bytes of ``file`` from ``start`` on."""
         self._file, self._start = file, start
         self._size = max(0, min(length, file.size - start))
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position, which may be beyond the end; return it."""
         self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset)
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - as the base class has it
-        """Fill ``buffer`` as far as the range goes; return the number of bytes."""
         target = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
         if target:
             self._file.read(self._start + self._at, target)
@@ -157,7 +147,6 @@ class RangedFile(io.RawIOBase):
         return len(target)
 
     def readall(self) -> bytes:
-        """Return everything up to the end of the range, in one read."""
         return self.read(max(0, self._size - self._at)) or b""
 
 
@@ -201,11 +190,7 @@ class _Archive:
             return torch.load(self._outline, map_location="cpu", weights_only=True)
 
     def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
-        """Return the name, the first byte and the length of the record with the storage of a faked tensor.
-
-        Raises:
-            ForeignFileError: the file does not hold the bytes as they are, or this torch cannot tell.
-        """
+        """Return the name, the first byte and the length of the record with the storage of a faked tensor."""
         start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None:
             raise ForeignFileError(self._path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
@@ -266,11 +251,7 @@ class _Archive:
 
 
 def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
-    """Return where the bytes of a member of a zip file begin, which only the header before them tells.
-
-    Raises:
-        ForeignFileError: the header is missing.
-    """
+    """Return where the bytes of a member of a zip file begin, which only the header before them tells."""
     file.seek(member.header_offset)
     header = file.read(_LOCAL.size)
     if len(header) < _LOCAL.size or not header.startswith(_LOCAL_MAGIC):
@@ -368,10 +349,8 @@ class TorchSink:
         """Write to ``draft`` what ``pick`` returns of a checkpoint's shape."""
         self._draft = draft
         self._pick = pick
-        self.tensors = 0
-        """Tensors written."""
-        self.nbytes = 0
-        """Bytes of these tensors."""
+        self.tensors = 0  # tensors written
+        self.nbytes = 0  # bytes of these tensors
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return their places."""
@@ -417,11 +396,7 @@ class TorchSink:
 
 @contextlib.contextmanager
 def _writing(file: TargetFile) -> Iterator[None]:
-    """Turn errors of ``torch.save`` into the package's.
-
-    Raises:
-        OutOfSpaceError, StorageError
-    """
+    """Turn errors of ``torch.save`` into the package's."""
     try:
         with translated("write", file.path):
             yield

@@ -19,8 +19,7 @@ from asymcheck.ranks.ranks import RanksGiven
 from asymcheck.store import Store
 
 State = dict[str, object]
-Groups = Sequence[dict[str, Any]]
-"""The options of an optimizer's parameter groups, without the parameters."""
+Groups = Sequence[dict[str, Any]]  # the options of an optimizer's parameter groups, without the parameters
 
 
 class SavingCallback:
@@ -62,10 +61,8 @@ class Deferred:
         """Store what ``get`` returns when a checkpoint is taken; give it back to ``put``."""
         self._get = get
         self._put = put
-        self.is_live = False
-        """Whether ``get`` can be called yet; before that, the part counts as empty."""
-        self.restored: State | None = None
-        """The state that waits; None when nothing does."""
+        self.is_live = False  # whether ``get`` can be called yet; before that, the part counts as empty
+        self.restored: State | None = None  # the state that waits; None when nothing does
 
     def state_dict(self) -> State:
         """Return the state to be stored."""

@@ -1,4 +1,4 @@
-"""Boxes: which part of a whole tensor, over all ranks, one rank holds; and the bytes that two parts have in common."""
+"""Boxes: the part of a whole tensor, over all ranks, that one rank holds, and the bytes that two parts share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from asymcheck.errors import LimitError
 _Ints = npt.NDArray[np.int64]
 _MOST_LEFT = 1 << 12
 """Pieces into which parts that overlap without any order may cut what is still wanted. No layout of ranks does that."""
-_WIDEST = 8
-"""Bytes of the widest word that is copied at once."""
+_WIDEST = 8  # bytes of the widest word that is copied at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,19 +216,11 @@ class Crossing:
             common: elements of both; not none.
             width: bytes of an element.
         """
-        self.nbytes = common.elements * width
-        """Bytes in common."""
+        self.nbytes = common.elements * width  # bytes in common
         # Dimensions that both have whole, or of one element, are no dimensions: what is left is few, as a rule one.
         dims = [(width, width, width, 0, 0)]
-        for p, q, c, start, a, b in zip(
-            reversed(source.shape),
-            reversed(target.shape),
-            reversed(common.shape),
-            reversed(common.offset),
-            reversed(source.offset),
-            reversed(target.offset),
-            strict=True,
-        ):
+        shapes = (source.shape, target.shape, common.shape)
+        for p, q, c, start, a, b in [*zip(*shapes, common.offset, source.offset, target.offset, strict=True)][::-1]:
             p_in, q_in, c_in = dims[-1][:3]
             if p_in == c_in == q_in:
                 dims[-1] = (p * p_in, q * q_in, c * c_in, (start - a) * p_in, (start - b) * q_in)

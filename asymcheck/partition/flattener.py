@@ -40,36 +40,31 @@ _GETTERS: tuple[Callable[[torch.Tensor], object], ...] = (
 
 
 class Flattener:
-    """Takes states apart; for one thread at a time. It keeps no tensor."""
+    """Flattens states; for one thread at a time. It keeps no tensor."""
 
     def __init__(self) -> None:
-        """Begin without a state."""
         self._known: _Known | None = None
         self._columns: Columns | None = None
 
     def flatten(self, state: object) -> FlatState:
-        """Do what :func:`~asymcheck.partition.state.flatten` does.
-
-        Raises:
-            UnsupportedValueError: something cannot be stored; names its path.
-        """
+        """Return the result of :func:`~asymcheck.partition.state.flatten`."""
         called: Called = {}
         flat = None if self._known is None else self._known.flatten(state, called)
         if flat is None:
             walker = Walker(called)
             tree = walker.node(state, None, 0)
             flat = FlatState(tree, walker.leaves, Columns.of(walker.leaves))
-            # What has come twice may come again: to remember what is otherwise each time takes longer than to walk it.
+            # To remember a structure pays only if it returns, which is likely when it came twice.
             self._known = _Known(flat, walker.visits) if flat.columns == self._columns else None
         self._columns = flat.columns
         return flat
 
 
 class _Known:
-    """What the last state was like."""
+    """The last state, without its tensors."""
 
     def __init__(self, flat: FlatState, visits: Sequence[tuple[object, int]]) -> None:
-        """Take a state that was walked; ``visits`` are its tensors where they were met, with their rows."""
+        """Take a state that was walked; ``visits`` are the occurrences of its tensors, with their rows."""
         self._template = _template_of(flat.tree, None, 0)
         self._columns = flat.columns
         self._keys = [leaf.key for leaf in flat.leaves]
@@ -82,18 +77,17 @@ class _Known:
             for number, (given, _) in enumerate(visits)
             if type(given) not in PLAIN_TENSORS
         }
-        # A tensor that was met before is the same as then, but for what decides nothing here.
         sources = [flat.leaves[row].source for row in self._rows]
         self._kinds = _Kinds([source for source in sources if isinstance(source, torch.Tensor)])
         self._places = [*map(_place, sources)]
 
     def flatten(self, state: object, called: Called) -> FlatState | None:
-        """Take a state apart; None when it is not like this one."""
+        """Flatten a state; return None if it differs from this one."""
         walk = _Walk(called)
         tree = self._template.take(walk, state)
         if not walk.is_as_before:
             return None
-        # Once, and not for each of a thousand DTensors: without, their parts are made anew, to lead autograd through.
+        # Once, not for each of a thousand DTensors. With gradients, to_local() would make new tensors for autograd.
         with torch.no_grad() if self._odd else contextlib.nullcontext():
             resolved = {number: self._resolved(number, walk.visits[number], called) for number in self._odd}
         sources = walk.visits
@@ -109,19 +103,18 @@ class _Known:
         return FlatState(tree, self._leaves(known), self._columns)
 
     def _resolved(self, number: int, given: object, called: Called) -> object:
-        """Return the source of a tensor that is none of torch's plain ones; None unless all else of it is as it was."""
+        """Return the source of a tensor of another type than torch's plain ones; None if anything else has changed."""
         kind, layout = self._odd[number]
         if type(given) is not kind:
             return None
         if layout is not None and is_dtensor(given) and is_laid_out(given, layout):
-            # The shape of the part is compared with all others: together they say which part it is.
+            # The shape of the part, which is compared later, and the layout say which part it is.
             return given.to_local()
         columns, row = self._columns, self._rows[number]
         if isinstance(given, TensorShard):
             return given.local if given.box == columns.boxes[row] else None
         walker = Walker(called, columns.groups[row])
         walker.node(given, columns.names[row], 1)
-        # What is of the kind of a tensor is one leaf.
         (leaf,) = walker.leaves
         known = (columns.dtypes[row], columns.shapes[row], columns.boxes[row], columns.sizes[row])
         return leaf.source if (leaf.dtype, leaf.shape, leaf.box, leaf.nbytes) == known else None
@@ -133,7 +126,7 @@ class _Known:
         return [*map(Leaf, firsts, columns.names, *described, self._keys)]
 
     def _have_moved(self, places: list[int], sources: Sequence[Source]) -> bool:
-        """Note that tensors lie elsewhere, and that is all: each had its memory for itself, and has it now."""
+        """Note new places of tensors in memory; return False if a moved tensor shares its memory with another one."""
         moved = {number for number, (old, new) in enumerate(zip(self._places, places, strict=True)) if old != new}
         stayed = {place for number, place in enumerate(places) if number not in moved}
         gone, come = [self._places[number] for number in moved], [places[number] for number in moved]
@@ -146,19 +139,19 @@ class _Known:
 
 
 def _place(source: Source) -> int:
-    """Return where a tensor begins in memory; of what lies in none that torch knows, which object it is."""
+    """Return the address of a tensor; for other sources, a number that identifies the object."""
     return source.data_ptr() if isinstance(source, torch.Tensor) else -id(source)
 
 
 class _Kinds:
-    """All that makes up the identity keys of tensors but their places, and what decides whether they can be stored.
+    """The properties of tensors that make up their identity keys, except for places, or decide if they can be stored.
 
-    It is compared one thing after another, and as it comes: to keep thousands of shapes at once can set off the
-    collector.
+    Properties are compared one after another without storing them, because thousands of new shapes can trigger the
+    garbage collector.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take tensors that were stored: they are dense, and not nested."""
+        """Take tensors that can be stored."""
         # Only complex numbers are conjugated, and dtypes are compared before.
         is_complex = any(tensor.is_complex() for tensor in tensors)
         self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
@@ -166,7 +159,7 @@ class _Kinds:
         self._count = len(tensors)
 
     def are_those_of(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether others have the same, each for itself."""
+        """Tell whether other tensors have the same properties, one by one."""
         return (
             len(tensors) == self._count
             and PLAIN_TENSORS.issuperset(map(type, tensors))
@@ -177,28 +170,21 @@ class _Kinds:
 
 
 class _Walk:
-    """One walk along a template."""
+    """One walk along a template; objects in ``called`` are not called again."""
 
     def __init__(self, called: Called) -> None:
-        """Begin; what is in ``called`` is not called again."""
         self.called = called
-        self.visits: list[object] = []
-        """Tensors as they were met; nothing was looked at but their number."""
-        self.is_as_before = True
-        """Whether everything was found where it was expected, up to now; else what was found is of no use."""
+        self.visits: list[object] = []  # tensors as they were met; nothing was looked at but their number
+        self.is_as_before = True  # Otherwise the result of the walk is of no use.
 
 
 class _Template(Protocol):
-    """A node, and what a value is compared with that is expected to have one like it."""
+    """A node of the last state. ``take`` returns the node of a new value: the same object if nothing has changed."""
 
     @property
-    def node(self) -> Node:
-        """The node of before."""
-        ...
+    def node(self) -> Node: ...
 
-    def take(self, walk: _Walk, value: object, /) -> Node:
-        """Return the node of a value: the same object where that is as before."""
-        ...
+    def take(self, walk: _Walk, value: object, /) -> Node: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +198,7 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plain:
-    """What has no tensor in it; it is walked each time, for its values change."""
+    """A value without tensors, which is walked each time because it may change."""
 
     node: Node
     name: str | None
@@ -293,7 +279,7 @@ class _Mapping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Table:
-    """A dict of plain dicts that hold nothing but tensors, as the state of an optimizer: all are compared at once."""
+    """A dict of dicts that hold nothing but tensors, like the state of an optimizer: all are compared at once."""
 
     node: Node
     keys: list[str | int]
@@ -304,7 +290,7 @@ class _Table:
 
     @classmethod
     def of(cls, mapping: _Mapping) -> _Template:
-        """Return what takes the same as ``mapping``, which may be itself."""
+        """Return an equivalent of ``mapping``, which may be itself."""
         rows = [child for child in mapping.children if type(child) is _Mapping]
         if len(rows) < len(mapping.children) or mapping.tag != "d" or mapping.metadata is not None:
             return mapping
@@ -332,7 +318,7 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Never:
-    """What is never like before."""
+    """A value that counts as changed each time."""
 
     node: Node
 

@@ -27,9 +27,8 @@ class TensorBytes(abc.ABC):
     """A tensor that is not in memory: its bytes are read when they are captured, for instance from a file."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """Describe it: the format's name of the dtype, and the shape."""
-        self.dtype = dtype
-        self.shape = shape
+        """Take the format's name of the dtype, and the shape."""
+        self.dtype, self.shape = dtype, shape
 
     @property
     def nbytes(self) -> int:
@@ -38,27 +37,27 @@ class TensorBytes(abc.ABC):
 
     @abc.abstractmethod
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes from ``start`` on; threads may call this together."""
+        """Fill ``target`` with the bytes from ``start`` on; several threads may call this at once."""
 
 
-# For contiguous copies of strided tensors, of which there are few: one that is made by two threads at once is waste.
+# For contiguous copies of strided tensors, which two threads should not make at once.
 _LOCKS = tuple(threading.Lock() for _ in range(16))
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that have bytes of their own; instances of others are something else besides."""
+"""Types of plain tensors; instances of subclasses may need more than their bytes."""
 
 _STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"})
-"""What optimizers count in; of other dtypes, not every version of torch can put tensors together."""
+"""Dtypes of the counters of optimizers. Not every version of torch can stack tensors of other dtypes."""
 
 Source = torch.Tensor | np.ndarray | TensorBytes
 
 
 @dataclasses.dataclass(slots=True)
 class Leaf:
-    """One tensor of a state, with every name it has there.
+    """One tensor of a state, with all its names.
 
-    What is made anew for each tensor in each step, and lives until the capture is durable, in the end sets off Python's
-    collector, which takes hundreds of milliseconds: so there are slots and no dict, few locks, and shared tuples.
+    Leaves are made for each tensor in each step and live until the capture is durable. Many new objects trigger
+    Python's garbage collector, which takes hundreds of milliseconds. So a leaf has slots, shared tuples, and no lock.
     """
 
     source: Source  # the tensor itself; its bytes are read when they are captured
@@ -83,7 +82,7 @@ class Leaf:
         return role_of(self.name)
 
     def copy_bytes(self, start: int, target: memoryview, *, wait: bool = True) -> None:
-        """Copy the bytes from ``start`` on into ``target``, filling it. Releases the GIL for large copies.
+        """Fill ``target`` with the bytes from ``start`` on. Releases the GIL for large copies.
 
         Without ``wait``, a copy from a device is only queued there, on the current stream.
         """
@@ -91,10 +90,10 @@ class Leaf:
         if not isinstance(source, (torch.Tensor, np.ndarray)):
             source.read(start, target)
             return
-        # Made in the queue that copies, where that is not waited for: memory is used again in the order of its queue.
+        # Without waiting, the flat copy belongs to the copying stream, which frees its memory in stream order.
         flat = (self._bytes(source) if wait else flat_bytes(source))[start : start + len(target)]
         if flat.device.type == "cpu":
-            # numpy, not torch: one plain memcpy, no thread pool that would compete with the training thread's.
+            # numpy makes one plain memcpy. Torch would use a thread pool that competes with the training thread's.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
@@ -107,13 +106,16 @@ class Leaf:
         return bytes(data)
 
     def lying_bytes(self, start: int, length: int) -> memoryview | None:
-        """Return the bytes themselves, not a copy of them; None unless they lie in host memory in row-major order."""
+        """Return the bytes without a copy; None unless they are in host memory in row-major order."""
         source = self.source
-        if isinstance(source, TensorBytes):
-            return None
         if isinstance(source, np.ndarray):
-            return flat_bytes(source)[start : start + length].numpy().data if _lies_in_order(source) else None
-        plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+            # flat_bytes() copies read-only arrays, because torch takes only writable memory.
+            plain = source.flags.c_contiguous and source.flags.writeable
+        elif isinstance(source, torch.Tensor):
+            flags = source.is_conj() or source.is_neg()
+            plain = source.device.type == "cpu" and source.is_contiguous() and not flags
+        else:
+            return None
         return flat_bytes(source)[start : start + length].numpy().data if plain else None
 
     def as_bytes(self) -> torch.Tensor:
@@ -122,7 +124,7 @@ class Leaf:
             data = bytearray(self.nbytes)
             self.source.read(0, memoryview(data))
             return torch.frombuffer(data, dtype=torch.uint8)
-        # Not the copy that is kept: on a device it may still be under way in another queue.
+        # Not the copy that is kept, which may still be in flight in another stream of the device.
         return flat_bytes(self.source)
 
     def release(self) -> None:
@@ -146,8 +148,8 @@ class Leaf:
 def whole_bytes(leaves: Sequence[Leaf]) -> list[bytes]:
     """Return copies of all bytes of small tensors, read at once.
 
-    Hundreds of steps of optimizers come this way while training waits: those that are alike are put into one tensor,
-    which takes a fifth of the time.
+    Optimizers have hundreds of counters, and training waits for the copies. To stack equal ones takes a fifth of the
+    time.
     """
     found = [b""] * len(leaves)
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -171,18 +173,13 @@ def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
         contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
     plain = source.detach().resolve_conj().resolve_neg()
-    # Of the newest dtypes torch cannot even copy one that is strided.
+    # Torch cannot copy strided tensors of the newest dtypes.
     return as_bytes((plain.view(torch.uint8) if plain.itemsize == 1 else plain).contiguous())
-
-
-def _lies_in_order(source: np.ndarray) -> bool:
-    # flat_bytes() copies what is read-only, for torch takes no such memory.
-    return source.flags.c_contiguous and source.flags.writeable
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a uint8 tensor."""
-    # Not reshape(-1): it keeps the stride of a tensor of one element, which may be any, and then there is no such view.
+    # Not reshape(-1), which keeps the stride of a tensor of one element, so that the view may be impossible.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -192,7 +189,7 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     Raises:
         UnsupportedValueError: it has no bytes that could be stored; names ``path``.
     """
-    # A state has many tensors, and it is while training waits that they are described: the usual type comes first.
+    # The most frequent type comes first, because training waits for this.
     if isinstance(source, torch.Tensor):
         _check_tensor(source, path)
         name = TORCH_NAMES.get(source.dtype)
@@ -246,15 +243,12 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def identity_key(source: Source) -> tuple[object, ...] | None:
-    """Return what two sources of leaves share exactly when they are the same view of the same memory.
-
-    None when nothing can be shared.
-    """
+    """Return a key that two sources share only if they are the same view of the same memory; None for empty ones."""
     if not isinstance(source, torch.Tensor):
         return ("object", id(source))
     if source.numel() == 0:
         return None
-    # Of what the collector does not look at, as it would at tuples in a tuple, or a torch.Size.
+    # One flat tuple: the garbage collector would have to visit tuples in a tuple, or a torch.Size.
     flags = 2 * source.is_conj() + source.is_neg()
     return (source.data_ptr(), source.dtype, source.device, flags, *source.shape, *source.stride())
 

@@ -22,15 +22,12 @@ PLAN_KIND = "canonical"
 ASYMMETRIC = "asymmetric"
 SYMMETRIC = "symmetric"
 EAGER = "eager"
-AT_ONCE = -1
-"""Release of partitions that are captured inside ``step()``."""
-ROUNDED = ("bfloat16", "float16")
-"""The dtypes of rounded copies of float32 tensors."""
+AT_ONCE = -1  # release of partitions that are captured inside ``step()``
+ROUNDED = ("bfloat16", "float16")  # the dtypes of rounded copies of float32 tensors
 
 _MASTER_WIDTH, _COPY_WIDTH = 4, 2
 """Bytes of an element of a tensor, and of its rounded copy, which is cut at the same elements."""
-_BYTES_PER_S = 0.8e9
-"""An arbitrary speed of the link: only the proportions of the windows count."""
+_BYTES_PER_S = 0.8e9  # an arbitrary speed of the link: only the proportions of the windows count
 _WINDOWS_MAX = 1 << 16
 _KIB_MAX = 1 << 40
 # Larger integers are not exact in every JSON reader.

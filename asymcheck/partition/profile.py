@@ -19,8 +19,7 @@ Phase = Literal["forward", "backward"]
 Windows = tuple[tuple[Phase, float], ...]
 """Phase and length in seconds of each window of an iteration, in order of time."""
 
-AGREEING_MIN = 3
-"""Fewer iterations make no median: the first ones often compile, allocate or fill caches."""
+AGREEING_MIN = 3  # fewer iterations make no median: the first ones often compile, allocate or fill caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Iteration:
         return tuple(after - before for _, before, after in self.windows)
 
 
-MARKS_MIN = 3
-"""With fewer marks, the length of most of an iteration is all that is known."""
+MARKS_MIN = 3  # with fewer marks, the length of most of an iteration is all that is known
 TIMED_S = 0.005
 """Desired length of a window that is not bounded by marks …"""
 TIMED_MAX = 32

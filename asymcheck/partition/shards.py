@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _DTENSORS = "torch.distributed.tensor"
 _SPLITS = "split_factor"
-"""What a placement is called by, of which another mesh dimension cuts the same dimension of the tensor before."""
+"""Attribute of a placement that cuts a dimension of the tensor which another mesh dimension has cut before."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorShard:
     """This rank's part of a tensor that several ranks hold together; stands in a state where the tensor would.
 
-    A ``DTensor`` need not be wrapped: it says the same by itself.
+    A ``DTensor`` need not be wrapped, because it has the same information.
     """
 
     local: torch.Tensor
@@ -63,29 +63,29 @@ class Distributed(Stateful, Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What changes :meth:`owned`, and is fenced when it steps."""
+        """The optimizer that changes :meth:`owned`."""
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """Yield tensors of the state that nothing but a step of :attr:`optimizer` changes."""
+        """Yield tensors of the state that only a step of :attr:`optimizer` changes."""
 
     def misfits(self, stored: Mapping[Key, object]) -> Iterable[str]:
-        """Yield what in a stored state the object will refuse."""
+        """Yield the reasons why the object will refuse a stored state."""
 
     def missing(self, stored: Mapping[Key, object]) -> Iterable[tuple[object, TensorShard]]:
-        """Yield placeholders of tensors that are not there yet, each with one of the parts that is cut alike."""
+        """Yield placeholders of tensors that do not exist yet, each with a shard that is cut in the same way."""
 
     def settle(self) -> None:
-        """Do what takes all ranks, when each has been restored."""
+        """Do what needs all ranks, after each of them has been restored."""
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Tell whether a tensor is sharded by torch, without importing that part of torch for those who do not use it."""
+    """Tell whether a value is a DTensor, without importing that part of torch."""
     module = sys.modules.get(_DTENSORS)
     return module is not None and isinstance(value, module.DTensor)
 
 
 def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what this rank holds of tensors, of which some are DTensors: thousands in each step, while all wait."""
+    """Return this rank's parts of tensors, some of which may be DTensors. Training waits for this in each step."""
     if not any(map(is_dtensor, values)):
         return [*values]
     with torch.no_grad():
@@ -93,21 +93,20 @@ def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def layout_of(tensor: DTensor) -> tuple[object, ...]:
-    """Return what decides, with the part that is here, which part that is; to be compared by :func:`is_laid_out`."""
+    """Return the properties that determine which part this rank has; compare them by :func:`is_laid_out`."""
     return tensor.placements, tensor.device_mesh, tensor.shape
 
 
 def is_laid_out(tensor: DTensor, layout: tuple[object, ...]) -> bool:
-    """Tell whether a DTensor has the layout of an earlier one: the same objects, for equal ones may differ."""
+    """Tell whether a DTensor has the layout of an earlier one: the same objects, because equal ones may differ."""
     return tensor.placements is layout[0] and tensor.device_mesh is layout[1] and tensor.shape == layout[2]
 
 
 def shard_of(tensor: DTensor, path: str) -> TensorShard:
-    """Return the part of a DTensor that this rank holds; of a replicated one, all of it.
+    """Return this rank's part of a DTensor; of a replicated one, all of it.
 
     Raises:
-        UnsupportedValueError: its values are partial sums, or what is here is no box, or nothing is here of a scalar;
-            names ``path``.
+        UnsupportedValueError: its values are partial sums, or the part is no box, or the part of a scalar is empty.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedValueError(
@@ -139,8 +138,8 @@ _Cut = tuple[int, int] | None
 """The dimension of the tensor that a dimension of the mesh cuts, and the split factor; None where it replicates."""
 
 
-# The training waits while hundreds of shards are described, of which there are few kinds. Placements themselves are no
-# keys: in some versions of torch one that splits is equal to one that does not.
+# Training waits for hundreds of shards of few kinds. Placements are not used as keys, because in some versions of torch
+# one that splits is equal to one that does not.
 @functools.lru_cache(maxsize=4096)
 def _offset_of(
     whole: tuple[int, ...],
@@ -149,7 +148,7 @@ def _offset_of(
     coordinate: tuple[int, ...],
     mesh: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return where the part of a rank begins; None if what it has is no box, or not of the shape ``local``."""
+    """Return where the part of a rank begins; None if it is no box, or has another shape than ``local``."""
     spans = [[range(size)] for size in whole]
     for place, size, cut in zip(coordinate, mesh, cuts, strict=True):
         if cut is not None:
@@ -174,10 +173,10 @@ def _dimension(placement: Placement, dims: int, path: str) -> int:
 
 
 def _share(span: Sequence[range], place: int, size: int, splits: int) -> list[range]:
-    """Return what one of ``size`` ranks has of a dimension, cut as torch cuts it.
+    """Return the share that one of ``size`` ranks has of a dimension, cut as torch cuts it.
 
-    With ``splits`` above 1 another mesh dimension cut it before (FSDP over tensor parallelism), into so many parts, and
-    the rank has its share of each.
+    With ``splits`` above 1, another mesh dimension has cut it into as many parts before (FSDP over tensor parallelism),
+    and the rank has a share of each.
     """
     shares = [part for number in range(splits) for part in _chunk(_chunk(span, number, splits), place, size)]
     joined: list[range] = []
@@ -207,10 +206,10 @@ def _count(span: Sequence[range]) -> int:
 
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of the shape and placements of another one, of which this rank holds ``local``."""
+    """Return a DTensor with the shape and placements of another one, whose part on this rank is ``local``."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only there for those who use it
 
-    # Not the strides of the other one: the new part lies in row-major order.
+    # Not the strides of the other one, because the new part is in row-major order.
     strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim))
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=strides

@@ -24,8 +24,7 @@ from asymcheck.types import Stateful, is_stateful
 
 _TENSOR_TAGS = ("T", "N")
 _SHARED_ENTRIES = 16
-_SHARED_KEY = 200
-"""Longer mappings and keys are few, and would fill the memory with what is not the same."""
+_SHARED_KEY = 200  # longer mappings and keys are few, and would fill the memory with what is not the same
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 """What is stored as a mapping. A Counter, as schedulers of learning rates have them, is a plain one there."""
@@ -83,20 +82,14 @@ class Walker:
 
     def __init__(self, called: Called, group: str = "") -> None:
         """Begin; objects in ``called`` are not called again. Below the root, tensors belong to ``group``."""
-        self.leaves: list[Leaf] = []
-        """The tensors by row."""
-        self.visits: list[tuple[object, int]] = []
-        """Every occurrence of a tensor, as the state has it, and its row."""
+        self.leaves: list[Leaf] = []  # the tensors by row
+        self.visits: list[tuple[object, int]] = []  # every occurrence of a tensor, as the state has it, and its row
         self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
         self._group = group
 
     def node(self, value: object, name: str | None, depth: int) -> Node:
-        """Return the node of a value.
-
-        Raises:
-            UnsupportedValueError
-        """
+        """Return the node of a value."""
         if depth >= TREE_DEPTH_MAX:
             raise UnsupportedValueError(
                 ".".join((name or "").split(".")[:6]) + "…",

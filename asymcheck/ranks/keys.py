@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from asymcheck.errors import RanksError, RanksMissingError
 
-_PIECE_BYTES = 4 << 20
-"""torch's server closes a connection that sends more than 8 MiB at once."""
+_PIECE_BYTES = 4 << 20  # torch's server closes a connection that sends more than 8 MiB at once
 _AT_ONCE = 64
 _COUNT_BYTES = 4
 
@@ -22,8 +21,7 @@ _POLL_S = (0.0002, 0.05)
 """The first and the longest pause between two looks …"""
 _POLL_OF_EACH_S = 50e-6
 """… and the addition for each rank that looks at the same time, because all of them ask one server."""
-ENDING_S = 10.0
-"""Time limit in a process that is to end; a fraction of it for a rank that was missing the last time."""
+ENDING_S = 10.0  # time limit in a process that is to end; a fraction of it for a rank that was missing the last time
 _LATE_SHARE = 0.1
 """Fraction of the time limit for a rank that was missing the last time: it may be dead, and saves queue up."""
 _SHOWN = 8

@@ -24,8 +24,7 @@ class Home:
     pushes: bool = False  # whether it pushes to a location
 
 
-NO_HOME = Home("", "", "")
-"""For ranks whose place does not matter."""
+NO_HOME = Home("", "", "")  # for ranks whose place does not matter
 
 
 @dataclasses.dataclass(frozen=True)

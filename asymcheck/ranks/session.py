@@ -23,8 +23,7 @@ from asymcheck.ranks.ranks import Ranks
 _SHOWN = 8
 _SAID, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
-Round = tuple[int, int]
-"""The number of a common action, and of a part of it; rounds of one thread come in this order."""
+Round = tuple[int, int]  # the number of a common action, and of a part of it; rounds of one thread come in this order
 _LAST: Round = (1 << 62, 0)
 Decide = Callable[[Sequence[bytes]], "bytes | list[bytes]"]
 """Makes the verdict from all reports: one for all ranks, or one for each rank."""
@@ -55,12 +54,10 @@ class Session:
         self.is_first = ranks.rank == 0
         self.local_size = min(ranks.local_size, len(ranks_in(met.groups[0])))
         """Number of ranks that share the memory of this machine, as far as is known."""
-        self.groups = met.groups
-        """The ranks of each store: on rank 0, of all stores; on other ranks, of its own."""
+        self.groups = met.groups  # the ranks of each store: on rank 0, of all stores; on other ranks, of its own
         self.store_ranks = met.groups[0] if met.count > 1 else None
         """The ranks that save into this rank's store; None when all ranks do."""
-        self.is_first_here = met.groups[0][0][0] == ranks.rank
-        """Whether this is the first rank of its store."""
+        self.is_first_here = met.groups[0][0][0] == ranks.rank  # whether this is the first rank of its store
         self.is_ending: Callable[[], bool] = lambda: False
         """Tells whether this process is to end, and so must not wait for long."""
 

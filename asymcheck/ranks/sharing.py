@@ -17,11 +17,9 @@ from asymcheck.errors import StructureError
 from asymcheck.format.spans import Spans, ranks_in
 
 _ROW = np.dtype([("key", "<u8"), ("length", "<u4")])
-NOBODY = -1
-"""The owner of a partition that only one rank has."""
+NOBODY = -1  # the owner of a partition that only one rank has
 _OWNER_BYTES, _PLACE_BYTES = 4, 8
-_DIFFERENCES_MAX = 8
-"""Limit for the differences of one rank that are reported for one checkpoint."""
+_DIFFERENCES_MAX = 8  # limit for the differences of one rank that are reported for one checkpoint
 
 _Ints = npt.NDArray[np.int64]
 _Keys = npt.NDArray[np.uint64]
@@ -146,9 +144,6 @@ class Sharing:
 
         Among the stores those partitions are shared out, too, that several of them have: one brings each of them to
         where all are together. Also says which are copies on different machines no more.
-
-        Raises:
-            StructureError: a report is none.
         """
         if len(self._groups) == 1:
             return share_out(reports)
@@ -180,9 +175,6 @@ def share_out(reports: Sequence[bytes]) -> list[bytes]:
 
     Partitions that the same ranks have are dealt out to these, the longest first, to and fro. What one rank reports
     twice counts once. Returns for each rank its owners, four bytes each.
-
-    Raises:
-        StructureError: a report is none.
     """
     if any(len(report) % _ROW.itemsize for report in reports):
         raise StructureError("a rank reported something else than partitions")

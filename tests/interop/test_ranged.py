@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from asymcheck.interop.torch_file import RangedFile
+from asymcheck.interop.torch_file import _RangedFile
 
 DATA = bytes(range(256)) * 3
 START = 50
@@ -27,9 +27,9 @@ class Source:
         target[:] = DATA[start - START : start - START + len(target)]
 
 
-def ranged(length: int = len(DATA)) -> RangedFile:
+def ranged(length: int = len(DATA)) -> _RangedFile:
     """The first bytes of the data, as a range in the middle of a file."""
-    return RangedFile(Source(length), START, length)  # type: ignore[arg-type]  # does what the test needs
+    return _RangedFile(Source(length), START, length)  # type: ignore[arg-type]  # does what the test needs
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -50,9 +50,15 @@ def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
             names = sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-    parsed = [(folder / name, parse_ring_name(name)) for name in names]
-    named = [path for path, ids in parsed if ids is not None and store_id in (None, ids[0])]
-    return [path for path in named if _is_own_file(path)]
+    found = []
+    for name in names:
+        ids = parse_ring_name(name)
+        if ids is not None and store_id in (None, ids[0]):
+            with contextlib.suppress(FileNotFoundError):
+                status = (folder / name).lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    found.append(folder / name)
+    return found
 
 
 def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
@@ -131,14 +137,6 @@ def _holder(path: Path) -> str:
             if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
                 return describe(Owner(int(fields[4]), 0, "", ""))
     return "a process that cannot be seen from here"
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def remove_unread(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:

@@ -58,6 +58,8 @@ class NvmeTier(StoreTier):
         self.config = config
         self.files = files or Files()
         self.read_only = read_only
+        self.packs = root / layout.PACKS
+        """The folder of complete packs."""
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
         self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
@@ -80,11 +82,6 @@ class NvmeTier(StoreTier):
         self.manifests = ManifestFiles(self.files, root)
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
-
-    @property
-    def packs(self) -> Path:
-        """The folder of complete packs."""
-        return self.root / layout.PACKS
 
     def _read_descriptor(self) -> tuple[Descriptor, int]:
         path = self.root / layout.DESCRIPTOR_NAME
@@ -241,10 +238,12 @@ class NvmeTier(StoreTier):
 
         The index is read again only when the file is another one, or was changed.
         """
+        path = self.packs / layout.pack_name(pack_id)
         try:
-            status = (self.packs / layout.pack_name(pack_id)).stat()
+            with translated("look at", path):
+                status = path.stat()
         except FileNotFoundError as error:
-            raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist") from error
+            raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
             kept = self._indexes.pop(pack_id, None)

@@ -47,11 +47,7 @@ _CHECKED_OTHERWISE = {"compression", "remote", "client", "options", "bytes_per_s
 
 
 def check_config(config: StoreConfig) -> None:
-    """Refuse the configuration of a store that cannot work.
-
-    Raises:
-        InvalidInputError: names the field.
-    """
+    """Refuse the configuration of a store that cannot work; the error names the field."""
     _check_bounds(config, _STORE)
     for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
         if getattr(config, name) % registry.BLOCK_BYTES:
@@ -69,11 +65,7 @@ def check_config(config: StoreConfig) -> None:
 
 
 def check_remote(config: RemoteConfig) -> None:
-    """Refuse the configuration of a remote location that cannot work.
-
-    Raises:
-        InvalidInputError: names the field.
-    """
+    """Refuse the configuration of a remote location that cannot work; the error names the field."""
     if config.client not in (None, "hdfs-native", "libhdfs"):
         raise InvalidInputError(f"client {config.client!r}: give 'hdfs-native', 'libhdfs' or None")
     options: object = config.options

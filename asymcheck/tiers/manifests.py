@@ -148,11 +148,7 @@ class ManifestReader:
         return manifest
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
-        """Read the manifests of all ranks and check each against its path.
-
-        Raises:
-            MissingPartitionError, ChecksumError, FormatError: as :meth:`read`, of one of them.
-        """
+        """Read the manifests of all ranks and check each against its path, as :meth:`read` does."""
         run, ref, alike = listing.run, listing.ref, Alike()
         found: list[Manifest] = []
         files: list[tuple[bytes, str]] = []
@@ -167,12 +163,7 @@ class ManifestReader:
         return found
 
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
-        """Return the content of a manifest, which has the digest in its name.
-
-        Raises:
-            MissingPartitionError: the file is gone.
-            ChecksumError, LimitError: the content is not what the name says.
-        """
+        """Return the content of a manifest, which has the digest in its name; see :meth:`read`."""
         where = _where(run, ref, name)
         data = self._files.read_small(self.directory(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
         if data is None:

@@ -40,11 +40,7 @@ def file_system_type(path: Path, mountinfo: str | None = None) -> str:
 
 
 def refuse_network(path: Path, mountinfo: str | None = None) -> None:
-    """Refuse a path on a network file system.
-
-    Raises:
-        UnsupportedFileSystemError: naming the type and what to use instead.
-    """
+    """Refuse a path on a network file system; the error names its type and what to use instead."""
     kind = file_system_type(path, mountinfo)
     if kind in NETWORK:
         raise UnsupportedFileSystemError(

@@ -170,11 +170,7 @@ class PackWriter:
 
 
 def create_locked(files: Files, target: Path) -> int:
-    """Create a file and lock it; collection may see it between the two, and remove it.
-
-    Raises:
-        StorageError: the file cannot be created.
-    """
+    """Create a file and lock it; collection may see it between the two, and remove it."""
     for _ in range(_CREATE_ATTEMPTS):
         descriptor = DESCRIPTORS.open(files.open_new, target)
         if wait_lock(descriptor, _LOOK_S, exclusive=True) and is_same_file(descriptor, target):

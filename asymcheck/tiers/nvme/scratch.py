@@ -43,11 +43,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(tier: NvmeTier) -> Iterator[Scratch]:
-    """Lend a file among the packs of a writable store; it is removed at the end, and by collection after a kill.
-
-    Raises:
-        StorageError: the device refused.
-    """
+    """Lend a file among the packs of a writable store; it is removed at the end, and by collection after a kill."""
     path = tier.packs / layout.pack_temporary_name(PackId(os.urandom(16)))
     descriptor = create_locked(tier.files, path)
     try:
@@ -63,9 +59,6 @@ def seal_scratch_pack(tier: NvmeTier, slot: Slot, descriptor: FrameDescriptor) -
     """Write a pack of the one frame in ``slot``, make it durable, remove it; return how long the first two took.
 
     One that a kill leaves is named by no checkpoint, and collection frees it.
-
-    Raises:
-        StorageError: the device refused.
     """
     pack_id = PackId(os.urandom(16))
     began = time.perf_counter()

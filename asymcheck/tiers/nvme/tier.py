@@ -125,11 +125,7 @@ class NvmeTier(StoreTier):
         return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
 
     def refuse_lost_manifests(self) -> None:
-        """Refuse a store whose manifests are gone: all its packs look like garbage, and a collection would free them.
-
-        Raises:
-            StructureError
-        """
+        """Refuse a store whose manifests are gone: all packs look like garbage, and a collection would free them."""
         folder = self.root / layout.MANIFESTS
         with translated("look at", folder):
             if folder.exists() or not self.pack_ids():
@@ -148,11 +144,7 @@ class NvmeTier(StoreTier):
             self.files.sync_directory(self.root)
 
     def check_writable(self) -> None:
-        """Refuse writes to a store that was opened read-only.
-
-        Raises:
-            ReadOnlyStoreError
-        """
+        """Refuse writes to a store that was opened read-only."""
         self.check_usable()
         if self.read_only:
             raise ReadOnlyStoreError(f"store {self.root} was opened with read_only=True")

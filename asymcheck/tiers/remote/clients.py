@@ -273,9 +273,6 @@ def _knock(location: RemoteLocation, deadline_s: float) -> None:
 
     A location without a port is a name service, whose NameNodes the client knows from its options or from Hadoop's own
     configuration, and tries in turn.
-
-    Raises:
-        RemoteUnreachableError: the host is not known, not reached, or refuses connections to that port.
     """
     where = urlsplit(str(location))
     try:

@@ -53,7 +53,11 @@ _AWAY = {
 
 
 class RemoteFiles:
-    """File operations at a remote location; one instance serves all threads of one process."""
+    """File operations at a remote location; one instance serves all threads of one process.
+
+    All raise RemoteUnreachableError when nobody answers in time, and StorageError when the location refuses. A file is
+    uploaded up to ``attempts`` times.
+    """
 
     def __init__(self, location: RemoteLocation, config: RemoteConfig) -> None:
         """Serve ``location``.
@@ -94,19 +98,11 @@ class RemoteFiles:
             raise StorageError(f"{what}: the client failed: {error}") from error
 
     def stat(self, path: PurePath) -> Entry | None:
-        """Return what lies at ``path``; None when nothing does.
-
-        Raises:
-            RemoteUnreachableError: nobody knows.
-        """
+        """Return what lies at ``path``; None when nothing does."""
         return self._do("look at", path, partial(self._client.look, str(path)))
 
     def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
-        """Return what lies in a directory, by name; with ``recursive`` also what lies below. Nothing if it is missing.
-
-        Raises:
-            RemoteUnreachableError: nobody knows.
-        """
+        """Return the content of a directory, by name, or with ``recursive`` all below; empty when it is missing."""
         walk = self._client.walk if recursive else self._client.children
         try:
             found = self._do("list", path, partial(walk, str(path)))
@@ -237,19 +233,11 @@ class RemoteFiles:
         return self._unless_gone("rename", source, partial(self._client.rename, str(source), str(target)))
 
     def put_small(self, path: PurePosixPath, data: bytes) -> bool:
-        """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken.
-
-        Raises:
-            StorageError: it failed ``attempts`` times.
-        """
+        """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken."""
         return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data), path))
 
     def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        """Do all that :meth:`put_small` does before the rename; return the temporary name.
-
-        Raises:
-            StorageError: it failed ``attempts`` times.
-        """
+        """Do all that :meth:`put_small` does before the rename; return the temporary name."""
         return self.attempt(path, lambda temporary: self._write_small(temporary, path, data))
 
     def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> PurePosixPath:
@@ -262,11 +250,7 @@ class RemoteFiles:
         return temporary
 
     def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
-        """Upload a file under a temporary, random name, and begin anew under another one when that fails.
-
-        Raises:
-            StorageError: it failed ``attempts`` times, or in a way that another attempt would not change.
-        """
+        """Upload a file under a temporary, random name, and begin anew under another one when that may help."""
         number = 1
         while True:
             temporary = path.with_name(f"{os.urandom(random_bytes).hex()}{layout.TEMPORARY}")

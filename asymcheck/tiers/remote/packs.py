@@ -88,11 +88,7 @@ class Readers(Executor):
         self._is_shut = False
 
     def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Begin ``call`` when it is its turn.
-
-        Raises:
-            ClosedStoreError: after the end.
-        """
+        """Begin ``call`` when it is its turn."""
         future: Future[_T] = Future()
         with self._lock:
             if self._is_shut:

@@ -57,11 +57,7 @@ class Memory:
 def read_range(
     client: Client, path: str, offset: int, length: int, kept: Kept | None = None, memory: Memory | None = None
 ) -> tuple[memoryview, int]:
-    """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
-
-    Raises:
-        Exception: whatever the client raises.
-    """
+    """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
     kept = Kept() if kept is None else kept
     if (file := kept.file) is not None:
         try:

@@ -67,11 +67,7 @@ class RemoteTier(StoreTier):
         self._ahead = ReadAhead(config.remote)
 
     def _refuse_local_store(self) -> None:
-        """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks.
-
-        Raises:
-            InvalidInputError
-        """
+        """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks."""
         if self.location.scheme != "file":
             return
         own = {layout.CATALOG, layout.POOL}.intersection(self.files.list(self._top))
@@ -198,11 +194,7 @@ class RemoteTier(StoreTier):
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
-        """Return the indexes of packs, by several requests at a time; None where nothing is found, or no pack any more.
-
-        Raises:
-            RemoteUnreachableError: nobody answers.
-        """
+        """Return the indexes of packs, by parallel requests; None for a pack that is gone or has no readable index."""
 
         def index_of(pack_id: PackId) -> PackIndex | None:
             with contextlib.suppress(FormatError, MissingPartitionError):

@@ -75,7 +75,6 @@ class Pruner:
         """Keep of ``run`` what ``retention`` says."""
         self._tier, self._catalog, self._run, self._retention = tier, catalog, run, retention
         self._needed = StoreReachability(tier)
-        self._known: dict[CheckpointRef, _Known] = {}
         self._present: dict[CheckpointRef, _Known] = {}
         self._is_unfinished = True
         self.held: Callable[[], Mapping[str, str]] = dict
@@ -114,13 +113,13 @@ class Pruner:
 
     def _listings(self) -> dict[CheckpointRef, CheckpointFiles]:
         listings = {listing.ref: listing for listing in self._tier.manifests.checkpoints(self._run)}
-        known = {}
+        present = {}
         for ref, listing in listings.items():
-            entry = self._known.get(ref)
-            known[ref] = entry if entry is not None and entry.names == listing.manifests else self._read(listing)
-        # What is not whole may be tomorrow.
-        self._known = {ref: entry for ref, entry in known.items() if entry.checkpoint.complete}
-        self._present = known
+            entry = self._present.get(ref)
+            # What is not whole may be tomorrow.
+            is_known = entry is not None and entry.checkpoint.complete and entry.names == listing.manifests
+            present[ref] = entry if entry is not None and is_known else self._read(listing)
+        self._present = present
         return listings
 
     def _read(self, listing: CheckpointFiles) -> _Known:

@@ -35,12 +35,12 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.measure import NOISE, measure, noise_samples
-from asymcheck.migration.background import Pushing
+from asymcheck.migration.background import Order, Pushing
 from asymcheck.migration.collect_remote import collect_remote
 from asymcheck.migration.heal import can_be_healed, heal
 from asymcheck.migration.pull import pull
 from asymcheck.migration.push import push
-from asymcheck.migration.pushing_process import Order, PushingProcess
+from asymcheck.migration.pushing_process import PushingProcess
 from asymcheck.migration.pushing_thread import PushingThread
 from asymcheck.migration.transfer_plan import selected
 from asymcheck.migration.transfer_stats import Moved
@@ -583,15 +583,13 @@ class Store:
             )
         if not check_seconds("poll_s", poll_s):
             raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
-        where = parse_location(location.location)
-        config = self._tier.config
+        parse_location(location.location)  # Refused now, not on another thread.
+        here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
+        order = Order(here, self._tier.config, location, run, poll_s, prunes)
         # A frozen program has no interpreter: what it calls so is itself.
         if location.own_process and sys.executable and not getattr(sys, "frozen", False):
-            here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
-            return PushingProcess(self._tier, Order(here, config, location, run, poll_s, prunes))
-        return PushingThread(
-            self._tier, partial(RemoteTier, where, config, create=True), run, location, poll_s, prunes=prunes
-        )
+            return PushingProcess(self._tier, order)
+        return PushingThread(self._tier, order)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""

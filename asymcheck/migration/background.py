@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from asymcheck.config import StoreConfig
 from asymcheck.errors import (
     UNKNOWING,
     AsymcheckError,
@@ -100,6 +101,20 @@ if TYPE_CHECKING:
     from asymcheck.ranks import Ranks
 
 
+class Order(NamedTuple):
+    """What is pushed, from which store to which location."""
+
+    store: str
+    """The path or URI of the store."""
+    config: StoreConfig
+    rules: Push
+    run: str
+    poll_s: float
+    """Seconds between two looks."""
+    prunes: bool
+    """Whether what is not kept at the location is removed."""
+
+
 class Pushing(abc.ABC):
     """Pushes what a :class:`Push` chooses of a run. Close it, or use it in a ``with`` block.
 
@@ -107,14 +122,14 @@ class Pushing(abc.ABC):
     newest checkpoint goes first. One that is deleted here before its turn is not pushed.
     """
 
-    def __init__(self, here: ReadTier, run: str, rules: Push) -> None:
-        """Push what ``rules`` choose of ``run`` from ``here``. The subclass starts the thread."""
-        self.rules = rules
-        self.queue = UploadQueue(here, run, rules)
+    def __init__(self, here: ReadTier, order: Order) -> None:
+        """Push from ``here`` as ``order`` says. The subclass starts the thread."""
+        self.rules = order.rules
+        self.queue = UploadQueue(here, order.run, order.rules)
         """What it decides by."""
         self.sending: str | None = None
         """The save id of the checkpoint that is being sent."""
-        self._run = run
+        self._run, self._order = order.run, order
         self._failure: Exception | None = None
         self._turn = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)

@@ -21,21 +21,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, ClosedStoreError, GivenUpError
 from asymcheck.events import Interval, relay, watch
-from asymcheck.migration.background import Damaged, Pushing
+from asymcheck.migration.background import Damaged, Order, Pushing
 from asymcheck.migration.pushing_thread import GIVE_UP_S, RETRY_S, PushingThread
 from asymcheck.migration.transfer_stats import PushStatistics
-from asymcheck.policies.pushing import Push
 from asymcheck.threads import NICE, begin
+from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 from asymcheck.types import Checkpoint
-
-_OpenStore = Callable[..., Any]
-"""``Store.open``: the class Store imports this module."""
 
 _START_S = 30.0
 """It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
@@ -55,26 +53,15 @@ _CHILD = (
     "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
     # The priority drops when all is imported: with it, imports took a minute beside two busy loops on two cores.
-    "from asymcheck.store import Store; "
     "from asymcheck.migration.pushing_process import serve; "
-    "serve({descriptor}, {parent}, Store.open)"
+    "serve({descriptor}, {parent})"
 )
 
 _forking = threading.Lock()
 """Held while a process is begun: one that is forked then would have what the two talk by, and keep it open."""
 
 
-class Order(NamedTuple):
-    """The first message to the process: which checkpoints it pushes. All messages travel pickled."""
-
-    location: str
-    config: StoreConfig
-    rules: Push
-    run: str
-    poll_s: float
-    """Seconds between two looks."""
-    prunes: bool
-    """Whether the process removes what is not kept at the location."""
+# Messages travel pickled, between a training and the process that pushes for it.
 
 
 class Look(NamedTuple):
@@ -135,8 +122,7 @@ class PushingProcess(Pushing):
     """Pushes in a process of its own, which is begun again when it was killed, and ends with this one."""
 
     def __init__(self, here: ReadTier, order: Order) -> None:
-        super().__init__(here, order.run, order.rules)
-        self._order = order
+        super().__init__(here, order)
         self._child: Connection[Any, Any] | None = None
         # Of the process that pushes now, and of those before it.
         self._now, self._before = PushStatistics(), PushStatistics()
@@ -375,7 +361,7 @@ def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> obje
     return message
 
 
-def serve(descriptor: int, parent: int, open_store: _OpenStore) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """Push for the process ``parent``, which sends its orders by the socket ``descriptor``, until it closes or ends."""
     _stand_back()
     training: Connection[Any, Any] = Connection(descriptor)
@@ -383,7 +369,7 @@ def serve(descriptor: int, parent: int, open_store: _OpenStore) -> None:
     try:
         # When the training is gone, what was sent stays, and the next one goes on from there.
         with contextlib.suppress(EOFError, ConnectionError):
-            status = _serve(training, parent, open_store)
+            status = _serve(training, parent)
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
     # Not by the interpreter's own end, which would wait for threads that wait for servers.
@@ -398,17 +384,16 @@ def _stand_back() -> None:
             os.setpriority(os.PRIO_PROCESS, int(task), NICE)
 
 
-def _serve(training: Connection[Any, Any], parent: int, open_store: _OpenStore) -> int:
+def _serve(training: Connection[Any, Any], parent: int) -> int:
     while not training.poll(_POLL_S):
         if os.getppid() != parent:
             return 1
     order: Order = training.recv()
-    rules = dataclasses.replace(order.rules, own_process=False)
+    place, config = order.store, order.config
     try:
-        store = open_store(order.location, config=order.config, read_only=True)
-        pushing = store.pushing(rules, run=order.run, poll_s=order.poll_s, prunes=order.prunes)
-        # By a thread, as the rules say.
-        assert isinstance(pushing, PushingThread)  # noqa: S101 - for the reader and mypy
+        is_remote = is_uri(place)
+        here = RemoteTier(parse_location(place), config) if is_remote else NvmeTier(Path(place), config, read_only=True)
+        pushing = PushingThread(here, order)
     except AsymcheckError as error:
         training.send(Failed(_portable(error)))
         return 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -17,18 +16,17 @@ from asymcheck.errors import (
     RecoveryError,
 )
 from asymcheck.events import Detail, timed
-from asymcheck.migration.background import SO_IS_ALL, Pushing, add_damaged
+from asymcheck.migration.background import SO_IS_ALL, Order, Pushing, add_damaged
 from asymcheck.migration.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.migration.collect_remote import RemotePruner
 from asymcheck.migration.cross_node_dedup import SentParts, begun_first
 from asymcheck.migration.push import encoder_for, publish_heads, push
 from asymcheck.migration.transfer_stats import Moved, PushStatistics
 from asymcheck.pipeline.encoder import Encoder
-from asymcheck.policies.pushing import Push
 from asymcheck.threads import stand_back
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.tiers.remote import RemoteTier
+from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.types import Checkpoint, CheckpointRef
 
 RETRY_S = 15.0
@@ -43,23 +41,10 @@ _LOOKED_AT = 64
 class PushingThread(Pushing):
     """Pushes on a thread of its own, in this process."""
 
-    def __init__(
-        self,
-        here: ReadTier,
-        connect: Callable[[], RemoteTier],
-        run: str,
-        rules: Push,
-        poll_s: float,
-        *,
-        prunes: bool,
-    ) -> None:
-        """Push what ``rules`` choose of ``run`` from ``here`` to where ``connect`` leads; look every ``poll_s``.
-
-        Unless it ``prunes``, what is not kept there is left to another one.
-        """
-        super().__init__(here, run, rules)
-        self._here, self._connect = here, connect
-        self._poll_s, self._prunes = poll_s, prunes
+    def __init__(self, here: ReadTier, order: Order) -> None:
+        """Push from ``here`` as ``order`` says."""
+        super().__init__(here, order)
+        self._here = here
         self._there: RemoteTier | None = None
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
@@ -71,7 +56,7 @@ class PushingThread(Pushing):
         self.is_well = False
         """Whether the last round has done what there was to do, and nothing was in its way."""
         self._newest: CheckpointRef | None = None
-        self._parts = SentParts(run)
+        self._parts = SentParts(order.run)
         self._now = PushStatistics()
         # For what is known, which is asked on the thread that commits, too; never held while something is sent.
         self._looking = self.queue.lock
@@ -150,7 +135,7 @@ class PushingThread(Pushing):
             # A commit does not cut the pause after a failure short: who has no answer now has none for each step.
             self._turn.wait_for(
                 lambda: self._closing.is_set() or self._is_awaited or (self._is_called and not failed),
-                RETRY_S if failed else self._poll_s,
+                RETRY_S if failed else self._order.poll_s,
             )
             self._is_called = self._is_awaited = False
 
@@ -221,7 +206,7 @@ class PushingThread(Pushing):
             return found.due
 
     def _connected(self) -> RemoteTier:
-        there = self._connect()
+        there = RemoteTier(parse_location(self.rules.location), self._order.config, create=True)
         try:
             known = CheckpointCache(there, self._run, metrics=self.rules.asks_for_metrics)
             found = known.look()
@@ -239,7 +224,7 @@ class PushingThread(Pushing):
             there.close()
             raise
         self._encoder = encoder_for(there)
-        if self.rules.keep is not None and self._prunes:
+        if self.rules.keep is not None and self._order.prunes:
             self._pruner = RemotePruner(there, self._run, self.rules.keep)
         return there
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Literal
@@ -104,23 +104,29 @@ def judge(
     ordered = sorted(checkpoints, key=lambda one: one.ref)
     # What is incomplete counts for nothing: it might be all that was kept.
     whole = [one for one in ordered if one.on_line and one.complete]
-    by_rule = [
-        _newest(retention, whole),
-        _multiples(retention, ordered),
-        _best(retention, whole),
-        _young(retention, now_ns),
-    ]
+    last = retention.keep_last or 0
+    newest = {one.save_id for one in whole[max(len(whole) - last, 0) :]}
+    best = {} if retention.keep_best is None else _best(retention.keep_best, whole)
 
-    def reasons(one: Checkpoint) -> tuple[str, ...]:
-        found = [held[one.save_id]] if one.save_id in held else []
-        found += _beyond_the_rules(retention, one, whole)
-        found += [reason for rule in by_rule if (reason := rule(one)) is not None]
-        return tuple(found)
+    def reasons(one: Checkpoint) -> Iterator[str]:
+        if one.save_id in held:
+            yield held[one.save_id]
+        yield from _beyond_the_rules(retention, one, whole)
+        if one.save_id in newest:
+            yield f"keep last {last}"
+        if retention.keep_every is not None and one.on_line and one.step % retention.keep_every == 0:
+            yield f"keep every {retention.keep_every}"
+        if one.save_id in best:
+            yield best[one.save_id]
+        if retention.keep_for is not None and one.created_ns >= now_ns - _nanoseconds(retention.keep_for):
+            yield f"keep for {retention.keep_for}"
 
-    return [Verdict(one, reasons(one)) for one in ordered]
+    return [Verdict(one, tuple(reasons(one))) for one in ordered]
 
 
-_Rule = Callable[[Checkpoint], str | None]
+def _nanoseconds(span: timedelta) -> int:
+    """Return a span in integers: a float of nanoseconds since 1970 is off by hundreds of them."""
+    return span // timedelta(microseconds=1) * 1000
 
 
 def _beyond_the_rules(retention: Retention, one: Checkpoint, whole: Sequence[Checkpoint]) -> list[str]:
@@ -136,32 +142,16 @@ def _beyond_the_rules(retention: Retention, one: Checkpoint, whole: Sequence[Che
     return []
 
 
-def _newest(retention: Retention, whole: Sequence[Checkpoint]) -> _Rule:
-    count = retention.keep_last or 0
-    kept = {one.save_id for one in whole[len(whole) - min(count, len(whole)) :]}
-    return lambda one: f"keep last {count}" if one.save_id in kept else None
-
-
-def _multiples(retention: Retention, ordered: Sequence[Checkpoint]) -> _Rule:
-    every = retention.keep_every
-    kept = {one.save_id for one in ordered if every is not None and one.on_line and one.step % every == 0}
-    return lambda one: f"keep every {every}" if one.save_id in kept else None
-
-
-def _best(retention: Retention, whole: Sequence[Checkpoint]) -> _Rule:
-    if retention.keep_best is None:
-        return lambda _one: None
-    name, count = retention.keep_best[:2]
+def _best(best: Best, whole: Sequence[Checkpoint]) -> dict[str, str]:
+    """Return why the best are kept, by save id."""
+    name, count = best[:2]
     if all(name not in one.metrics for one in whole):
         # A name that was mistyped, as a rule: to keep nothing for it would delete what was meant to stay.
-        return lambda one: f"no checkpoint has the metric {name}" if one.on_line and one.complete else None
-    places = {one.save_id: place for place, one in enumerate(best_by(retention.keep_best, whole), 1)}
-
-    def rule(one: Checkpoint) -> str | None:
-        place = places.get(one.save_id)
-        return None if place is None else f"keep best {count} by {name}: {one.metrics[name]:g}, number {place}"
-
-    return rule
+        return {one.save_id: f"no checkpoint has the metric {name}" for one in whole}
+    return {
+        one.save_id: f"keep best {count} by {name}: {one.metrics[name]:g}, number {place}"
+        for place, one in enumerate(best_by(best, whole), 1)
+    }
 
 
 def best_by(best: Best, ordered: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -170,11 +160,3 @@ def best_by(best: Best, ordered: Sequence[Checkpoint]) -> list[Checkpoint]:
     sign = 1 if direction == "min" else -1
     having = [one for one in ordered if not math.isnan(one.metrics.get(name, math.nan))]
     return sorted(having, key=lambda one: sign * one.metrics[name])[:count]
-
-
-def _young(retention: Retention, now_ns: int) -> _Rule:
-    if retention.keep_for is None:
-        return lambda _one: None
-    # In integers: a float of nanoseconds since 1970 is off by hundreds of them.
-    least = now_ns - retention.keep_for // timedelta(microseconds=1) * 1000
-    return lambda one: f"keep for {retention.keep_for}" if one.created_ns >= least else None

@@ -50,9 +50,10 @@ from asymcheck.interop.torch_file import value_file
 from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.shards import TensorShard
-from asymcheck.recovery.assemble import Assembly, Demand
+from asymcheck.recovery.assemble import Assembly
 from asymcheck.recovery.load import Finish, fetch_in_place
 from asymcheck.recovery.parts import Parts
+from asymcheck.recovery.read_plan import Demand
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.recovery.shape import RowRef, rows_in, with_tensors
 from asymcheck.store import Store

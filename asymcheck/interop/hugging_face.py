@@ -34,7 +34,7 @@ from asymcheck.interop.safetensors_format import (
 )
 from asymcheck.interop.source import SourceFile
 from asymcheck.interop.target import Draft
-from asymcheck.recovery.assemble import ByteTarget
+from asymcheck.recovery.read_plan import ByteTarget
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated
 

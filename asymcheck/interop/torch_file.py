@@ -34,7 +34,7 @@ from asymcheck.interop.source import SourceFile, first_line, refused
 from asymcheck.interop.target import Draft, TargetFile
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.partition.leaves import TensorBytes, flat_bytes
-from asymcheck.recovery.assemble import ByteTarget
+from asymcheck.recovery.read_plan import ByteTarget
 from asymcheck.recovery.shape import RowRef
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated

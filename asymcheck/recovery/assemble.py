@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,12 +12,11 @@ import torch
 from asymcheck.errors import StateMismatchError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.partition.boxes import Box, Crossing, Region
+from asymcheck.partition.boxes import Region
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.leaves import as_bytes
 from asymcheck.recovery.locate import Sources
-from asymcheck.recovery.overlap import overlapping
-from asymcheck.recovery.parts import Parts, Piece, of_box
+from asymcheck.recovery.read_plan import Demand, ReadPlan
 from asymcheck.tiers.gpu_staging import catch_up
 from asymcheck.tiers.pages import use_huge_pages
 from asymcheck.types import Digest
@@ -161,115 +158,7 @@ def _allocate_shifted(row: TensorRow, dtype: torch.dtype, shift: int) -> torch.T
     return tensor.set_(memory.untyped_storage(), start // dtype.itemsize, row.shape, strides)
 
 
-class ByteTarget(Protocol):
-    """What takes the bytes of one tensor."""
-
-    @property
-    def row(self) -> TensorRow:
-        """The tensor, as the manifest has it."""
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
-
-
-class RegionTarget(ByteTarget, Protocol):
-    """What takes the bytes of one tensor, also those that do not follow each other."""
-
-    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
-        """Take regions of ``data``; as :meth:`put`."""
-
-
-class CutTarget:
-    """What takes of one stored part the bytes that it and a wanted box have in common."""
-
-    def __init__(self, row: TensorRow, crossing: Crossing, target: RegionTarget) -> None:
-        """Hand bytes of ``row`` on to ``target``, as ``crossing`` says."""
-        self.row = row
-        self.crossing = crossing
-        self._target = target
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Take the bytes of the part from ``start`` on."""
-        self._target.put_regions(self.crossing.regions(start, start + len(data)), data)
-
-
-class Placement:
-    """Where the bytes of every wanted partition go."""
-
-    def __init__(self, targets: Iterable[ByteTarget]) -> None:
-        """Prepare for ``targets`` to be filled."""
-        self._targets = list(targets)
-        self._places: dict[Digest, list[tuple[ByteTarget, int, int, int]]] = {}
-        for target in self._targets:
-            start = 0
-            crossing = target.crossing if isinstance(target, CutTarget) else None
-            for extent in target.row.extents:
-                if crossing is None or crossing.touches(start, start + extent.length):
-                    self._places.setdefault(extent.digest, []).append((target, start, extent.offset, extent.length))
-                start += extent.length
-
-    @property
-    def wanted(self) -> list[Digest]:
-        """The partitions to fetch."""
-        return list(self._places)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the targets take in all."""
-        return sum(
-            target.crossing.nbytes if isinstance(target, CutTarget) else target.row.nbytes for target in self._targets
-        )
-
-    def put_inline(self) -> None:
-        """Fill the tensors whose bytes lie in the manifest itself."""
-        for target in self._targets:
-            if target.row.inline:
-                target.put(0, memoryview(target.row.inline))
-
-    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for those that have some
-        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
-        return None
-
-    def put(self, name: Digest, data: memoryview) -> None:
-        """Copy one partition's bytes to where they belong; worker threads call this together."""
-        for target, start, offset, length in self._places[name]:
-            target.put(start, data[offset : offset + length])
-
-
-@dataclasses.dataclass(eq=False)
-class Demand:
-    """A box of a stored tensor that is wanted."""
-
-    row: TensorRow
-    """What it is; its bytes are where ``pieces`` say."""
-    pieces: Sequence[Piece]
-    """What it is made up of."""
-    existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Tensors to be filled in place."""
-
-    @classmethod
-    def of(cls, parts: Parts, number: int, box: Box) -> Demand:
-        """Want a box of a tensor.
-
-        Raises:
-            StateMismatchError: as :meth:`Parts.pieces`.
-        """
-        pieces = parts.pieces(number, box)
-        is_stored = len(pieces) == 1 and pieces[0].crossing is None
-        return cls(pieces[0].row if is_stored else of_box(parts.row(number), box), pieces)
-
-    def targets(self, target: RegionTarget) -> Iterator[ByteTarget]:
-        """Yield what takes the bytes of each piece, for ``target`` to be filled."""
-        for piece in self.pieces:
-            yield target if piece.crossing is None else CutTarget(piece.row, piece.crossing, target)
-
-    @property
-    def in_runs(self) -> bool:
-        """Whether the bytes of each piece follow each other."""
-        return all(piece.crossing is None or piece.crossing.is_run for piece in self.pieces)
-
-
-class Assembly(Placement):
+class Assembly(ReadPlan):
     """Tensors to be filled with the bytes of stored parts."""
 
     def __init__(self, demands: Iterable[Demand], device: torch.device, sources: Sources | None = None) -> None:
@@ -314,7 +203,7 @@ class Assembly(Placement):
 
     def room(self, name: Digest) -> memoryview | None:
         """Return memory for a partition that is wanted once, as a whole, by a tensor that shares no memory."""
-        (target, start, _, length), *others = self._places[name]
+        (target, start, _, length), *others = self.fills[name]
         if self._sources is None or others or not isinstance(target, Target):
             return None
         shift = self._sources.direct_shift(name, length)
@@ -349,3 +238,34 @@ def _copy(flat: torch.Tensor, data: memoryview) -> None:
     else:
         # It has been read when this returns. torch takes no memory that may not be written to.
         flat.copy_(torch.from_numpy(source.copy() if data.readonly else source))
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of those that may share memory with another of them, in ascending order.
+
+    Judged by the stretch from the first byte to the last: slices that lie between each other count, too.
+    """
+    stretches = sorted((str(one.device), *_stretch(one), number) for number, one in enumerate(tensors) if one.numel())
+    found: set[int] = set()
+    widest: tuple[str, int, int] | None = None
+    """Of those so far the one that reaches furthest: what overlaps any of them overlaps it."""
+    for device, start, end, number in stretches:
+        if widest is not None and widest[0] == device and start < widest[1]:
+            found |= {number, widest[2]}
+        if widest is None or widest[0] != device or end > widest[1]:
+            widest = device, end, number
+    return sorted(found)
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def holds(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether a tensor has the bytes of another one of its dtype and shape."""
+    return torch.equal(_bytes(tensor), _bytes(expected).to(tensor.device))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

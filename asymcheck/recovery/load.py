@@ -23,13 +23,11 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
-from asymcheck.recovery.assemble import Assembly, Demand, Placement
-from asymcheck.recovery.fetch import fetch
+from asymcheck.recovery.assemble import Assembly, holds
 from asymcheck.recovery.fill import Filler
-from asymcheck.recovery.outlook import read_outlook
-from asymcheck.recovery.overlap import holds
 from asymcheck.recovery.parts import Parts
-from asymcheck.recovery.resolve import Resolved, candidates, needed_by, resolve_each, resolve_manifests
+from asymcheck.recovery.read_plan import Demand, execute, execute_in_memory, read_outlook
+from asymcheck.recovery.resolve import Resolved, candidates, resolve_each, resolve_manifests
 from asymcheck.recovery.shape import with_tensors
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.reading import ReadTier
@@ -179,7 +177,7 @@ def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
     with _saying_what_is_left(tier, resolved, outlook.parts, ". "):
         demands = {number: outlook.demand(number) for number in outlook.numbers}
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)
-    fetch_all(tier, resolved, assembly)
+    execute(assembly, tier, resolved)
     tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
     return partial(with_tensors, outlook.shape, tensors)
 
@@ -244,31 +242,19 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
     """
     filler = Filler(into, Parts([manifest]), grows=True)
     assembly = Assembly(filler.demands, torch.device("cpu"))
-    for name in assembly.wanted:
+
+    def checked(name: Digest) -> memoryview:
         data = payload(name)
         if digest(data) != name:
             raise DigestMismatchError(f"digest mismatch in partition {name.hex()} in memory; restore() reads the store")
-        assembly.put(name, data)
-    assembly.put_inline()
+        return data
+
+    execute_in_memory(assembly, checked)
     return _finish(filler, assembly)
 
 
-def fetch_all(tier: ReadTier, resolved: Resolved, placement: Placement) -> None:
-    """Read, check and place all bytes that ``placement`` wants.
-
-    Raises:
-        DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
-    """
-    try:
-        fetch(resolved.sources, placement.wanted, placement.put, tier.slots, tier.config.slots, room=placement.room)
-    except DamagedPartitionError as error:
-        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
-        raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
-    placement.put_inline()
-
-
 def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> None:
-    """Do as :func:`fetch_all` does, for tensors that may be somebody's already.
+    """Execute a plan for tensors that may be somebody's already. for tensors that may be somebody's already.
 
     Raises:
         StateMismatchError: some share memory, and differ in the checkpoint where they do; all were overwritten.
@@ -277,7 +263,7 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
         RemoteUnreachableError, TooManyFilesError: nothing is known; the message says what was overwritten.
     """
     try:
-        fetch_all(tier, resolved, assembly)
+        execute(assembly, tier, resolved)
         _check_overlapping(tier, resolved, assembly.overlapping)
     except UNKNOWING as error:
         overwritten = assembly.overwritten()
@@ -300,7 +286,7 @@ def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tupl
         # One at a time: a buffer and all its views may be most of what fits into memory.
         expected = Demand(demand.row, demand.pieces)
         assembly = Assembly([expected], torch.device("cpu"))
-        fetch_all(tier, resolved, assembly)
+        execute(assembly, tier, resolved)
         if not holds(tensor, assembly.tensor(expected)):
             wrong.append(demand.row.name)
     if wrong:

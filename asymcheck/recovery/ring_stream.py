@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from asymcheck.errors import (
     LockTimeoutError,
 )
 from asymcheck.format.manifest import Manifest
-from asymcheck.recovery.assemble import Placement
 from asymcheck.recovery.load import Loaded
+from asymcheck.recovery.read_plan import execute_in_memory
 from asymcheck.recovery.resolve import alternatives
 from asymcheck.recovery.stream import Sink, hand_on
 from asymcheck.tiers.dram_ring import RingReader, left_rings
@@ -114,9 +114,9 @@ def stream_from_rings(
                 reason = f"of its {first.header.world_size} ranks only {which} left it complete in memory"
                 skipped.append(f"{ref}: {reason}")
                 continue
-            fetch = partial(_fetch, found.captures[ref])
             try:
-                finish = hand_on([first, *others], wanted.tensors, sink, progress, fetch)
+                read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
+                finish = hand_on([first, *others], None, wanted.tensors, sink, progress, read)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
@@ -147,8 +147,8 @@ def _nothing(
     )
 
 
-def _fetch(parts: Sequence[tuple[Manifest, RingReader]], placement: Placement) -> None:
-    """Check and place all bytes that ``placement`` wants; what several ranks have may lie in the ring of one.
+def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest], memoryview]:
+    """Return a function that gives the checked bytes of a partition; what several ranks have may lie in one ring.
 
     Raises:
         DamagedPartitionError: a partition lies in no intact frame of the rings.
@@ -158,11 +158,13 @@ def _fetch(parts: Sequence[tuple[Manifest, RingReader]], placement: Placement) -
     for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):
         if lengths.setdefault(name, length) != length:
             raise DamagedPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
-    for name in placement.wanted:
+
+    def payload(name: Digest) -> memoryview:
         tried = (reader.intact(places.get(name, []), name, lengths[name]) for reader, places in offsets)
         intact = next(filter(None, tried), None)
         if intact is None:
             where = ", ".join(str(reader.path) for reader, _ in offsets)
             raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
-        placement.put(name, intact[1])
-    placement.put_inline()
+        return intact[1]
+
+    return payload

@@ -12,9 +12,8 @@ import numpy as np
 
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.partition.boxes import Region
-from asymcheck.recovery.assemble import ByteTarget, Demand, Placement
-from asymcheck.recovery.load import Finish, Loaded, fetch_all, read_first
-from asymcheck.recovery.outlook import Outlook, read_outlook
+from asymcheck.recovery.load import Finish, Loaded, read_first
+from asymcheck.recovery.read_plan import ByteTarget, Demand, ReadPlan, execute, read_outlook
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Digest, Progress
@@ -72,22 +71,22 @@ def stream(
 def _stream_one(
     tier: ReadTier, resolved: Resolved, *, tensors: str, rank: int | None, sink: Sink, progress: Progress | None
 ) -> Finish:
-    outlook = read_outlook(resolved.manifests, resolved.ref, rank, tensors)
-    return _hand_on(outlook, sink, progress, partial(fetch_all, tier, resolved))
+    def read(plan: ReadPlan) -> None:
+        execute(plan, tier, resolved)
+
+    return hand_on(resolved.manifests, rank, tensors, sink, progress, read)
 
 
 def hand_on(
     manifests: Sequence[Manifest],
+    rank: int | None,
     tensors: str,
     sink: Sink,
     progress: Progress | None,
-    fetch: Callable[[Placement], None],
+    read: Callable[[ReadPlan], None],
 ) -> Finish:
-    """Hand what ``fetch`` places, all bytes of a placement, to ``sink``; when that fails, the sink keeps nothing."""
-    return _hand_on(read_outlook(manifests, manifests[0].header.ref, None, tensors), sink, progress, fetch)
-
-
-def _hand_on(outlook: Outlook, sink: Sink, progress: Progress | None, fetch: Callable[[Placement], None]) -> Finish:
+    """Hand tensors to ``sink`` by plans that ``read`` executes; when one fails, the sink keeps nothing."""
+    outlook = read_outlook(manifests, manifests[0].header.ref, rank, tensors)
     demands = {number: outlook.demand(number) for number in outlook.numbers}
     try:
         targets = sink.begin(Outline(outlook.shape, {number: demand.row for number, demand in demands.items()}))
@@ -97,7 +96,7 @@ def _hand_on(outlook: Outlook, sink: Sink, progress: Progress | None, fetch: Cal
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
         meter = _Meter(progress, sum(demand.row.nbytes for demand in wanted))
         for batch in filter(None, rounds):
-            fetch(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], meter))
+            read(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], meter))
     except BaseException:
         sink.abandon()
         raise
@@ -159,8 +158,8 @@ class _Meter:
             self._progress(min(self._done, self._total), self._total)
 
 
-class _Counting(Placement):
-    """A placement that says how far it is."""
+class _Counting(ReadPlan):
+    """A plan that says how far it is."""
 
     def __init__(self, targets: Iterable[ByteTarget], meter: _Meter) -> None:
         super().__init__(targets)
@@ -169,4 +168,4 @@ class _Counting(Placement):
     def put(self, name: Digest, data: memoryview) -> None:
         """Place one partition's bytes, and report."""
         super().put(name, data)
-        self._meter.add(sum(length for *_, length in self._places[name]))
+        self._meter.add(sum(fill.length for fill in self.fills[name]))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.recovery import assemble
-from asymcheck.recovery.assemble import Assembly, Demand, Target
+from asymcheck.recovery.assemble import Assembly, Target
+from asymcheck.recovery.read_plan import Demand
 from tests.store.equality import tensor_bytes
 
 CPU = torch.device("cpu")

@@ -1,0 +1,209 @@
+"""Read plans: what is wanted of a checkpoint, which partitions are read for that, and where their bytes go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from asymcheck.errors import DamagedPartitionError, InvalidInputError, StateMismatchError
+from asymcheck.format.manifest import Manifest, TensorRow
+from asymcheck.partition.boxes import Box, Crossing, Region
+from asymcheck.partition.shards import TensorShard
+from asymcheck.recovery.fetch import fetch
+from asymcheck.recovery.parts import Parts, Piece, box_of, of_box
+from asymcheck.recovery.resolve import Resolved, needed_by
+from asymcheck.recovery.shape import merge, rows_in, select
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.types import CheckpointRef, Digest
+
+
+class ByteTarget(Protocol):
+    """What takes the bytes of one tensor."""
+
+    @property
+    def row(self) -> TensorRow:
+        """The tensor, as the manifest has it."""
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
+
+
+class RegionTarget(ByteTarget, Protocol):
+    """What takes the bytes of one tensor, also those that do not follow each other."""
+
+    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
+        """Take regions of ``data``; as :meth:`put`."""
+
+
+class CutTarget:
+    """What takes of one stored part the bytes that it and a wanted box have in common."""
+
+    def __init__(self, row: TensorRow, crossing: Crossing, target: RegionTarget) -> None:
+        """Hand bytes of ``row`` on to ``target``, as ``crossing`` says."""
+        self.row = row
+        self.crossing = crossing
+        self._target = target
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Take the bytes of the part from ``start`` on."""
+        self._target.put_regions(self.crossing.regions(start, start + len(data)), data)
+
+
+class Fill(NamedTuple):
+    """Bytes of a partition that a target takes."""
+
+    target: ByteTarget
+    """The target."""
+    start: int
+    """Where they go in the target."""
+    offset: int
+    """Where they begin in the partition."""
+    length: int
+    """How many they are."""
+
+
+class ReadPlan:
+    """What is read: for each partition, the ranges of targets that its bytes fill."""
+
+    def __init__(self, targets: Iterable[ByteTarget]) -> None:
+        """Plan to fill ``targets``."""
+        self._targets = list(targets)
+        self.fills: dict[Digest, list[Fill]] = {}
+        """By partition."""
+        for target in self._targets:
+            start = 0
+            crossing = target.crossing if isinstance(target, CutTarget) else None
+            for extent in target.row.extents:
+                if crossing is None or crossing.touches(start, start + extent.length):
+                    fill = Fill(target, start, extent.offset, extent.length)
+                    self.fills.setdefault(extent.digest, []).append(fill)
+                start += extent.length
+
+    def put_inline(self) -> None:
+        """Fill the tensors whose bytes lie in the manifest itself."""
+        for target in self._targets:
+            if target.row.inline:
+                target.put(0, memoryview(target.row.inline))
+
+    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for plans that have some
+        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
+        return None
+
+    def put(self, name: Digest, data: memoryview) -> None:
+        """Copy one partition's bytes to where they belong; worker threads call this together."""
+        for target, start, offset, length in self.fills[name]:
+            target.put(start, data[offset : offset + length])
+
+
+def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
+    """Read, check, decode and place all bytes of a plan.
+
+    Raises:
+        DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
+    """
+    try:
+        fetch(resolved.sources, list(plan.fills), plan.put, tier.slots, tier.config.slots, plan.room)
+    except DamagedPartitionError as error:
+        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
+        raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
+    plan.put_inline()
+
+
+def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -> None:
+    """Place all bytes of a plan; ``payload`` gives those of a partition, checked."""
+    for name in plan.fills:
+        plan.put(name, payload(name))
+    plan.put_inline()
+
+
+@dataclasses.dataclass(eq=False)
+class Demand:
+    """A box of a stored tensor that is wanted."""
+
+    row: TensorRow
+    """What it is; its bytes are where ``pieces`` say."""
+    pieces: Sequence[Piece]
+    """What it is made up of."""
+    existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Tensors to be filled in place."""
+
+    @classmethod
+    def of(cls, parts: Parts, number: int, box: Box) -> Demand:
+        """Want a box of a tensor.
+
+        Raises:
+            StateMismatchError: as :meth:`Parts.pieces`.
+        """
+        pieces = parts.pieces(number, box)
+        is_stored = len(pieces) == 1 and pieces[0].crossing is None
+        return cls(pieces[0].row if is_stored else of_box(parts.row(number), box), pieces)
+
+    def targets(self, target: RegionTarget) -> Iterator[ByteTarget]:
+        """Yield what takes the bytes of each piece, for ``target`` to be filled."""
+        for piece in self.pieces:
+            yield target if piece.crossing is None else CutTarget(piece.row, piece.crossing, target)
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether the bytes of each piece follow each other."""
+        return all(piece.crossing is None or piece.crossing.is_run for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """A state without its bytes."""
+
+    shape: object
+    """The state, with placeholders for its tensors."""
+    numbers: Sequence[int]
+    """The tensors in it."""
+    is_merged: bool
+    """Whether it is that of all ranks: parts are put together to whole tensors."""
+    parts: Parts
+    """Where the bytes of the tensors are."""
+
+    def box(self, number: int) -> Box:
+        """Return which part of a tensor is seen."""
+        return self.parts.whole(number) if self.is_merged else box_of(self.parts.row(number))
+
+    def row(self, number: int) -> TensorRow:
+        """Describe what is seen of a tensor."""
+        return of_box(self.parts.row(number), self.box(number))
+
+    def demand(self, number: int) -> Demand:
+        """Want a tensor.
+
+        Raises:
+            StateMismatchError: some of it was not saved.
+        """
+        try:
+            return Demand.of(self.parts, number, self.box(number))
+        except StateMismatchError as error:
+            name = self.parts.row(number).name
+            raise StateMismatchError(
+                f"tensor {name} is not whole in the checkpoint: {error}; rank= gives what one rank has of it"
+            ) from error
+
+    def present(self, number: int, tensor: torch.Tensor) -> object:
+        """Return a tensor as it stands in the state: a part of a whole says so."""
+        box = self.box(number)
+        return tensor if box.is_whole else TensorShard(tensor, box.whole, box.offset)
+
+
+def read_outlook(manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | None, tensors: str) -> Outlook:
+    """Look at a checkpoint, as ``rank`` saved it, or at all ranks when that is None.
+
+    Raises:
+        InvalidInputError: there was no such rank, or the glob ``tensors`` matches no name.
+        FormatError, StateMismatchError: as :func:`asymcheck.recovery.shape.read_shape`.
+    """
+    if rank is not None and rank >= len(manifests):
+        raise InvalidInputError(
+            f"{ref} was saved by {len(manifests)} ranks, so rank {rank} saved nothing; with into= any rank may read it"
+        )
+    parts = Parts(manifests, rank or 0)
+    shape = select(merge(parts.shapes()) if rank is None else parts.own_shape, tensors)
+    return Outlook(shape, rows_in(shape), rank is None, parts)

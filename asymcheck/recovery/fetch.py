@@ -65,26 +65,26 @@ def stored_length(copy: Copy) -> int:
 
 
 def read_plain(sources: Sources, name: Digest, first: Copy) -> memoryview:
-    """Read a partition from ``first``, or from another copy that is intact, and return its plain bytes.
-
-    Raises:
-        DamagedPartitionError: no copy is intact.
-    """
-    return _read_any(sources, name, first, Slot(stored_length(first)))
+    """Do as :func:`read_any` does, in memory of its own."""
+    return read_any(sources, name, Slot(stored_length(first)), first=first)
 
 
-def read_any(sources: Sources, name: Digest, slot: Slot, room: memoryview | None = None) -> memoryview:
-    """Read a partition from the first of its copies that is intact and return its plain bytes, in ``slot`` as a rule.
+def read_any(
+    sources: Sources, name: Digest, slot: Slot, room: memoryview | None = None, first: Copy | None = None
+) -> memoryview:
+    """Read a partition from the first of its copies that is intact and return its plain bytes.
 
-    With ``room``, they are first read into it directly, and are in it if they are sound.
+    Args:
+        sources: the packs to look into.
+        name: the digest of the partition.
+        slot: memory that the bytes are read into, as a rule.
+        room: memory that they are read into directly instead, and are in if the first copy is sound.
+        first: the copy to read first; None for that which ``sources`` found first.
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
-    return _read_any(sources, name, sources.copy(name), slot, room)
-
-
-def _read_any(sources: Sources, name: Digest, first: Copy, slot: Slot, room: memoryview | None = None) -> memoryview:
+    first = first or sources.copy(name)
     read_base = base_reader_of(sources)
     try:
         return read_checked(first, name, slot, read_base, room)
@@ -111,17 +111,16 @@ def _problem(copy: Copy, error: Exception) -> str:
 def base_reader_of(sources: Sources) -> BaseReader:
     """Return a reader of bases from the packs of ``sources``."""
 
+    def read_copy(copy: Copy) -> tuple[FrameDescriptor, memoryview, str]:
+        return read_frame(copy, Slot(stored_length(copy)))
+
     def copies_of(name: Digest) -> Iterator[FrameReader]:
         near = sources.base_copies(name)
-        yield from (partial(_read_copy, copy) for copy in near)
+        yield from (partial(read_copy, copy) for copy in near)
         # None of them is intact: now others are worth the way.
-        yield from (partial(_read_copy, copy) for copy in sources.all_base_copies(name)[len(near) :])
+        yield from (partial(read_copy, copy) for copy in sources.all_base_copies(name)[len(near) :])
 
     return base_reader(copies_of)
-
-
-def _read_copy(copy: Copy) -> tuple[FrameDescriptor, memoryview, str]:
-    return read_frame(copy, Slot(stored_length(copy)))
 
 
 def read_frame(copy: Copy, slot: Slot, room: memoryview | None = None) -> tuple[FrameDescriptor, memoryview, str]:

@@ -16,11 +16,10 @@ from asymcheck.partition.boxes import Box
 from asymcheck.partition.leaves import identity_key, make_leaf
 from asymcheck.partition.shards import Distributed, TensorShard, is_dtensor, like, shard_of
 from asymcheck.recovery.assemble import Assembly
-from asymcheck.recovery.objects import misfits, parameters_of, state_for, with_counters
+from asymcheck.recovery.objects import Stages, misfits, parameters_of, state_for, with_counters
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.read_plan import Demand
 from asymcheck.recovery.shape import RowRef, merge, rows_in, select_each, with_tensors
-from asymcheck.recovery.stages import Stages
 from asymcheck.types import Stateful
 
 if TYPE_CHECKING:

@@ -94,9 +94,9 @@ def hand_on(
         # Bytes of a tensor that lie apart in it are put together in memory, some tensors at a time.
         direct = [demand for demand in wanted if demand.in_runs]
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
-        meter = _Meter(progress, sum(demand.row.nbytes for demand in wanted))
+        report = _reporter(progress, sum(demand.row.nbytes for demand in wanted))
         for batch in filter(None, rounds):
-            read(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], meter))
+            read(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], report))
     except BaseException:
         sink.abandon()
         raise
@@ -143,29 +143,28 @@ class _Whole:
             self._gathered = None
 
 
-class _Meter:
-    """Says how far the reading is."""
+def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds bytes, and tells ``progress`` how many of ``total`` were read."""
+    done = 0
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        if self._progress is not None:
+    def report(count: int) -> None:
+        nonlocal done
+        if progress is not None:
             # Not exact when threads meet here; it is for the eye.
-            self._done += count
-            self._progress(min(self._done, self._total), self._total)
+            done += count
+            progress(min(done, total), total)
+
+    return report
 
 
 class _Counting(ReadPlan):
-    """A plan that says how far it is."""
+    """A plan that reports what it has placed."""
 
-    def __init__(self, targets: Iterable[ByteTarget], meter: _Meter) -> None:
+    def __init__(self, targets: Iterable[ByteTarget], report: Callable[[int], None]) -> None:
         super().__init__(targets)
-        self._meter = meter
+        self._report = report
 
     def put(self, name: Digest, data: memoryview) -> None:
         """Place one partition's bytes, and report."""
         super().put(name, data)
-        self._meter.add(sum(fill.length for fill in self.fills[name]))
+        self._report(sum(fill.length for fill in self.fills[name]))

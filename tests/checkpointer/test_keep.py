@@ -48,8 +48,9 @@ def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: b
             each = each or _disk_bytes(store)
             most = max(most, _disk_bytes(store))
         assert checkpointer.statistics().written_bytes > 10 * each
-    # Two kept, and a third until it is pruned; in a hurry both that have room in the ring may be written by then.
-    assert most < each * (3.5 if waits else 5.5)
+    # Two kept, one to overwrite or not yet pruned, and one being written: the store gets at most one commit ahead of
+    # pruning. In a hurry, both captures that have room in the ring may be written by then.
+    assert most < each * (4.5 if waits else 5.5)
     assert_stored(store, {step: expected[step] for step in (48, 49)})
     assert store.accounting().locked_bytes == 0
     assert store.verify() == []

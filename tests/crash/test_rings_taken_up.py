@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Store
-from asymcheck.errors import CaptureWarning, LockTimeoutError
+from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
 from asymcheck.tiers.dram_ring import RingReader, left, open_left
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
@@ -62,7 +62,14 @@ def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
         if how == "taken up":
             _adopt(folder)
 
-    thread = _later(go_on)
+    thread = threading.Thread(target=go_on)
+
+    def warn_and_go_on(message: str, category: type[Warning]) -> None:
+        # Not after a fixed time, in which a busy machine may not get so far as to wait.
+        warn_user(message, category)
+        thread.start()
+
+    monkeypatch.setattr(left, "warn_user", warn_and_go_on)
     with pytest.warns(CaptureWarning, match=rf"{ring}.* held by process {os.getpid()} .* waiting"):
         assert_restored(folder, CAPTURED - 1)
     thread.join()

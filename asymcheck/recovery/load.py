@@ -254,7 +254,7 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
 
 
 def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> None:
-    """Execute a plan for tensors that may be somebody's already. for tensors that may be somebody's already.
+    """Execute a plan that may fill tensors of the caller.
 
     Raises:
         StateMismatchError: some share memory, and differ in the checkpoint where they do; all were overwritten.

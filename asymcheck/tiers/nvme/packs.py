@@ -151,8 +151,9 @@ class PackWriter:
             # maps, none is possible (EFAULT): fall back to buffered writes.
             if not direct or getattr(error.__cause__, "errno", None) not in (errno.EINVAL, errno.EFAULT):
                 raise
-            self._direct = False
+            # In this order: a thread that sees the flag cleared writes without it.
             clear_direct(self._descriptor)
+            self._direct = False
             self._files.pwrite(self._descriptor, buffers, offset, self._path)
 
     def close(self) -> None:

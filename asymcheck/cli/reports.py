@@ -128,12 +128,12 @@ def _show_opening(opening: Opening) -> None:
     )
 
 
-@command("Say what takes the room, by checkpoint and by role.")
+@command("Show disk usage per checkpoint and tensor role.")
 @store_argument
 @click.option("--run", default=None, help="List the checkpoints of this run only; the totals are of the whole store.")
 @json_option
 def du(store: str, run: str | None, as_json: bool) -> int:
-    """Show what takes the room in STORE: by checkpoint, by role and in all.
+    """Show the disk usage of STORE per checkpoint, per tensor role, and in total.
 
     \b
     state    bytes of the tensors

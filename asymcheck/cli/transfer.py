@@ -139,7 +139,7 @@ def _report_moved(done: Moved, verb: str, *, as_json: bool) -> None:
 )
 @ring_options
 @click.option("--remote", default=None, help="Read from this location what is missing or damaged in STORE.")
-@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file or folder.")
 @json_option
 def restore(
     store: str,

@@ -21,7 +21,7 @@ from asymcheck.types import CheckpointRef, Digest, PackId
 # Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both
 # take tens of milliseconds in every process that saves or restores, so they are not used here.
 _MANY = 4096
-"""So many rows are worth that import."""
+"""Number of rows from which the import pays."""
 
 
 def integer_column(values: npt.NDArray[np.signedinteger]) -> pa.Array:

@@ -34,7 +34,7 @@ from asymcheck.format.tree import decode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 _BEFORE, _AFTER = b'"tree":', b',"world_size":'
-"""What stands around the tree in canonical JSON; a header of another form is parsed as a whole."""
+"""Text before and after the tree in canonical JSON. A header in another form is parsed as a whole."""
 _NAMES = [name for name in SCHEMA.names if name != "extents"]
 _EXTENTS = SCHEMA.field("extents").type
 _FIELDS = list(_EXTENTS.value_type)
@@ -44,7 +44,7 @@ RowsName = tuple[Digest, Digest]
 
 
 class Alike:
-    """What the manifests of one checkpoint are alike in: parsed once, and kept once for all ranks. For one thread.
+    """Parts that the manifests of one checkpoint share, parsed and kept once for all ranks. For one thread.
 
     Sixteen thousand ranks have as many manifests, of which most say the same but for some offsets and digests: kept as
     they were read, they would take some gigabytes. Nothing is left unchecked: what is taken for the same as in the

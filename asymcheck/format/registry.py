@@ -1,6 +1,6 @@
-"""What this program can read and write (SPEC.md §13), in the numbers, names and limits of SPEC.md §15.
+"""Registry: numbers, names and limits of SPEC.md §15, and the features that this program knows (§13).
 
-They are equal to those in format_spec/registry.json, which tests compare.
+Tests compare them with format_spec/registry.json.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ DELTA_DEPTH_MAX: Final = 8
 
 
 _VERSION = slice(8, 10)
-"""Where it lies in every binary structure."""
+"""Position of the version in every binary structure."""
 
 
 def check_version(version: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What the callbacks for trainers share: the arguments of a Checkpointer, and parts that are restored later."""
+"""Base of the callbacks for trainers: arguments of a Checkpointer, and parts that are restored later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read plans: what is wanted of a checkpoint, which partitions are read for that, and where their bytes go."""
+"""Read plans: the partitions that a load reads, and the tensors that their bytes fill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asymcheck.types import CheckpointRef, Digest
 
 
 class ByteTarget(Protocol):
-    """What takes the bytes of one tensor."""
+    """Receiver of the bytes of one tensor."""
 
     @property
     def row(self) -> TensorRow:
@@ -32,14 +32,14 @@ class ByteTarget(Protocol):
 
 
 class RegionTarget(ByteTarget, Protocol):
-    """What takes the bytes of one tensor, also those that do not follow each other."""
+    """Receiver of the bytes of one tensor, contiguous or not."""
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         """Take regions of ``data``; as :meth:`put`."""
 
 
 class CutTarget:
-    """What takes of one stored part the bytes that it and a wanted box have in common."""
+    """Receiver of the bytes that a stored part and a wanted box have in common."""
 
     def __init__(self, row: TensorRow, crossing: Crossing, target: RegionTarget) -> None:
         """Hand bytes of ``row`` on to ``target``, as ``crossing`` says."""
@@ -58,15 +58,15 @@ class Fill(NamedTuple):
     target: ByteTarget
     """The target."""
     start: int
-    """Where they go in the target."""
+    """Position in the target."""
     offset: int
-    """Where they begin in the partition."""
+    """Position in the partition."""
     length: int
-    """How many they are."""
+    """Number of bytes."""
 
 
 class ReadPlan:
-    """What is read: for each partition, the ranges of targets that its bytes fill."""
+    """Ranges of targets that the bytes of each partition fill."""
 
     def __init__(self, targets: Iterable[ByteTarget]) -> None:
         """Plan to fill ``targets``."""
@@ -124,9 +124,9 @@ class Demand:
     """A box of a stored tensor that is wanted."""
 
     row: TensorRow
-    """What it is; its bytes are where ``pieces`` say."""
+    """Description of the box; ``pieces`` say where its bytes are stored."""
     pieces: Sequence[Piece]
-    """What it is made up of."""
+    """Stored parts that overlap the box."""
     existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors to be filled in place."""
 
@@ -163,7 +163,7 @@ class Outlook:
     is_merged: bool
     """Whether it is that of all ranks: parts are put together to whole tensors."""
     parts: Parts
-    """Where the bytes of the tensors are."""
+    """Stored parts of the tensors."""
 
     def box(self, number: int) -> Box:
         """Return which part of a tensor is seen."""

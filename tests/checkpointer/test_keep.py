@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def _disk_bytes(store: Store) -> int:
     return usage.pack_bytes + usage.pooled_bytes
 
 
+def _wait_for_pruning(store: Store, checkpointer: Checkpointer) -> None:
+    """Return when two checkpoints are left and what the others needed is freed: a busy machine takes its time."""
+    while len(_steps(store)) > 2:
+        time.sleep(0.005)
+    assert checkpointer._upkeep is not None
+    with checkpointer._upkeep.still():
+        pass
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-new", "half-frozen"])
 @pytest.mark.parametrize("waits", [True, False], ids=["calm", "busy"])
 def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: bool, frozen: bool) -> None:
@@ -45,12 +55,12 @@ def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: b
             expected[step] = copy_of(loop.state)
             if waits or not step:
                 checkpointer.wait()
+                _wait_for_pruning(store, checkpointer)
             each = each or _disk_bytes(store)
             most = max(most, _disk_bytes(store))
         assert checkpointer.statistics().written_bytes > 10 * each
-    # Two kept, one to overwrite or not yet pruned, and one being written: the store gets at most one commit ahead of
-    # pruning. In a hurry, both captures that have room in the ring may be written by then.
-    assert most < each * (4.5 if waits else 5.5)
+    # Two kept, and a third until it is pruned; in a hurry both that have room in the ring may be written by then.
+    assert most < each * (3.5 if waits else 5.5)
     assert_stored(store, {step: expected[step] for step in (48, 49)})
     assert store.accounting().locked_bytes == 0
     assert store.verify() == []

@@ -320,6 +320,12 @@ def test_a_limit_of_nothing_is_refused() -> None:
         plan_shards([byte_tensor("a", 1)], 0)
 
 
+def test_a_limit_that_holds_nothing_is_refused() -> None:
+    """The smallest limit is one byte."""
+    with pytest.raises(InvalidInputError, match="shards of 0 bytes"):
+        plan_shards([byte_tensor("a", 1)], 0)
+
+
 def test_the_text_of_an_index() -> None:
     """Sorted, indented and ended as transformers writes it."""
     shards = plan_shards([byte_tensor("b", 2), byte_tensor("a", 2)], 2)

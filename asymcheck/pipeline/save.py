@@ -135,7 +135,7 @@ class Flusher:
         is_congruent = lying is not None and (self._tier.may_shift or not _shift_of(lying))
         codecs = (CODEC_BYTE_PLANES,)
         stays = is_congruent and self._encoder.stays_plain(partition.length, self._contents(partition), codecs)
-        return lying if stays else None
+        return None if lying is None or not stays or self._tier.needs_slot(lying) else lying
 
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, lying: memoryview) -> Digest:
         """Digest a partition and write it, with no copy; return the digest.

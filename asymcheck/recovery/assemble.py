@@ -169,7 +169,11 @@ class Assembly(ReadPlan):
         self._sources = sources
         self._filled = {
             demand: Target(
-                demand.row, demand.existing, device, in_runs=demand.in_runs, shift=self._shift_of(demand.row, device)
+                demand.row,
+                demand.existing,
+                device,
+                in_runs=demand.in_runs,
+                shift=None if demand.existing else self._shift_of(demand.row, device),
             )
             for demand in demands
         }

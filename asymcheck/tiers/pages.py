@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import struct
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page; the kernel's number for other architectures only changes what is gained."""
@@ -14,6 +16,16 @@ _HUGE = 14
 """MADV_HUGEPAGE of <linux/mman.h>."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of the same, since Linux 5.14."""
+
+_SCAN_ARGUMENT = struct.Struct("=12Q")
+"""``struct pm_scan_arg`` of <linux/fs.h>, since Linux 6.7."""
+_SCAN_REGION = struct.Struct("=3Q")
+"""``struct page_region`` of the same: start, end, and categories."""
+_PAGEMAP_SCAN = 3 << 30 | _SCAN_ARGUMENT.size << 16 | ord("f") << 8 | 16
+_PAGE_IS_HUGE = 1 << 6
+_REGIONS = 8
+"""Regions to ask for: a partition in huge pages is one region, or a few where small pages are in between."""
+_HUGE_SHARE = 0.75
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
@@ -34,6 +46,36 @@ def populate(address: int, nbytes: int) -> None:
     is the faults again.
     """
     _advise(address, nbytes, _POPULATE_WRITE)
+
+
+def are_huge(address: int, nbytes: int) -> bool:
+    """Tell whether most of some memory is in huge pages; False where the kernel does not tell."""
+    start, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    regions = ctypes.create_string_buffer(_SCAN_REGION.size * _REGIONS)
+    argument = _SCAN_ARGUMENT.pack(
+        _SCAN_ARGUMENT.size,
+        0,  # flags
+        start,
+        end,
+        0,  # where the kernel stopped
+        ctypes.addressof(regions),
+        _REGIONS,
+        0,  # no limit of pages
+        0,  # no category is inverted
+        _PAGE_IS_HUGE,  # needed
+        0,  # any of none
+        _PAGE_IS_HUGE,  # returned
+    )
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(argument))
+    except OSError:
+        return False
+    huge = 0
+    for number in range(count):
+        first, last, _ = _SCAN_REGION.unpack_from(regions, number * _SCAN_REGION.size)
+        huge += int(last) - int(first)
+    return huge >= _HUGE_SHARE * (end - start)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:

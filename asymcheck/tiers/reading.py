@@ -74,7 +74,7 @@ class OpenPack(abc.ABC):
 
         Returns:
             The frame in three parts: header and padding, ``payload``, and padding. None if the device refuses to
-            read into this memory.
+            read into this memory, or a read through a slot is faster.
 
         Raises:
             TruncatedError: the file ends before the frame does.

@@ -105,6 +105,19 @@ def test_an_existing_tensor_at_such_an_address_is_filled_directly(
     assert files.bytes_into(into["w"]) > NBYTES - 3 * 2 * BLOCK
 
 
+def test_memory_in_small_pages_is_copied_on_a_paravirtual_drive(
+    store_path: Path, files: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer of a read is in the tensor."""
+    state, into = {"w": _random(64)}, {"w": _at(64)}
+    _save(store_path, state)
+    monkeypatch.setattr(pack_files, "needs_slot", lambda _device, _memory: True)
+    with _opened(store_path, files) as store:
+        store.load(into=into)
+    assert torch.equal(into["w"], state["w"])
+    assert files.bytes_into(into["w"]) == 0
+
+
 @pytest.mark.parametrize(("saved", "given"), [(0, 64), (64, 0), (64, 65)])
 def test_an_existing_tensor_at_another_address_is_copied(
     store_path: Path, files: Watching, saved: int, given: int

@@ -14,6 +14,7 @@ from asymcheck.format import layout
 from asymcheck.format.pack import entry_length
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
 from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
+from asymcheck.tiers.nvme.drives import needs_slot
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
 from asymcheck.tiers.slots import Slot
@@ -82,11 +83,14 @@ class PackFile(OpenPack):
     ) -> tuple[memoryview, memoryview, memoryview] | None:
         """Read a frame with its payload into ``payload``, with no copy but of the payload's first and last block.
 
-        Header, padding, and what of the payload shares a block with either, go through ``slot``.
+        Header, padding, and what of the payload shares a block with either, go through ``slot``. Return None if that
+        is slow on this drive, or refused.
 
         Raises:
             TruncatedError: the file ends before the frame does.
         """
+        if needs_slot(os.fstat(self._descriptor).st_dev, payload):
+            return None
         block, length, shift = BLOCK_BYTES, len(payload), int(self.entries[sequence]["payload_shift"])
         first = -shift % block
         last = (length - first) % block

@@ -23,6 +23,7 @@ from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.tiers.files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.tiers.limits import check_config
 from asymcheck.tiers.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
+from asymcheck.tiers.nvme.drives import needs_slot
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.mounts import refuse_network
 from asymcheck.tiers.nvme.pack_files import PackFile, open_pack, peek
@@ -195,6 +196,10 @@ class NvmeTier(StoreTier):
     def may_shift(self) -> bool:
         """Whether payloads in packs of this store may be shifted to where direct I/O needs no copy (SPEC.md §7.1)."""
         return SHIFTED_PAYLOAD in self.descriptor.reader_features
+
+    def needs_slot(self, memory: memoryview) -> bool:
+        """Tell whether ``memory`` is written sooner through a slot than directly."""
+        return needs_slot(self.packs.stat().st_dev, memory)
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
         """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""

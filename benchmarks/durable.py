@@ -1,9 +1,10 @@
 """``durable``: seconds from the call of ``save`` until the checkpoint is durable.
 
-Beside a raw O_DIRECT write of as many bytes, and beside the libraries that users have instead, each made as durable as
-asymcheck is. Each round measures all of them, each time another one first, each after a sync, so that all see the same
-machine. *New* writes new files. *Recycled* overwrites files that are there: for asymcheck, packs that collection freed;
-for peers that users save to one name with, their own old file.
+Beside a raw O_DIRECT write of as many bytes, from memory in huge pages and from memory in small ones, and beside the
+libraries that users have instead, each made as durable as asymcheck is. Each round measures all of them, each time
+another one first, each after a sync, so that all see the same machine. *New* writes new files. *Recycled* overwrites
+files that are there: for asymcheck, packs that collection freed; for peers that users save to one name with, their own
+old file.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
     for mode in ("new", "recycled"):
         ours = medians[f"asymcheck {mode}"]
         ratios[f"durable_{mode}/limit"] = medians[f"raw {mode}"] / ours
+        ratios[f"durable_{mode}/limit_small_pages"] = medians[f"raw {mode}, small pages"] / ours
         ratios[f"durable_{mode}/best_peer"] = medians[peer] / ours
     return Report("durable", described, results, ratios)
 
@@ -51,7 +53,8 @@ class _Durable:
     def __init__(self, scratch: Path, state: dict[str, object]) -> None:
         self._scratch, self._state = scratch, state
         self._tensors = states.named_tensors(state)
-        self._limit = raw.Limit(states.tensors_of(state))
+        tensors = states.tensors_of(state)
+        self._limits = {"": raw.Limit(tensors), ", small pages": raw.Limit(tensors, huge=False)}
         self._raw_file = scratch / "raw"
         self._step = 0
 
@@ -75,7 +78,8 @@ class _Durable:
         return times
 
     def _begin_with_nothing(self, store: asymcheck.Store) -> None:
-        self._raw_file.unlink(missing_ok=True)
+        for path in self._scratch.glob(f"{self._raw_file.name}*"):
+            path.unlink()
         for peer in peers.PEERS:
             peers.remove(self._place(peer))
         for path in (store.path / "pool").iterdir():
@@ -83,17 +87,21 @@ class _Durable:
 
     def _new(self, store: asymcheck.Store) -> dict[str, Callable[[], float]]:
         systems = {
-            "raw new": lambda: self._limit.write(self._raw_file),
+            **{f"raw new{pages}": self._raw(pages) for pages in self._limits},
             "asymcheck new": lambda: self._save(store),
         }
         return systems | {f"{peer.name} new": self._saver(peer) for peer in peers.PEERS}
 
     def _over(self, store: asymcheck.Store) -> dict[str, Callable[[], float]]:
         systems = {
-            "raw recycled": lambda: self._limit.write(self._raw_file),
+            **{f"raw recycled{pages}": self._raw(pages) for pages in self._limits},
             "asymcheck recycled": lambda: self._save(store),
         }
         return systems | {f"{peer.name} {OVER}": self._saver(peer) for peer in peers.PEERS if peer.overwrites}
+
+    def _raw(self, pages: str) -> Callable[[], float]:
+        path = self._raw_file.with_suffix(".small" if pages else "")
+        return lambda: self._limits[pages].write(path)
 
     def _save(self, store: asymcheck.Store) -> float:
         self._step += 1

@@ -26,6 +26,7 @@ def describe(folder: Path) -> dict[str, str]:
         "peers": ", ".join(f"{name} {metadata.version(name)}" for name in ("safetensors", "torchsnapshot")),
         "processor": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "tensors": f"in {'huge' if os.environ.get('THP_MEM_ALLOC_ENABLE') == '1' else 'small'} pages",
         "kernel": platform.release(),
         "file system": file_system_type(folder),
     }

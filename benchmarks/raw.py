@@ -18,13 +18,12 @@ IN_FLIGHT = 4
 class Limit:
     """A state's bytes in aligned memory, ready to be written, or read again, without a copy."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors, one after the other, into huge pages, which make direct access faster."""
+    def __init__(self, tensors: Sequence[torch.Tensor], *, huge: bool = True) -> None:
+        """Copy the tensors, one after the other, into huge pages, or into small ones as torch uses by default."""
         total = sum(tensor.nbytes for tensor in tensors)
         self.nbytes = -(-total // CHUNK) * CHUNK
         """Bytes written: the tensors, and the rest of the last chunk."""
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = _map(self.nbytes, huge=huge)
         self._memory = memoryview(memory)
         there, position = torch.frombuffer(memory, dtype=torch.uint8), 0
         for tensor in tensors:
@@ -35,25 +34,32 @@ class Limit:
         """Write everything to ``path``, in place when it exists; return seconds until it is durable."""
         began = time.perf_counter()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        self._transfer(lambda piece, offset: os.pwrite(descriptor, piece, offset))
+        self._transfer(self._memory, lambda piece, offset: os.pwrite(descriptor, piece, offset))
         os.fdatasync(descriptor)
         os.close(descriptor)
         return time.perf_counter() - began
 
-    def read(self, path: Path) -> float:
-        """Read everything back from ``path`` into the same memory; return the seconds."""
+    def read(self, path: Path, *, new_memory: bool = False) -> float:
+        """Read everything back from ``path`` into the same memory, or into new huge pages; return the seconds."""
         began = time.perf_counter()
+        memory = memoryview(_map(self.nbytes, huge=True)) if new_memory else self._memory
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._transfer(lambda piece, offset: os.preadv(descriptor, [piece], offset))
+        self._transfer(memory, lambda piece, offset: os.preadv(descriptor, [piece], offset))
         os.close(descriptor)
         return time.perf_counter() - began
 
-    def _transfer(self, call: Callable[[memoryview, int], int]) -> None:
+    def _transfer(self, memory: memoryview, call: Callable[[memoryview, int], int]) -> None:
         def lane(number: int) -> None:
             for offset in range(number * CHUNK, self.nbytes, IN_FLIGHT * CHUNK):
-                done = call(self._memory[offset : offset + CHUNK], offset)
+                done = call(memory[offset : offset + CHUNK], offset)
                 if done != CHUNK:
                     raise OSError(f"{done} of {CHUNK} bytes at offset {offset}")
 
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             list(pool.map(lane, range(IN_FLIGHT)))
+
+
+def _map(nbytes: int, *, huge: bool) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return memory

@@ -3,7 +3,8 @@
 Before each read the files are dropped from the page cache, for all alike. asymcheck verifies every byte, as it always
 does; the peers verify none. *Into* fills tensors that are there; the others make new ones. Of new tensors one byte in
 each page is touched inside the time, because some libraries only map their file and read later. The limit is a raw
-O_DIRECT read of as many bytes into memory that is there, in huge pages. At last it is said where the time goes, from
+O_DIRECT read of as many bytes into memory that is there, in huge pages; beside it stand one into small pages, which
+torch uses by default, and one into new memory. At last it is said where the time goes, from
 each tier (see :mod:`benchmarks.tiers`).
 """
 
@@ -25,6 +26,8 @@ from benchmarks.report import Report, best, rotated, row
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 LIMIT = "raw read"
+LIMIT_SMALL = "raw read, small pages"
+LIMIT_NEW = "raw read, new memory"
 OURS = "asymcheck load"
 OURS_INTO = "asymcheck load into"
 
@@ -45,8 +48,11 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
     ]
     results += by_tier
     medians = {name: statistics.median(values) for name, values in times.items()}
-    others = [name for name in medians if name not in (LIMIT, OURS, OURS_INTO)]
-    ratios = {}
+    others = [name for name in medians if not name.startswith(("raw", "asymcheck"))]
+    ratios = {
+        "restore/limit_small_pages": medians[LIMIT_SMALL] / medians[OURS_INTO],
+        "restore_fresh/limit_new_memory": medians[LIMIT_NEW] / medians[OURS],
+    }
     for label, ours, rivals in (
         ("restore", OURS_INTO, [name for name in others if name.endswith(" into")]),
         ("restore_fresh", OURS, [name for name in others if not name.endswith(" into")]),
@@ -102,7 +108,8 @@ class _Restore:
 
     def _systems(self) -> dict[str, tuple[Path, Callable[[], tuple[float, object]]]]:
         """Save with every system; return where, and how to read it again in how many seconds."""
-        limit, raw_file = raw.Limit(states.tensors_of(self._state)), self._scratch / "raw"
+        tensors, raw_file = states.tensors_of(self._state), self._scratch / "raw"
+        limit, small_pages = raw.Limit(tensors), raw.Limit(tensors, huge=False)
         limit.write(raw_file)
         store = self.store
         with asymcheck.Store.open(store) as opened:
@@ -110,6 +117,8 @@ class _Restore:
         into, named = self.into, states.named_tensors(self.into)
         systems: dict[str, tuple[Path, Callable[[], tuple[float, object]]]] = {
             LIMIT: (raw_file, lambda: (limit.read(raw_file), None)),
+            LIMIT_SMALL: (raw_file, lambda: (small_pages.read(raw_file), None)),
+            LIMIT_NEW: (raw_file, lambda: (limit.read(raw_file, new_memory=True), None)),
             OURS: (store, partial(_timed, partial(_load, store, None))),
             OURS_INTO: (store, partial(_timed, partial(_load, store, into))),
         }

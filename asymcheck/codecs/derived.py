@@ -32,17 +32,6 @@ def rounded(bits: _Bits, dtype: int) -> _Rounded:
     return result
 
 
-def is_rounded(words: _Rounded, bits: _Bits, dtype: int) -> bool:
-    """Tell whether ``words`` are the elements of that dtype that ``bits``, as many, round to."""
-    for start in range(0, len(bits), _BLOCK):
-        wanted = words[start : start + _BLOCK]
-        found = _scratch(2, np.dtype("<u2"), len(wanted))
-        _TO[dtype](bits[start : start + _BLOCK], found)
-        if np.not_equal(found, wanted, out=_scratch(1, np.dtype(bool), len(wanted))).any():
-            return False
-    return True
-
-
 def _scratch(number: int, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
     """Return memory of this thread, which it has used before: new memory costs more than what is done in it."""
     kept: dict[int, npt.NDArray[Any]] = _own.__dict__.setdefault("kept", {})
@@ -93,10 +82,17 @@ def rounded_base(base: memoryview, offset: int, plain_length: int, dtype: int) -
 def is_rounded_base(plain: memoryview, base: memoryview, offset: int, dtype: int) -> bool:
     """Tell whether ``plain`` is what the float32 elements of the base from ``offset`` on round to."""
     words = np.frombuffer(plain, dtype=np.dtype("<u2"))
-    return is_rounded(words, _bits(base, offset, len(plain)), dtype)
+    bits = _bits(base, offset, len(plain))
+    for start in range(0, len(bits), _BLOCK):
+        wanted = words[start : start + _BLOCK]
+        found = _scratch(2, np.dtype("<u2"), len(wanted))
+        _TO[dtype](bits[start : start + _BLOCK], found)
+        if np.not_equal(found, wanted, out=_scratch(1, np.dtype(bool), len(wanted))).any():
+            return False
+    return True
 
 
-def _bits(base: memoryview, offset: int, plain_length: int) -> npt.NDArray[np.uint32]:
+def _bits(base: memoryview, offset: int, plain_length: int) -> _Bits:
     elements = np.frombuffer(base, dtype=np.uint8)[offset : offset + 2 * plain_length]
     return (elements if offset % 4 == 0 else elements.copy()).view(np.dtype("<u4"))
 

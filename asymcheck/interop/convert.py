@@ -13,7 +13,7 @@ from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError,
 from asymcheck.interop.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.interop.deepspeed import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.interop.hugging_face import SafetensorsSink, other_files, read_folder
-from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of, pick
+from asymcheck.interop.part import MODEL, SOURCE, TIED, leaves_of
 from asymcheck.interop.safetensors_format import FileTensor, read_header
 from asymcheck.interop.source import SourceFile, refused
 from asymcheck.interop.target import Draft, check_target, format_of
@@ -60,12 +60,10 @@ class Output:
             )
         draft = Draft(self.path, overwrite=self.overwrite)
         if kind == "torch":
-            return TorchSink(draft, lambda shape: pick(shape, part).shape)
+            return TorchSink(draft, part)
         files = () if self.files_from is None else [self.files_from / name for name in other_files(self.files_from)]
         shard_bytes = self.max_shard_bytes if kind == "folder" else None
-        return SafetensorsSink(
-            draft, lambda shape: pick(shape, part, tensors_only=True), max_shard_bytes=shard_bytes, files=files
-        )
+        return SafetensorsSink(draft, part, max_shard_bytes=shard_bytes, files=files)
 
 
 def export_checkpoint(  # noqa: PLR0913 - each says something else of what is read
@@ -106,16 +104,15 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
         restored = store.stream_from_memory(
             sink, step, tensors=tensors, run=run, ring_folder=ring_folder, progress=progress
         )
-    flat = sink if isinstance(sink, SafetensorsSink) else None
     return Exported(
         path=output.path,
         format=format_of(output.path),
         checkpoint=restored.checkpoint,
         tensors=sink.tensors,
         nbytes=sink.nbytes,
-        left_out=() if flat is None else tuple(flat.left_out),
+        left_out=tuple(sink.left_out),
         skipped=restored.skipped,
-        hints=() if flat is None else tuple(flat.hints),
+        hints=tuple(sink.hints),
     )
 
 

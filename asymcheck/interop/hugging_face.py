@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
 from asymcheck.format.record import parse_json
-from asymcheck.interop.part import MODEL, Part, encode_tied
+from asymcheck.interop.part import MODEL, Part, encode_tied, pick
 from asymcheck.interop.safetensors_format import (
     FileTensor,
     NewTensor,
@@ -33,7 +33,7 @@ from asymcheck.interop.safetensors_format import (
     shown,
 )
 from asymcheck.interop.source import SourceFile
-from asymcheck.interop.target import Draft
+from asymcheck.interop.target import Draft, DraftSink
 from asymcheck.recovery.read_plan import ByteTarget
 from asymcheck.recovery.stream import Outline
 from asymcheck.tiers.files import translated
@@ -269,33 +269,24 @@ def _agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {key: value for key, (value, *rest) in sorted(merged.items()) if not rest}
 
 
-class SafetensorsSink:
+class SafetensorsSink(DraftSink):
     """Writes the tensors of a checkpoint, or of a part; other values are listed in :attr:`left_out`."""
 
     def __init__(
-        self,
-        draft: Draft,
-        pick: Callable[[object], Part],
-        *,
-        max_shard_bytes: int | None,
-        files: Sequence[Path] = (),
+        self, draft: Draft, part: str | None, *, max_shard_bytes: int | None, files: Sequence[Path] = ()
     ) -> None:
-        """Write to ``draft`` the part that ``pick`` returns of a checkpoint's shape.
+        """Write to ``draft`` the tensors of the part with this dotted name; None means the whole state.
 
         ``max_shard_bytes`` is None for a single file; for a folder, it limits the tensors in one file. ``files`` are
         copied into the folder; they replace those of the checkpoint.
         """
-        self._draft, self._pick = draft, pick
+        super().__init__(draft, part)
         self._max_shard_bytes = max_shard_bytes
-        self._files = list(files)
-        self.tensors = 0  # tensors written; tied ones count once
-        self.nbytes = 0  # bytes of them
-        self.left_out: list[str] = []  # names of values that are no tensors
-        self.hints: list[str] = []  # reasons why other programs may not read it as expected, and remedies
+        self._files = files
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write headers, index and small files; return the places of the tensors."""
-        part = self._pick(outline.shape)
+        part = pick(outline.shape, self._part, tensors_only=True)
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
         self.hints = self._hints(part)
@@ -356,11 +347,3 @@ class SafetensorsSink:
             for name, ref in part.files.items()
             if name not in given
         }
-
-    def finish(self) -> None:
-        """Give the file or the folder its name."""
-        self._draft.publish()
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._draft.discard()

@@ -251,6 +251,26 @@ class Draft:
         _remove(self.path)
 
 
+class DraftSink:
+    """The base of sinks that write a checkpoint, or one part of it, to a draft."""
+
+    def __init__(self, draft: Draft, part: str | None) -> None:
+        """Write to ``draft`` the part with this dotted name; None means the whole state."""
+        self._draft, self._part = draft, part
+        self.tensors = 0  # tensors written; tied ones count once
+        self.nbytes = 0  # bytes of these tensors
+        self.left_out: list[str] = []  # names of values that the format has no place for
+        self.hints: list[str] = []  # reasons why other programs may not read it as expected, and remedies
+
+    def finish(self) -> None:
+        """Give the file or the folder its name."""
+        self._draft.publish()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._draft.discard()
+
+
 def _is_model_folder(folder: Path) -> bool:
     """Tell whether a folder may be replaced as a whole: it is empty, or holds weights and files, but no folders."""
     entries = list(folder.iterdir())

@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.interop.part import pick
 from asymcheck.interop.source import SourceFile, first_line, refused
-from asymcheck.interop.target import Draft, TargetFile
+from asymcheck.interop.target import DraftSink, TargetFile
 from asymcheck.partition.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.partition.leaves import TensorBytes, flat_bytes
 from asymcheck.recovery.read_plan import ByteTarget
@@ -339,18 +340,11 @@ def _mapped(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN40
     return make(value)
 
 
-class TorchSink:
+class TorchSink(DraftSink):
     """Writes a checkpoint, or one part of it, into a file that ``torch.load(weights_only=True)`` reads.
 
     Numpy arrays become tensors and numpy scalars Python numbers, because ``weights_only`` refuses both.
     """
-
-    def __init__(self, draft: Draft, pick: Callable[[object], object]) -> None:
-        """Write to ``draft`` what ``pick`` returns of a checkpoint's shape."""
-        self._draft = draft
-        self._pick = pick
-        self.tensors = 0  # tensors written
-        self.nbytes = 0  # bytes of these tensors
 
     def begin(self, outline: Outline) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return their places."""
@@ -367,7 +361,7 @@ class TorchSink:
                 return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = _mapped(self._pick(outline.shape), make)
+        state = _mapped(pick(outline.shape, self._part).shape, make)
         self.tensors, self.nbytes = len(hollow), sum(outline.tensors[row].nbytes for row in hollow)
         self._file = file = self._draft.file(size=self.nbytes)
         with _writing(file), skip_data():
@@ -387,11 +381,7 @@ class TorchSink:
         except BaseException:
             self.abandon()
             raise
-        self._draft.publish()
-
-    def abandon(self) -> None:
-        """Remove the file."""
-        self._draft.discard()
+        super().finish()
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class EngineState:
             "shapes": {one.name: one.shape for one in (*trained, *fixed)},
             "buffers": dict(_buffers(engine.module)),
             "optimizer": {one.name: self._elementwise(one) for one in trained},
-            "groups": groups_of(_base(engine)),
+            "groups": groups_of(self.optimizer),
             "scalars": self._scalars(trained),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "loss_scaler": _numbers(getattr(engine.optimizer, "loss_scaler", None)),
@@ -140,19 +140,17 @@ class EngineState:
         }
 
     def _elementwise(self, one: _Range) -> dict[str, TensorShard]:
-        state = _base(self._engine).state.get(one.flat, {})
         return {
             key: one.of(value)
-            for key, value in state.items()
+            for key, value in self.optimizer.state.get(one.flat, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == one.flat.shape
         }
 
     def _scalars(self, trained: list[_Range]) -> list[_State]:
         """Return, for each group, the optimizer's state that is not elementwise, such as the number of steps."""
-        base = _base(self._engine)
-        found: list[_State] = [{} for _ in base.param_groups]
+        found: list[_State] = [{} for _ in self.optimizer.param_groups]
         for one in trained:
-            for key, value in base.state.get(one.flat, {}).items():
+            for key, value in self.optimizer.state.get(one.flat, {}).items():
                 if not isinstance(value, torch.Tensor) or value.ndim == 0:
                     found[one.group].setdefault(key, value)
                 elif value.shape != one.flat.shape:
@@ -172,7 +170,6 @@ class EngineState:
             StateMismatchError: it belongs to another model or optimizer.
         """
         engine = self._engine
-        base = _base(engine)
         for one in _trained(engine):
             one.fill(one.flat, state_dict["weights"][one.name])
             self._fill_optimizer(one, state_dict["optimizer"][one.name], state_dict["scalars"][one.group])
@@ -182,7 +179,7 @@ class EngineState:
             found = state_dict["buffers"][name]
             if found is not buffer:
                 buffer.copy_(found)
-        set_groups(base, state_dict["groups"])
+        set_groups(self.optimizer, state_dict["groups"])
         if engine.lr_scheduler is not None and state_dict["lr_scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(state_dict["lr_scheduler"])
         scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -200,7 +197,8 @@ class EngineState:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that ZeRO wraps; only its steps change the weights and its state."""
-        return _base(self._engine)
+        wrapped: torch.optim.Optimizer = self._engine.optimizer.optimizer
+        return wrapped
 
     def owned(self) -> Iterator[torch.Tensor]:
         """Yield the weights, and the elementwise state of the optimizer."""
@@ -237,7 +235,7 @@ class EngineState:
                     yield placeholder, one.of(one.flat)
 
     def _fill_optimizer(self, one: _Range, found: Mapping[str, object], scalars: Mapping[str, object]) -> None:
-        states = _base(self._engine).state
+        states = self.optimizer.state
         if not found and not scalars:
             # The checkpoint was taken before the first step.
             states.pop(one.flat, None)
@@ -322,12 +320,6 @@ def _check(engine: Any) -> None:  # noqa: ANN401 - as above
     found = [what for what, is_there in refused.items() if is_there]
     if found:
         raise InvalidInputError(f"the engine has {' and '.join(found)}, which EngineState cannot describe")
-
-
-def _base(engine: Any) -> torch.optim.Optimizer:  # noqa: ANN401 - as above
-    """Return the optimizer that ZeRO wraps."""
-    base: torch.optim.Optimizer = engine.optimizer.optimizer
-    return base
 
 
 def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
@@ -535,11 +527,14 @@ class _Folder:
         shapes = self._models[0]["param_shapes"]
         if self._stage == _SHARDED_STAGE:
             # All ranks have equal shares of each parameter. Subgroups do not share parameters.
-            at = _Cursor([flat.shape[0] for flat in self._flats[0]])
-            for name, shape in ((name, tuple(shape)) for group in shapes for name, shape in group.items()):
+            lengths = [flat.shape[0] for flat in self._flats[0]]
+            group = first = 0
+            for name, shape in itertools.chain.from_iterable(named.items() for named in shapes):
                 size = -(-math.prod(shape) // len(self._ranks))
-                group, first = at.take(size)
-                yield name, shape, [_Place(rank, group, first, size) for rank in range(len(self._ranks))]
+                while group < len(lengths) - 1 and first + size > lengths[group]:
+                    group, first = group + 1, 0
+                yield name, tuple(shape), [_Place(rank, group, first, size) for rank in range(len(self._ranks))]
+                first += size
             return
         for group, named in enumerate(shapes):
             paddings = self._paddings[group] if self._paddings is not None else [0] * len(named)
@@ -593,22 +588,6 @@ class _Folder:
         return _Chain(dtype, shape, [(part, place.first, place.count) for part, place in parts])
 
 
-class _Cursor:
-    """Walks through flat tensors, each a concatenation of parameters."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self._group = self._first = 0
-
-    def take(self, size: int) -> tuple[int, int]:
-        """Return the number of the flat tensor with the next ``size`` elements, and the first of them."""
-        while self._group < len(self._lengths) - 1 and self._first + size > self._lengths[self._group]:
-            self._group, self._first = self._group + 1, 0
-        first = self._first
-        self._first += size
-        return self._group, first
-
-
 class _Chain(TensorBytes):
     """A tensor that is the concatenation of ranges of other tensors."""
 
@@ -620,11 +599,8 @@ class _Chain(TensorBytes):
         """Fill ``target`` from the ranges that overlap with it."""
         width, done = DTYPE_BYTES[self.dtype], 0
         for part, first, count in self._parts:
-            length = count * width
-            if start < length and done < len(target):
-                size = min(length - start, len(target) - done)
+            size = min(count * width - start, len(target) - done)
+            if size > 0:
                 part.read(first * width + start, target[done : done + size])
                 done += size
-                start = 0
-            else:
-                start -= length if start >= length else 0
+            start = max(0, start - count * width)

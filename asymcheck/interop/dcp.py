@@ -66,7 +66,31 @@ _CACHED = "DCP caches its plans: give the planner enable_plan_caching=False"
 _Path = tuple[Key, ...]
 
 
-class AsymcheckWriter(StorageWriter):
+class _StoreUser:
+    """The part that writer and reader share: a checkpoint is named by its store, not by a ``checkpoint_id``."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        if not isinstance(store, Store):
+            raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
+        self._store = store
+        self._run = run
+        self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved or is reading, if any
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a ``checkpoint_id`` other than the location of the store; without one, DCP does not call this."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != str(self._store.location):
+            raise InvalidInputError(
+                f"checkpoint_id={checkpoint_id!r:.100} chooses nothing in store {self._store.location}: leave it out, "
+                f"and say which checkpoint by {type(self).__name__}(store, step=…)"
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: the store is given, not named by a ``checkpoint_id``."""
+        return False
+
+
+class AsymcheckWriter(_StoreUser, StorageWriter):
     """Saves what DCP plans: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
 
     Make a new one for each checkpoint: store, run and step say which it is. All ranks write to stores at one location.
@@ -81,15 +105,9 @@ class AsymcheckWriter(StorageWriter):
         Raises:
             InvalidInputError: that is no opened store.
         """
-        self._store = _opened(store)
+        super().__init__(store, run)
         self._step = step
-        self._run = run
         self._metrics = metrics
-        self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved, if any
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id``; without one, DCP does not call this."""
-        _check_no_id(checkpoint_id, self._store, "AsymcheckWriter(store, step=…)")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
         """Refuse a second use, and a save without collectives, in which ranks cannot agree."""
@@ -135,11 +153,6 @@ class AsymcheckWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: a checkpoint is complete as soon as the part of every rank is committed."""
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the store is given, not named by a ``checkpoint_id``."""
-        return False
-
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
     """Return the state that a rank saves, in the nesting from which the planner took it."""
@@ -181,7 +194,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
     return tensor.detach() if box == Box.of_whole(box.whole) else TensorShard(tensor.detach(), box.whole, box.offset)
 
 
-class AsymcheckReader(StorageReader):
+class AsymcheckReader(_StoreUser, StorageReader):
     """Loads what DCP asks for: ``dcp.load(state, storage_reader=AsymcheckReader(store))``.
 
     Any number of ranks may read what any number saved, and with other placements. Checkpoints need not have been saved
@@ -194,15 +207,9 @@ class AsymcheckReader(StorageReader):
         Raises:
             InvalidInputError: that is no opened store.
         """
-        self._store = _opened(store)
+        super().__init__(store, run)
         self._step = step
-        self._run = run
-        self.checkpoint: Checkpoint | None = None  # the checkpoint that is being read
         self._ref: CheckpointRef | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id``; without one, DCP does not call this."""
-        _check_no_id(checkpoint_id, self._store, "AsymcheckReader(store, step=…)")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's way
         """Choose the checkpoint, and describe it.
@@ -263,11 +270,6 @@ class AsymcheckReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the store is given, not named by a ``checkpoint_id``."""
-        return False
 
 
 def _leaves_of(parts: Parts) -> dict[str, tuple[_Path, object]]:
@@ -345,18 +347,3 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
         return None
 
     return finish
-
-
-def _check_no_id(checkpoint_id: str | os.PathLike[str] | None, store: Store, instead: str) -> None:
-    """Refuse an id other than the location of the store, because it would have no effect."""
-    if checkpoint_id is not None and os.fspath(checkpoint_id) != str(store.location):
-        raise InvalidInputError(
-            f"checkpoint_id={checkpoint_id!r:.100} chooses nothing in store {store.location}: leave it out, and say "
-            f"which checkpoint by {instead}"
-        )
-
-
-def _opened(store: object) -> Store:
-    if not isinstance(store, Store):
-        raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
-    return store

@@ -125,8 +125,7 @@ class _Fit:
         self._progress: State = {}
         self._loops = Deferred(lambda: {"fit": self._progress, "place": self._place}, self._put_loops)
         self._callbacks = Deferred(self._callback_states, self._put_callbacks)
-        rng = RngState()
-        self._rng = Deferred(rng.state_dict, rng.load_state_dict)
+        self._rng = Deferred.of(RngState)
         self._waiting = (self._loops, self._callbacks, self._rng)
 
     def state(self, module: LightningModule) -> dict[str, object]:

@@ -64,6 +64,11 @@ class Deferred:
         self.is_live = False  # whether ``get`` can be called yet; before that, the part counts as empty
         self.restored: State | None = None  # the state that waits; None when nothing does
 
+    @classmethod
+    def of(cls, part: Callable[[], Any]) -> Deferred:
+        """Defer the state of the object that ``part`` returns; None has an empty state."""
+        return cls(lambda: {} if part() is None else part().state_dict(), lambda state: part().load_state_dict(state))
+
     def state_dict(self) -> State:
         """Return the state to be stored."""
         return self._get() if self.is_live else {}

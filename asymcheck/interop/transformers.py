@@ -154,12 +154,9 @@ class _Training:
         self._optimizer: Any = trainer.optimizer
         self.step = 0  # which training continues from
         self.is_due = False  # whether a step was done whose checkpoint was not considered yet
-        rng = RngState()
-        self._rng = Deferred(rng.state_dict, rng.load_state_dict)
-        self._scheduler = Deferred(
-            lambda: self._scheduler_of().state_dict(), lambda state: self._scheduler_of().load_state_dict(state)
-        )
-        self._scaler = Deferred(self._scaler_state, lambda state: self._scaler_of().load_state_dict(state))
+        self._rng = Deferred.of(RngState)
+        self._scheduler = Deferred.of(lambda: trainer.lr_scheduler)
+        self._scaler = Deferred.of(lambda: trainer.accelerator.scaler)
         self._own = Deferred(self._own_state, self._put_own)
         self._place = "step"
         self._log: list[str] = []
@@ -228,16 +225,6 @@ class _Training:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
             delattr(self.trainer, _LOADS_WEIGHTS)
-
-    def _scheduler_of(self) -> Any:  # noqa: ANN401 - whichever scheduler of torch it is
-        return self.trainer.lr_scheduler
-
-    def _scaler_of(self) -> Any:  # noqa: ANN401 - whichever scaler of torch it is
-        return self.trainer.accelerator.scaler
-
-    def _scaler_state(self) -> State:
-        scaler = self._scaler_of()
-        return {} if scaler is None else dict(scaler.state_dict())
 
     def _own_state(self) -> State:
         """Return the Trainer's own state as its ``trainer_state.json`` has it; of the log one line an entry."""

@@ -1,0 +1,58 @@
+"""The checker of English: what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import prose
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("What a save did.", "opens with 'What'"),
+        ("A save ends. So nothing is lost.", "opens with 'So'"),
+        ("Return what is there.", "'what is there'"),
+        (" ".join(["word"] * 41) + ".", "a sentence of 41 words"),
+    ],
+)
+def test_a_stumbling_block_is_found(text: str, expected: str) -> None:
+    """Each rule finds what it is for."""
+    (problem,) = prose.check_text("a.md", 3, text)
+    assert (problem.where, problem.line) == ("a.md", 3)
+    assert problem.what.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Return the newest consistent checkpoint of a run.",
+        "What does a save cost?",
+        "Call `What is there` first.",
+        " ".join(["Word"] * 40) + ". " + " ".join(["Word"] * 40) + ".",
+    ],
+)
+def test_plain_english_is_left_alone(text: str) -> None:
+    """Questions, code, and sentences that are long enough."""
+    assert not list(prose.check_text("a.md", 1, text))
+
+
+def test_code_blocks_of_documents_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Paragraphs, items and cells are checked, with the line where each begins."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\nFine\ntext.\n\n```\nWhat a block.\n```\n\n- So it is.\n| Of this | fine |\n")
+    assert [(one.line, one.what.split(":")[0]) for one in prose.check_document(page)] == [
+        (10, "opens with 'So'"),
+        (11, "opens with 'Of'"),
+    ]
+
+
+def test_docstrings_of_code_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of modules, classes, functions and attributes."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text('"""Fine."""\n\nclass A:\n    """What it is."""\n\n    x = 1\n    """Who knows it."""\n')
+    assert [one.line for one in prose.check_docstrings(module)] == [4, 7]

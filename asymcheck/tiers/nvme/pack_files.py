@@ -49,6 +49,7 @@ class PackFile(OpenPack):
         self._files = files
         self._descriptor = descriptor
         self._direct = set_direct(descriptor)
+        self._device = os.fstat(descriptor).st_dev
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.
@@ -89,7 +90,7 @@ class PackFile(OpenPack):
         Raises:
             TruncatedError: the file ends before the frame does.
         """
-        if needs_slot(os.fstat(self._descriptor).st_dev, payload):
+        if needs_slot(self._device, payload):
             return None
         block, length, shift = BLOCK_BYTES, len(payload), int(self.entries[sequence]["payload_shift"])
         first = -shift % block

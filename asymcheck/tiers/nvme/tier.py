@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -199,7 +200,12 @@ class NvmeTier(StoreTier):
 
     def needs_slot(self, memory: memoryview) -> bool:
         """Tell whether ``memory`` is written sooner through a slot than directly."""
-        return needs_slot(self.packs.stat().st_dev, memory)
+        return needs_slot(self._device, memory)
+
+    @functools.cached_property
+    def _device(self) -> int:
+        with translated("look at", self.packs):
+            return self.packs.stat().st_dev
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
         """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""

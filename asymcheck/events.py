@@ -1,6 +1,6 @@
 """Typed events: what happened, in order, and how long it took, for traces, tests and progress bars.
 
-There are two kinds. An :class:`Event` is a step that is done; its observers are called synchronously on the thread that
+An :class:`Event` is a step that is done; its observers are called synchronously on the thread that
 does the work, right after the step, and one that raises aborts that work. An :class:`Interval` is work with its
 beginning and its end; its watchers are called when it has ended, and cannot abort anything. Keep both short.
 """
@@ -94,12 +94,12 @@ class Interval:
     thread: int
     """``threading.get_ident()`` of the thread that did it, or for a window and a checkpoint, that tells of it.
 
-    Of what the process that pushes did, its process id.
+    For work of the pushing process, its process id.
     """
     thread_name: str
     """The name of that thread."""
     detail: Detail
-    """What it concerns, such as ``run``, ``step``, ``partition`` (its number), ``window`` and ``tensor``."""
+    """Subject of the event, such as ``run``, ``step``, ``partition`` (its number), ``window`` and ``tensor``."""
     bytes: int
     """Payload bytes concerned; 0 when none are, or when they are not known."""
 
@@ -139,7 +139,7 @@ _watchers: list[Watcher] = []
 
 
 class Span:
-    """What :func:`timed` returns: a ``with`` block that is timed when somebody watches. This one is for nobody."""
+    """Result of :func:`timed`: a ``with`` block that is timed if there are watchers. This base class is not timed."""
 
     __slots__ = ()
 
@@ -191,7 +191,7 @@ def is_watched() -> bool:
 def tell(name: str, start_s: float, end_s: float, size: int = 0, detail: Callable[[], Detail] | None = None) -> None:
     """Tell every watcher of an interval that was measured otherwise; costs one comparison when there is none.
 
-    A watcher that raises is told nothing any more, and ``threading.excepthook`` reports it as what ended a thread.
+    A watcher that raises is removed, and ``threading.excepthook`` reports it as what ended a thread.
     """
     if not _watchers:
         return

@@ -220,7 +220,7 @@ QUICK = Effort(32 << 20, 0.3, 12, 3)
 
 
 def planned_bytes(*, quick: bool) -> int:
-    """Return how many bytes measuring writes at most; half of that lies on the drive at a time."""
+    """Return how many bytes a measurement writes at most; half of them take space on the drive at a time."""
     effort = QUICK if quick else FULL
     return 2 * effort.file_bytes + effort.flush_rounds * _FLUSHED_PACK_BYTES
 

@@ -115,7 +115,7 @@ class Trace:
         """End the trace; what happens from now on is not in it. Closing twice is no error.
 
         Raises:
-            StorageError: not all could be written. What is there can be opened.
+            StorageError: not all could be written. The part that was written can be opened.
         """
         self._told.close()
         with self._lock:

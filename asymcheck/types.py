@@ -16,7 +16,7 @@ SaveId = NewType("SaveId", bytes)
 """16 bytes, sorting by time: one attempt to save one step."""
 
 Progress = Callable[[int, int], None]
-"""Called now and then with bytes done and bytes to do in all."""
+"""Called from time to time with bytes done and total bytes."""
 
 
 # As the command line shows them: a save id that tells saves apart, and a few of the metrics.
@@ -56,7 +56,7 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class CheckpointRef:
-    """What identifies one checkpoint of a run; sorts by age within a line (SPEC.md §10.1)."""
+    """Identity of one checkpoint of a run; sorts by age within a line (SPEC.md §10.1)."""
 
     generation: int
     """The line of training, from 1."""
@@ -192,7 +192,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a store takes on disk."""
+    """Disk usage of a store."""
 
     store_id: str
     """The store's id, 32 hexadecimal digits."""

@@ -1,6 +1,6 @@
 """The checks. Each names the invariant of SPEC.md §9 that it checks.
 
-Two invariants have no check of their own. Where I5 was broken (a pack was freed that something names), I2 is broken
+Two invariants are not checked by themselves. Where I5 was broken (a pack was freed that something names), I2 is broken
 now: what the pack held lies nowhere. And I8 (the catalog agrees with the packs) costs no checkpoint: reads do not use
 the catalog, and a save believes an entry only when the pack's own index says the same.
 """
@@ -37,7 +37,7 @@ _Key = tuple[str, str, tuple[int, ...]]
 
 
 class Wholes:
-    """What the ranks of one checkpoint have of each tensor."""
+    """Parts of each tensor that the ranks of one checkpoint have."""
 
     def __init__(self) -> None:
         """Begin with no rank."""
@@ -129,7 +129,7 @@ class Finding:
 
 @dataclasses.dataclass
 class _Need:
-    """Who needs a partition."""
+    """User of a partition."""
 
     length: int
     """As manifests say it, who may be wrong; 0 where nobody does."""
@@ -259,7 +259,7 @@ class _Checker:
     def _packs(self) -> None:
         """I1, and the content of every frame: of all packs, or of those that the chosen step needs.
 
-        Unless it is deep, what a sound index names counts as intact; who needs what is found out all the same.
+        A shallow check takes all frames that a sound index names for intact. It still finds the users of partitions.
         """
         pack_ids, sizes = self.tier.pack_ids(), {}
         for pack_id, pack in self._each_pack(pack_ids, report=True):
@@ -301,7 +301,7 @@ class _Checker:
                 self.busy.add(pack_id)
 
     def _found(self, pack: OpenPack, frames: Iterable[int]) -> None:
-        """Note frames whose partitions can be had, by whoever names them with the length that they have."""
+        """Note frames whose partitions are readable, for users that name them with their actual length."""
         names, lengths = pack.digests(), pack.entries["plain_length"].tolist()
         for frame in frames:
             name, length = names[frame], lengths[frame]
@@ -313,7 +313,7 @@ class _Checker:
             self.disputed.pop((name, length), None)
 
     def _need_bases(self) -> None:
-        """Who needs a partition needs its base too, and the base of that."""
+        """Note that the user of a partition needs its base too, and the base of that."""
         self.named = set(self.needs)
         new = self.needs.keys() & self.bases.keys()
         while new:
@@ -449,7 +449,7 @@ def verify(
     """Read and check a store, or what one step needs; change nothing. Unless ``deep``, no frame is read.
 
     Returns:
-        Findings, none when all is well. What a concurrent save is writing is not reported as damage.
+        Findings, none if the store is sound. Files that a concurrent save is writing are not reported as damage.
     """
     findings: list[Finding] = []
     for _ in range(_ATTEMPTS):

@@ -80,8 +80,9 @@ def check_docstrings(path: Path) -> Iterator[Problem]:
     where = str(path.relative_to(ROOT))
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            for paragraph in re.split(r"\n\s*\n", node.value.value.partition("\b")[0]):
-                yield from check_text(where, node.lineno, re.sub(r"^\s*[\w*, ]+:\s", "", paragraph))
+            # List items, and the entries of Args and Raises, are paragraphs of their own.
+            for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |[\w*, ]+: )", node.value.value.partition("\b")[0]):
+                yield from check_text(where, node.lineno, re.sub(r"^\s*(- |[\w*, ]+:\s)", "", paragraph))
 
 
 def check_subjects(base: str) -> Iterator[Problem]:

@@ -56,7 +56,7 @@ def inspect(
     of the newest checkpoint. With --values: the plain values in their place, and --tensors is a glob of their names.
     With --tier dram: the rings in memory, of living processes and of killed ones, and what
     is complete in them; every frame of what killed processes left is read and checked.
-    Else reads manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
+    The other forms read manifests and pack indexes only, never a tensor; 'asymcheck verify' checks the bytes.
     """
     of_one = step is not None or pattern is not None or values
     if tier == "dram" and (of_one or where or remote is not None):

@@ -47,8 +47,8 @@ def verify(
     """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
 
     Every frame is read and compared with its digest, every manifest and record with its checksum, and every partition
-    that a checkpoint needs must be there. Of a remote location manifests, records, and the header, index and length of
-    every pack are read, and with --deep every frame.
+    that a checkpoint needs must be there. A check of a remote location reads manifests, records, and the header, index
+    and length of every pack; with --deep, it reads every frame, too.
 
     With --repair, damaged records are written again from their other copy, what is intact in damaged packs is copied
     into new packs, what is lost is fetched from --remote, the catalog is corrected, and files of killed processes are
@@ -163,9 +163,9 @@ def gc(
 ) -> int:
     """Free the packs of STORE that no checkpoint needs, and remove what killed processes left behind.
 
-    Safe beside processes that save and load. A pack is freed when nothing in it is needed any more, or when most of it
-    is garbage and the rest was copied; some freed packs are kept for later saves to overwrite, which is faster than new
-    files. 'asymcheck du' says what holds a pack.
+    Safe beside processes that save and load. A pack is freed when nothing in it is needed any more. A pack that is
+    mostly garbage is freed after the rest was copied. Some freed packs are kept for later saves to overwrite, which is
+    faster than new files. 'asymcheck du' says what holds a pack.
 
     With --keep rules, checkpoints of one run that none of them keeps are deleted first, for good. The newest
     consistent one always stays, and so does one that somebody reads. Abandoned ones stay, unless --drop-abandoned.

@@ -42,7 +42,7 @@ def shown(text: str) -> str:
 
 
 def console() -> Console:
-    """Return a console on standard output, made anew so that tests may redirect it."""
+    """Return a new console on the current standard output, which tests redirect."""
     return Console(
         width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=not sys.stdout.isatty()
     )
@@ -112,7 +112,7 @@ def save(save_id: str) -> str:
 
 
 def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
-    """Tell whether some of these are told apart by their save ids only."""
+    """Return whether some checkpoints differ by their save ids only."""
     counts = Counter((item.run, item.step, item.generation) for item in items)
     return any(count > 1 for count in counts.values())
 
@@ -148,7 +148,7 @@ def few(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes, speed and time left on a terminal; yields a function of bytes done and bytes in all."""
+    """Show bytes, speed and time left on a terminal; yield a function of bytes done and total bytes."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return

@@ -46,8 +46,8 @@ def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
 def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool, as_json: bool) -> None:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
-    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow knows. What
-    is there already is not sent again; a push that was interrupted goes on where it was.
+    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow
+    knows. Data that the location has already is not sent again; an interrupted push goes on where it was.
 
     \b
     Examples:
@@ -162,12 +162,13 @@ def restore(
     Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
     hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.
 
-    Of what several ranks saved, the parts of each tensor are put together, unless --rank names one of them.
+    The parts of a tensor that several ranks saved are put together, unless --rank names one rank.
 
     STORE may also be a remote location, such as hdfs://namenode:8020/runs/gpt2: nothing else is needed on this machine.
 
     With --tier dram it is one that a killed process left complete in memory, durable or not: nothing but its ring is
-    read, and the ring stays as it is. The ring of a living process is refused. Of several ranks all have to be there.
+    read, and the ring stays as it is. The ring of a living process is refused. The rings of all
+    ranks are needed.
 
     \b
     Examples:
@@ -238,10 +239,10 @@ def convert(
     """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
-    also be a folder of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3). Nothing in them is executed. What
-    another program's file held comes back as it was, but that a safetensors file whose metadata names no format gets
-    the format pt, which transformers asks for; 'asymcheck restore' has more options for the way out. Bytes that the
-    store has already are not stored again.
+    also be a folder of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3). Nothing in them is executed. The
+    content of another program's file comes back unchanged, with one exception: a safetensors file whose metadata names
+    no format gets the format pt, which transformers asks for. 'asymcheck restore' has more options for exports. Bytes
+    that the store has already are not stored again.
 
     \b
     Examples:

@@ -14,7 +14,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Effort(enum.Enum):
-    """What the compressor looks for."""
+    """Effort of the compressor."""
 
     SYMBOLS = "symbols"
     """Frequent bytes. In exponents of trained weights what repeats is chance; not to look for it is three times as

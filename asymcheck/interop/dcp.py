@@ -292,7 +292,7 @@ def _describe(parts: Parts, leaf: object) -> TensorStorageMetadata | BytesStorag
 
 
 def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
-    """Yield the values that DCP's rules of flattening give a name of their own."""
+    """Yield the values that DCP's rules of flattening give a name."""
     if _is_one(value):
         yield path, value
         return

@@ -2,7 +2,7 @@
 
 The file ``.metadata`` is a pickle, and nothing in it is executed. This is the only module with an unpickler: where the
 pickle names a class of DCP's descriptions, the unpickler puts a stand-in that only stores its arguments, and it refuses
-every other name. So neither torch's classes nor any others are called with the content of the file.
+every other name. Therefore no class, torch's included, is called with the content of the file.
 """
 
 from __future__ import annotations

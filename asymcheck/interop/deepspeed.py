@@ -2,8 +2,8 @@
 
 ZeRO concatenates the trained parameters of a group in fp32, and each rank has one piece of that, with the optimizer's
 state of the piece. A rank has a range of each flattened parameter, and it is stored as a :class:`asymcheck.TensorShard`
-of one dimension, without padding. So the names and shapes in a checkpoint depend neither on the number of ranks nor on
-the stage.
+of one dimension, without padding. Therefore the names and shapes in a checkpoint depend neither on the number of ranks
+nor on the stage.
 
 In a folder, each rank has written its range of the flat fp32 weights, and the optimizer's state of it. The place of a
 parameter in it follows from the order of shapes that rank 0 wrote, as in DeepSpeed's own ``zero_to_fp32.py``. Nothing

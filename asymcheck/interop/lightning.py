@@ -1,8 +1,8 @@
 """The Trainer of Lightning: checkpoints in the background, and an exact resume.
 
 The progress of its loops is noted where Lightning's own checkpoints note it, at the end of a batch or of an epoch. The
-rest of the checkpoint is taken where the next batch or epoch begins. So it includes the effects of validations in
-between on schedulers, callbacks and random numbers, and a resume does not run these validations again.
+rest of the checkpoint is taken where the next batch or epoch begins. It includes the effects of validations in between
+on schedulers, callbacks and random numbers, and a resume does not run these validations again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class AsymcheckCallback(SavingCallback, Callback):
         trainer.fit(module)
 
     A checkpoint holds ``model``, ``optimizers``, ``schedulers``, ``precision``, ``callbacks``, ``loops``, ``rng`` and
-    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. Of several ranks
-    each does the same.
+    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. With several
+    ranks, every rank uses the callback.
     """
 
     def __init__(self, store: Store, *, resume: int | bool = True, **options: Any) -> None:  # noqa: ANN401 - see below

@@ -7,7 +7,7 @@ A file is 8 bytes (little-endian length of the header), the header (a JSON objec
 Offsets count from the end of the header. Sorted by offset the tensors follow each other from 0 to the end of the file,
 without a gap and without an overlap. No tensor data is read here, so the `safetensors` package is not needed.
 
-What that package accepts is accepted here, except for
+This module accepts all that the package accepts, except for
 
 - a key twice in one object, at any depth: which of the two counts depends on the reader;
 - a header that begins with a space: the format's text forbids it, so that no other format fits the same bytes;
@@ -92,7 +92,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What the header of a file says."""
+    """Header of a file."""
 
     tensors: tuple[FileTensor, ...]  # in the order of their bytes in the file
     metadata: dict[str, str]

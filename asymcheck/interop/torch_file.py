@@ -54,7 +54,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 _ENCRYPTED = 1
 _CHUNK = 8 << 20
 _INFLATED_BYTES_MAX: Final = 1 << 28
-"""Limit for a compressed record that is read whole. No pickle comes near it: tensors are records of their own."""
+"""Limit for a compressed record that is read whole. Pickles are far smaller: each tensor has its own record."""
 
 _FOLDER = "archive/"
 _PICKLE = "data.pkl"
@@ -155,9 +155,9 @@ class _Archive:
     """The zip file that ``torch.save`` writes: its pickle, and where its storages are stored.
 
     Under ``FakeTensorMode`` torch computes the places of storages from the layout that its own writer uses. In a file
-    that another program has packed again, as ``zip`` does, these places are wrong, without any error. So torch loads
-    an outline: the same pickle with empty storages. The place of a storage in the outline identifies its record, whose
-    real place follows from the directory of the file.
+    that another program has packed again, as ``zip`` does, these places are wrong, without any error. Therefore torch
+    loads an outline: the same pickle with empty storages. The place of a storage in the outline identifies its record,
+    whose real place follows from the directory of the file.
     """
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:

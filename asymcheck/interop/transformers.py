@@ -4,8 +4,8 @@ A checkpoint of step N is taken where the Trainer begins step N + 1, or the next
 and evaluations after step N. A resume restores the random numbers at the same place, after the Trainer has drawn some
 to skip batches.
 
-The Trainer can skip batches and restore its own state, but only from a folder. So it gets a folder that holds nothing
-but its ``trainer_state.json``, and meanwhile the method that would look for weights there is replaced.
+The Trainer can skip batches and restore its own state, but only from a folder. It gets a folder that holds nothing but
+its ``trainer_state.json``, and meanwhile the method that would look for weights there is replaced.
 
 With several ranks, each has its own callback, random numbers, sums and folder. They share the rest.
 """
@@ -49,7 +49,8 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
     A checkpoint holds ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``rng`` and ``trainer``; its step is the
-    Trainer's ``global_step``, the number of steps done. Of several ranks (DDP) each does the same.
+    Trainer's ``global_step``, the number of steps done. With several ranks (DDP), every rank uses the
+    callback.
     """
 
     _training: _Training | None = None

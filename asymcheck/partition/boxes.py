@@ -136,7 +136,7 @@ def tile(box: Box, parts: Sequence[Box]) -> Tiling:
 
 
 def _are_apart(starts: _Ints, ends: _Ints) -> bool:
-    """Tell whether different boxes lie in a grid, so that no two have an element in common."""
+    """Return whether different boxes form a grid, so that no two have an element in common."""
     for first, last in zip(starts.T, ends.T, strict=True):
         spans = np.unique(np.stack([first, last], axis=1), axis=0)
         if (spans[1:, 0] < spans[:-1, 1]).any():
@@ -170,7 +170,7 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return math.prod(self.shape)
 
     @property
@@ -205,7 +205,7 @@ class Region:
 
 
 class Crossing:
-    """What two parts of one whole have in common, as bytes of each: elements lie in row-major order in both."""
+    """Intersection of two parts of one whole, as bytes of each; both are in row-major order."""
 
     def __init__(self, source: Box, target: Box, common: Box, width: int) -> None:
         """Map bytes of ``source`` to bytes of ``target``.

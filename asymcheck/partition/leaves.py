@@ -57,7 +57,8 @@ class Leaf:
     """One tensor of a state, with all its names.
 
     Leaves are made for each tensor in each step and live until the capture is durable. Many new objects trigger
-    Python's garbage collector, which takes hundreds of milliseconds. So a leaf has slots, shared tuples, and no lock.
+    Python's garbage collector, which takes hundreds of milliseconds. Therefore a leaf has slots, shared tuples, and no
+    lock.
     """
 
     source: Source  # the tensor itself; its bytes are read when they are captured

@@ -2,8 +2,8 @@
 
 Pure functions of their arguments. The canonical cut depends on names, sizes and groups alone: an unchanged tensor gets
 the same partitions at every step, and its bytes are stored once. The capacities of windows are rounded to KiB before
-anything is cut, and the manifest records them. So a resumed training cuts as before, and unchanged bytes keep their
-digests.
+anything is cut, and the manifest records them. Therefore a resumed training cuts as before, and unchanged bytes keep
+their digests.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a plan is made for. All sequences have one entry a row."""
+    """Input of a plan. All sequences have one entry a row."""
 
     sizes: Sequence[int]
     groups: Sequence[str]  # tensors are bundled only within their group
@@ -352,7 +352,7 @@ class _Cutter:
 class Originals:
     """Guesses, from dtypes and shapes, which partitions of a plan are rounded copies of others.
 
-    An example is bfloat16 weights with float32 masters. Whoever has the bytes has to find out whether it is true.
+    An example is bfloat16 weights with float32 masters. The caller, which has the bytes, has to check the guesses.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The profile of a training iteration: the lengths of the windows between module boundaries.
 
 Pure. The time from the end of ``step()`` to the fence is cut into windows by the marks of module boundaries: window 0
-begins when ``step()`` returns, window i at mark i. So the time before the first mark belongs to the first window.
+begins when ``step()`` returns, window i at mark i. The time before the first mark belongs to the first window.
 """
 
 from __future__ import annotations

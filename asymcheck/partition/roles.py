@@ -1,4 +1,4 @@
-"""What part a tensor plays in training, told from its name."""
+"""Role of a tensor in training, derived from its name."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SHARED_ENTRIES = 16
 _SHARED_KEY = 200  # longer mappings and keys are few, and would fill the memory with what is not the same
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
-"""What is stored as a mapping. A Counter, as schedulers of learning rates have them, is a plain one there."""
+"""Types that are stored as a mapping. A Counter, as in learning rate schedulers, is stored as a plain mapping."""
 
 
 @dataclasses.dataclass(frozen=True)

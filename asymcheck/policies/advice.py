@@ -37,7 +37,7 @@ class CodecFacts:
 
 @dataclasses.dataclass(frozen=True)
 class DriveFacts:
-    """What the drive of a store does, by direct I/O where the file system has it."""
+    """Measurements of a store's drive, by direct I/O where the file system has it."""
 
     write_bytes_per_s: float
     """Writing over a file that is there, not yet synced."""
@@ -66,13 +66,13 @@ class Facts:
     copy_bytes_per_s: float
     """Copying in memory, one thread."""
     digest_bytes_per_s: float
-    """Digesting what lies in memory, one thread."""
+    """Speed of digests of data in memory, one thread."""
     drive: DriveFacts
     """The drive of the store."""
     codecs: tuple[CodecFacts, ...]
-    """What encoding gives, by role, dtype and codec."""
+    """Measurements of encoding, by role, dtype and codec."""
     sample: str
-    """What the codecs were measured on."""
+    """Data that the codecs were measured on."""
     state_bytes: int | None
     """Bytes of the tensors of the newest checkpoint; None when there is none."""
     device: str | None
@@ -87,7 +87,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What is wanted, beside what was measured."""
+    """Requirements of the training, beside the measurements."""
 
     state_bytes: int
     """Bytes of the tensors of one checkpoint."""
@@ -145,7 +145,7 @@ class RingAdvice:
     wanted_bytes: int
     """Room for two states: the newest complete one stays while the next is captured."""
     room_bytes: int
-    """What a ring may take."""
+    """Space that a ring may use."""
     reason: str
 
 
@@ -164,7 +164,7 @@ class CodecAdvice:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What to configure."""
+    """Recommended configuration."""
 
     situation: Situation
     batch: BatchAdvice
@@ -176,7 +176,7 @@ class Advice:
     ring: RingAdvice
     """How much memory captures need."""
     codecs: tuple[CodecAdvice, ...]
-    """What pays, by role and dtype."""
+    """Recommended codecs, by role and dtype."""
 
 
 def advise(facts: Facts, situation: Situation) -> Advice:

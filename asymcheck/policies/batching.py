@@ -1,7 +1,7 @@
 """Batched flush: how many bytes to make durable at once.
 
 Each durable write costs a latency, so few large ones are better; but nothing is written before the first batch is
-full, so small ones are better. With V bytes in all, L seconds of latency, chunks of s bytes that take Tc seconds each
+full, so small ones are better. With V bytes, L seconds of latency, chunks of s bytes that take Tc seconds each
 to produce, and a drive that takes W bytes per second, batches of B bytes need
 
     T(B) = (V / B) · L + (B / s) · Tc + V / W,
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class FlushFacts:
-    """What is to be written, and what writing costs."""
+    """Bytes to be written, and costs of writing."""
 
     volume_bytes: int
     """V: bytes to write, encoded."""

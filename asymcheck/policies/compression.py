@@ -16,14 +16,14 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY
 
 WORTH_RATIO = 1.02
-"""What saves less than 2 % of the bytes is left as it is: reading it back would take longer for nothing."""
+"""Least ratio of plain to stored bytes. A partition that would shrink by less than 2 % is stored as it is."""
 _OVERHEAD = 0.05
 """Part of the time that the bookkeeping of an encoded partition takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What encoding has given for partitions of one kind."""
+    """Results of encoding partitions of one kind."""
 
     ratio: float
     """Plain bytes over stored bytes."""

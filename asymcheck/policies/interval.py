@@ -22,7 +22,7 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AutoInterval:
-    """What ``every="auto"`` aims at."""
+    """Goals of ``every="auto"``."""
 
     overhead: float = 0.01
     """The part of the training time that checkpoints may hold it, at most."""
@@ -44,7 +44,7 @@ class AutoInterval:
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What was measured. Times are in seconds."""
+    """Measurements of a training. Times are in seconds."""
 
     step_s: float
     """Time of one training step without a checkpoint; the median."""

@@ -64,7 +64,7 @@ class Push:
 
     @property
     def best_rule(self) -> Best | None:
-        """What ``best`` says, as retention would: a metric, how many, and whether small or great is good."""
+        """``best`` as a rule of retention: a metric, how many, and whether small or great is good."""
         match self.best:
             case str(name):
                 return name, 1

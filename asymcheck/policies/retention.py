@@ -31,8 +31,8 @@ class Retention:
     keep_best: Best | None = None
     """The best so many by a metric, for instance ``("loss", 3)`` or ``("accuracy", 1, "max")``.
 
-    Of equal ones the older is better. What lacks the metric, or has NaN for it, is none of them. When none has it, all
-    stay: its name may be mistyped.
+    If two are equal, the older is better. A checkpoint that lacks the metric, or has NaN for it, is not among the best.
+    If no checkpoint has the metric, all stay: its name may be mistyped.
     """
     keep_for: timedelta | None = None
     """Those whose save began no longer ago than this."""
@@ -78,7 +78,7 @@ def check_retention(keep: object) -> Retention:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What retention says of one checkpoint."""
+    """Decision of retention about one checkpoint."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]

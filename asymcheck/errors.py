@@ -47,17 +47,18 @@ class AsymcheckError(Exception):
 
     kind: ClassVar[str] = "error"
 
+    def __init_subclass__(cls, *, kind: str | None = None) -> None:
+        """Give a class its code; without one it has that of its base."""
+        super().__init_subclass__()
+        cls.kind = kind or cls.kind
 
-class InvalidInputError(AsymcheckError):
+
+class InvalidInputError(AsymcheckError, kind="invalid-input"):
     """An argument cannot be used; nothing was changed."""
 
-    kind = "invalid-input"
 
-
-class UnsupportedValueError(InvalidInputError):
+class UnsupportedValueError(InvalidInputError, kind="unsupported-value"):
     """A leaf of the state cannot be stored; raised before anything is written."""
-
-    kind = "unsupported-value"
 
     def __init__(self, path: str, reason: str) -> None:
         """Name the leaf by its dotted ``path`` in the state."""
@@ -66,19 +67,15 @@ class UnsupportedValueError(InvalidInputError):
         self.reason = reason
 
 
-class StateMismatchError(InvalidInputError):
+class StateMismatchError(InvalidInputError, kind="state-mismatch"):
     """The state given to fill does not fit; raised before anything is overwritten, unless its tensors share memory."""
 
-    kind = "state-mismatch"
 
-
-class ForeignFileError(InvalidInputError):
+class ForeignFileError(InvalidInputError, kind="foreign-file"):
     """A file or folder of another program (safetensors, Hugging Face, torch) does not follow the rules of its format.
 
     No :class:`FormatError`: those are about the store's own bytes, and mean damage to look for in the store.
     """
-
-    kind = "foreign-file"
 
     def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str) -> None:
         """Name the file, what is wrong with it, and what to do."""
@@ -88,101 +85,70 @@ class ForeignFileError(InvalidInputError):
         self.remedy = remedy
 
 
-class NotFoundError(AsymcheckError):
+class NotFoundError(AsymcheckError, kind="not-found"):
     """What was asked for does not exist."""
 
-    kind = "not-found"
 
-
-class StoreNotFoundError(NotFoundError):
+class StoreNotFoundError(NotFoundError, kind="store-not-found"):
     """There is no store at the location; ``is_empty`` unless something else lies there."""
 
-    kind = "store-not-found"
     is_empty: bool = True
 
 
-class CheckpointNotFoundError(NotFoundError):
+class CheckpointNotFoundError(NotFoundError, kind="checkpoint-not-found"):
     """The store has no such checkpoint."""
 
-    kind = "checkpoint-not-found"
 
-
-class FormatError(AsymcheckError):
+class FormatError(AsymcheckError, kind="format"):
     """Bytes do not follow the store format (SPEC.md)."""
 
-    kind = "format"
 
-
-class BadMagicError(FormatError):
+class BadMagicError(FormatError, kind="bad-magic"):
     """A structure does not begin with its magic."""
 
-    kind = "bad-magic"
 
-
-class ChecksumError(FormatError):
+class ChecksumError(FormatError, kind="bad-checksum"):
     """A checksum of a header, an index, a record or a file name does not match."""
 
-    kind = "bad-checksum"
 
-
-class DigestMismatchError(FormatError):
+class DigestMismatchError(FormatError, kind="digest-mismatch"):
     """The plain bytes of a partition do not have the digest that names it."""
 
-    kind = "digest-mismatch"
 
-
-class StructureError(FormatError):
+class StructureError(FormatError, kind="bad-structure"):
     """Fields contradict each other or the format's rules."""
 
-    kind = "bad-structure"
 
-
-class TruncatedError(FormatError):
+class TruncatedError(FormatError, kind="truncated"):
     """Bytes end before the structure does."""
 
-    kind = "truncated"
 
-
-class LimitError(FormatError):
+class LimitError(FormatError, kind="limit-exceeded"):
     """A length is beyond a limit of the format; nothing was allocated for it."""
 
-    kind = "limit-exceeded"
 
-
-class BaseDamagedError(FormatError):
+class BaseDamagedError(FormatError, kind="damaged-base"):
     """A frame is decoded from another partition, which is missing, damaged, or no base that a frame may have."""
 
-    kind = "damaged-base"
 
-
-class UnsupportedFormatError(FormatError):
+class UnsupportedFormatError(FormatError, kind="unsupported-format"):
     """Bytes are intact, but need a newer program; recovery stops here instead of passing them over."""
 
-    kind = "unsupported-format"
 
-
-class UnsupportedVersionError(UnsupportedFormatError):
+class UnsupportedVersionError(UnsupportedFormatError, kind="unsupported-version"):
     """A structure has a format version that this program cannot read."""
 
-    kind = "unsupported-version"
 
-
-class UnsupportedFeatureError(UnsupportedFormatError):
+class UnsupportedFeatureError(UnsupportedFormatError, kind="unsupported-feature"):
     """The store needs a feature that this program does not know."""
 
-    kind = "unsupported-feature"
 
-
-class UnsupportedCodecError(UnsupportedFormatError):
+class UnsupportedCodecError(UnsupportedFormatError, kind="unsupported-codec"):
     """A frame has a codec, kind or digest algorithm that this program does not know."""
 
-    kind = "unsupported-codec"
 
-
-class RecoveryError(AsymcheckError):
+class RecoveryError(AsymcheckError, kind="recovery"):
     """No intact copy of something that a restore needs."""
-
-    kind = "recovery"
 
     def __init__(self, message: str, digest: bytes | None = None) -> None:
         """Keep the digest of the (first) partition, where the error is about one."""
@@ -190,22 +156,16 @@ class RecoveryError(AsymcheckError):
         self.digest = digest
 
 
-class MissingPartitionError(RecoveryError):
+class MissingPartitionError(RecoveryError, kind="missing-partition"):
     """A digest that a manifest names lies in no pack."""
 
-    kind = "missing-partition"
 
-
-class DamagedPartitionError(RecoveryError):
+class DamagedPartitionError(RecoveryError, kind="damaged-partition"):
     """Every copy of a partition is damaged."""
 
-    kind = "damaged-partition"
 
-
-class InconsistentCheckpointError(RecoveryError):
+class InconsistentCheckpointError(RecoveryError, kind="inconsistent-checkpoint"):
     """A checkpoint, or every candidate, cannot be restored; the message lists the reasons."""
-
-    kind = "inconsistent-checkpoint"
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         """Keep the reasons apart from the message, one for each rejected candidate."""
@@ -213,16 +173,12 @@ class InconsistentCheckpointError(RecoveryError):
         self.reasons = tuple(reasons)
 
 
-class HeadRecordError(RecoveryError):
+class HeadRecordError(RecoveryError, kind="head-record"):
     """A head record is missing or damaged, so which checkpoint is newest cannot be known."""
 
-    kind = "head-record"
 
-
-class PartialRestoreError(RecoveryError):
+class PartialRestoreError(RecoveryError, kind="partial-restore"):
     """A restore in place failed after some tensors were overwritten."""
-
-    kind = "partial-restore"
 
     def __init__(self, message: str, overwritten: Sequence[str], next_step: int | None) -> None:
         """Say which tensors hold restored bytes and which older step could be restored instead."""
@@ -231,43 +187,31 @@ class PartialRestoreError(RecoveryError):
         self.next_step = next_step
 
 
-class RefusedStateError(PartialRestoreError):
+class RefusedStateError(PartialRestoreError, kind="refused-state"):
     """An object refused its state in ``load_state_dict()``: nothing is wrong with the checkpoint."""
 
-    kind = "refused-state"
 
-
-class TornCaptureError(AsymcheckError):
+class TornCaptureError(AsymcheckError, kind="torn-capture"):
     """A tensor changed while it was being captured for a checkpoint; that checkpoint was given up."""
 
-    kind = "torn-capture"
 
-
-class LostCheckpointError(AsymcheckError):
+class LostCheckpointError(AsymcheckError, kind="lost-checkpoint"):
     """Checkpoints that were begun in the background could not be stored; later ones may be.
 
     The message names all since the last report; the cause is that of the first.
     """
 
-    kind = "lost-checkpoint"
 
-
-class PruneError(AsymcheckError):
+class PruneError(AsymcheckError, kind="prune"):
     """What retention does not keep could not be removed, see the cause; none was lost. The next checkpoint retries."""
 
-    kind = "prune"
 
-
-class RanksError(AsymcheckError):
+class RanksError(AsymcheckError, kind="ranks"):
     """Ranks that save or restore one state together did not come to an end together."""
 
-    kind = "ranks"
 
-
-class RanksMissingError(RanksError):
+class RanksMissingError(RanksError, kind="ranks-missing"):
     """Some ranks did not answer in time: they have ended, hang, or do something else than this one."""
-
-    kind = "ranks-missing"
 
     def __init__(self, message: str, missing: Sequence[int]) -> None:
         """Keep the numbers of the missing ranks."""
@@ -275,80 +219,56 @@ class RanksMissingError(RanksError):
         self.missing = tuple(missing)
 
 
-class RankFailedError(RanksError):
+class RankFailedError(RanksError, kind="rank-failed"):
     """Another rank failed; the message has its reason. What was begun together was given up by all."""
 
-    kind = "rank-failed"
 
-
-class StorageError(AsymcheckError):
+class StorageError(AsymcheckError, kind="storage"):
     """Reading or writing failed below the format: the operating system or the device refused."""
 
-    kind = "storage"
 
-
-class OutOfSpaceError(StorageError):
+class OutOfSpaceError(StorageError, kind="out-of-space"):
     """The file system has no room; nothing was committed."""
 
-    kind = "out-of-space"
 
-
-class UnsupportedFileSystemError(StorageError):
+class UnsupportedFileSystemError(StorageError, kind="unsupported-file-system"):
     """The store cannot be placed on this kind of file system."""
 
-    kind = "unsupported-file-system"
 
-
-class ReadOnlyStoreError(StorageError):
+class ReadOnlyStoreError(StorageError, kind="read-only"):
     """The store was opened read-only, or can only be read, or this user may not even read it."""
 
-    kind = "read-only"
 
-
-class LockTimeoutError(StorageError):
+class LockTimeoutError(StorageError, kind="lock-timeout"):
     """Another process held a lock for too long; the message names it."""
 
-    kind = "lock-timeout"
 
-
-class TooManyFilesError(StorageError):
+class TooManyFilesError(StorageError, kind="too-many-files"):
     """This process, or the system, may not open more files; nothing is wrong with the store."""
 
-    kind = "too-many-files"
 
-
-class RemoteUnreachableError(StorageError):
+class RemoteUnreachableError(StorageError, kind="unreachable"):
     """A remote location did not answer, or not in time: nothing is known of what lies there."""
 
-    kind = "unreachable"
 
-
-class GivenUpError(AsymcheckError):
+class GivenUpError(AsymcheckError, kind="given-up"):
     """An upload was ended before it was done: another one of the same push failed, or there was no more time."""
-
-    kind = "given-up"
 
 
 UNKNOWING = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
 """Errors after which nothing is known of the stored bytes: who takes them for damage would pass over a sound one."""
 
 
-class CatalogError(StorageError):
+class CatalogError(StorageError, kind="catalog"):
     """The catalog cannot be used; the message says how to rebuild it."""
 
-    kind = "catalog"
 
-
-class ClosedStoreError(StorageError):
+class ClosedStoreError(StorageError, kind="closed"):
     """The store object was closed."""
 
-    kind = "closed"
 
-
-class ForkedStoreError(StorageError):
+class ForkedStoreError(StorageError, kind="forked"):
     """The store object was inherited by a forked process; open the store again there."""
-
-    kind = "forked"
 
 
 class AbandonedCheckpointsWarning(UserWarning):

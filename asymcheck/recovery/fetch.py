@@ -6,6 +6,7 @@ process left, to which nobody writes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -86,26 +87,20 @@ def read_any(
     """
     first = first or sources.copy(name)
     read_base = base_reader_of(sources)
-    try:
-        return read_checked(first, name, slot, read_base, room)
-    except UNKNOWING:
-        raise
-    except (FormatError, StorageError) as error:
-        problems = [_problem(first, error)]
-    for copy in sources.other_copies(name, first):
+    problems: list[str] = []
+    for copy in itertools.chain([first], sources.other_copies(name, [first])):
+        if problems:
+            slot, room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES)), None
         try:
-            larger = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES))
-            return read_checked(copy, name, larger, read_base)
+            return read_checked(copy, name, slot, read_base, room)
         except UNKNOWING:
             raise
-        except (FormatError, StorageError) as error:
-            problems.append(_problem(copy, error))
+        except StorageError as error:
+            # An error of the device does not know which frame it hit.
+            problems.append(f"{copy}: {error}")
+        except FormatError as error:
+            problems.append(str(error))
     raise DamagedPartitionError("; ".join(problems), name)
-
-
-def _problem(copy: Copy, error: Exception) -> str:
-    """Say what is wrong with a copy; an error of the device does not know which frame it hit."""
-    return f"{copy}: {error}" if isinstance(error, StorageError) else str(error)
 
 
 def base_reader_of(sources: Sources) -> BaseReader:
@@ -116,9 +111,9 @@ def base_reader_of(sources: Sources) -> BaseReader:
 
     def copies_of(name: Digest) -> Iterator[FrameReader]:
         near = sources.base_copies(name)
-        yield from (partial(read_copy, copy) for copy in near)
-        # None of them is intact: now others are worth the way.
-        yield from (partial(read_copy, copy) for copy in sources.all_base_copies(name)[len(near) :])
+        # Only when none of them is intact are others worth the way.
+        for copy in itertools.chain(near, sources.other_copies(name, near)):
+            yield partial(read_copy, copy)
 
     return base_reader(copies_of)
 

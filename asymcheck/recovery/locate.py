@@ -118,13 +118,11 @@ class Sources:
         self._missing = len(self._places)
         self._numbered: list[OpenPack] = []
         self._bases: dict[Digest, list[Copy]] = {}
-        self._looked_near: set[Digest] = set()
         # What lies in packs that were looked into for copies, and closed again.
         self._closed: dict[PackId, npt.NDArray[np.void]] = {}
         self._searching = threading.Lock()
         try:
-            self._search(tier.hinted(self._hints))
-            self._search_all()
+            self._search()
             self._search_bases()
             if must_be_complete:
                 self._check_complete()
@@ -132,26 +130,17 @@ class Sources:
             self.close()
             raise
 
-    def _search_all(self) -> None:
-        searched: set[PackId] = set()
-        while self._missing:
-            # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
-            new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in searched]
-            if not new:
-                return
-            self._search(new)
-            searched.update(new)
-
-    def _search(self, pack_ids: Iterable[PackId]) -> None:
-        for pack_id in pack_ids:
-            if not self._missing:
-                return
+    def _search(self) -> None:
+        """Find the partitions themselves, until none is missing."""
+        for pack_id in self._everywhere() if self._missing else ():
             pack = self._open(pack_id)
             if pack is not None and pack.damage is not None:
                 self._scanned[pack_id] = pack.damage
             if pack is not None and not self._take(pack):
                 del self._packs[pack_id]
                 pack.close()
+            if not self._missing:
+                return
 
     def _open(self, pack_id: PackId) -> OpenPack | None:
         if pack_id in self._packs or pack_id in self._problems:
@@ -191,10 +180,8 @@ class Sources:
                 frames = self._places[self._places >> _FRAME_BITS == number] & _FRAME_MASK
                 wanted |= _bases_of(pack, frames)
         # What is wanted may all lie in packs that are nearer than others, or hinted at: then no other is looked into.
-        near = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
-        if all(near.values()):
-            self._bases, self._looked_near = near, set(near)
-        else:
+        self._bases = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
+        if not all(self._bases.values()):
             self._bases = self._with_their_bases(wanted, self._everywhere)
 
     def _with_their_bases(
@@ -215,11 +202,14 @@ class Sources:
 
     def _everywhere(self) -> Iterator[PackId]:
         """Yield all packs once, near ones first: who needs no more does not ask for the others."""
-        seen = dict.fromkeys(self._tier.hinted(self._hints))
-        yield from seen
+        seen: set[PackId] = set()
+        for pack_id in self._tier.hinted(self._hints):
+            if pack_id not in seen:
+                seen.add(pack_id)
+                yield pack_id
         # Again while there are new ones: what was listed may have been copied into another pack, and be gone.
         while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:
-            seen.update(dict.fromkeys(new))
+            seen.update(new)
             yield from new
 
     def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[Copy]]:
@@ -251,23 +241,14 @@ class Sources:
         return copies
 
     def base_copies(self, digest: Digest) -> list[Copy]:
-        """Return the copies of a partition that another one is encoded against, full ones first. Thread-safe."""
+        """Return copies of a partition that another one is encoded against, full ones first. Thread-safe.
+
+        All of them, or only those in packs that are near: :meth:`other_copies` finds the others.
+        """
         with self._searching:
             if digest not in self._bases:
                 # A further copy of a damaged partition may have another base.
                 self._bases.update(self._copies_in(self._everywhere(), {digest}))
-            return self._bases[digest]
-
-    def all_base_copies(self, digest: Digest) -> list[Copy]:
-        """Return what :meth:`base_copies` does, and behind that what it did not need to look for. Thread-safe."""
-        known = self.base_copies(digest)
-        with self._searching:
-            if digest in self._looked_near:
-                self._looked_near.remove(digest)
-                places = {(copy.pack.header.pack_id, copy.sequence) for copy in known}
-                found = self._copies_in(self._everywhere(), {digest})[digest]
-                more = [copy for copy in found if (copy.pack.header.pack_id, copy.sequence) not in places]
-                self._bases[digest] = [*known, *more]
             return self._bases[digest]
 
     def _lost_base(self) -> tuple[Digest, Digest] | None:
@@ -288,7 +269,7 @@ class Sources:
                 copy = self._copy(int(self._places[number]))
                 for base in lost.intersection(copy.bases()):
                     name = self._needs.digests[number]
-                    if all(lost.intersection(other.bases()) for other in self.other_copies(name, copy)):
+                    if all(lost.intersection(other.bases()) for other in self.other_copies(name, [copy])):
                         return name, base
         return None
 
@@ -344,15 +325,13 @@ class Sources:
         lengths = [pack.entries["stored_length"][frames[packs == number]] for number, pack in enumerate(self._numbered)]
         return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
 
-    def other_copies(self, digest: Digest, damaged: Copy) -> Iterator[Copy]:
-        """Yield further copies of a partition of which one is damaged, near ones first. Thread-safe."""
+    def other_copies(self, digest: Digest, damaged: Sequence[Copy]) -> Iterator[Copy]:
+        """Yield the copies of a partition but for the ``damaged`` ones, near ones first. Thread-safe."""
         digests = DigestSet(as_column([digest]))
         for pack_id in self._everywhere():
             with self._searching:
                 copies = self._copies_of(digests, pack_id)
-            for copy in copies:
-                if copy.pack is not damaged.pack or copy.sequence != damaged.sequence:
-                    yield copy
+            yield from (copy for copy in copies if copy not in damaged)
 
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""

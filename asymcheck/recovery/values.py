@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -16,53 +17,49 @@ _METADATA = "_metadata"
 _DECIMAL_BITS = 14_000
 _SHOWN = 64
 
-
-class _Tensor:
-    """Marks where a tensor goes."""
-
-
-class _Named(str):
-    """The text of a value, ready to be shown."""
-
-    __slots__ = ()
-
-
-class _Items:
-    """A container with its items by key."""
-
-    def __init__(self, empty: str, items: list[tuple[Key, object]]) -> None:
-        self.empty = empty
-        self.items = items
+_Texts = list[tuple[tuple[Key, ...], str]]
+"""The values in a part of a state, each with the path to it from there."""
 
 
 class _TextBuilder:
-    """Builds containers of texts; unlike the state itself, they exist for values that this torch or numpy lacks."""
+    """Builds texts of values; unlike the state itself, they exist for values that this torch or numpy lacks."""
 
-    def plain(self, value: object) -> object:
+    def plain(self, value: object) -> _Texts:
         if type(value) is int and value.bit_length() > _DECIMAL_BITS:
-            return _Named(hex(value))
-        return _Named(repr(value))
+            return _one(hex(value))
+        return _one(repr(value))
 
-    def sequence(self, kind: str, items: list[object]) -> object:
-        return _Items("[]" if kind == "l" else "()", list(enumerate(items)))
+    def sequence(self, kind: str, items: list[object]) -> _Texts:
+        return _together("[]" if kind == "l" else "()", list(enumerate(items)))
 
-    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> object:
-        return _Items("{}", [*pairs, *([(_METADATA, metadata)] if kind == "m" else [])])
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> _Texts:
+        return _together("{}", [*pairs, *([(_METADATA, metadata)] if kind == "m" else [])])
 
-    def tensor(self, row: int, as_array: bool) -> object:  # noqa: ARG002, FBT001 - as in the protocol
-        return _Tensor()
+    def tensor(self, row: int, as_array: bool) -> _Texts:  # noqa: ARG002, FBT001 - as in the protocol
+        return []
 
-    def tagged(self, kind: str, value: object) -> object:
+    def tagged(self, kind: str, value: object) -> _Texts:
         if kind == "z":
-            return _Named(f"shape {list(value)}")  # type: ignore[call-overload]  # the decoder passes a tuple of int
+            return _one(f"shape {list(value)}")  # type: ignore[call-overload]  # the decoder passes a tuple of int
         if kind == "y":
-            return _Named(f"dtype {value}")
+            return _one(f"dtype {value}")
         if kind == "v":
-            return _Named(f"device {value}")
+            return _one(f"device {value}")
         dtype, data = value  # type: ignore[misc]  # the decoder passes a pair
         known = NUMPY_DTYPES.get(dtype)  # type: ignore[has-type]  # as above
         number = data.hex() if known is None else np.frombuffer(data, dtype=known)[0].item()  # type: ignore[has-type]  # as above
-        return _Named(f"{dtype} {number!r}")  # type: ignore[has-type]  # as above
+        return _one(f"{dtype} {number!r}")  # type: ignore[has-type]  # as above
+
+
+def _one(text: str) -> _Texts:
+    return [((), text)]
+
+
+def _together(empty: str, items: Sequence[tuple[Key, object]]) -> _Texts:
+    """Return the values of a container, whose items the builder has made, or the text of an ``empty`` one."""
+    if not items:
+        return _one(empty)
+    return [((key, *path), text) for key, texts in items for path, text in cast("_Texts", texts)]
 
 
 def plain_values(manifest: Manifest) -> dict[str, str]:
@@ -74,18 +71,8 @@ def plain_values(manifest: Manifest) -> dict[str, str]:
     header = manifest.header
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
     taken: dict[str, int] = {}
-    found = _walk(decode(header.tree, len(manifest), _TextBuilder(), where), ())
-    return {told_apart(name, taken): text for name, text in found}
-
-
-def _walk(value: object, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
-    if isinstance(value, _Items) and value.items:
-        for key, item in value.items:
-            yield from _walk(item, (*path, key))
-    elif isinstance(value, _Items):
-        yield join_name(path), value.empty
-    elif isinstance(value, _Named):
-        yield join_name(path), str(value)
+    found = cast("_Texts", decode(header.tree, len(manifest), _TextBuilder(), where))
+    return {told_apart(join_name(path), taken): text for path, text in found}
 
 
 def shortened(text: str | None) -> str | None:

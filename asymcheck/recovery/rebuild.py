@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
+from functools import partial
 
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
@@ -35,23 +36,12 @@ class Rebuilt:
     """Pins of living processes, which a rebuild keeps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """What was read before the transaction begins, in which nothing slow may happen."""
-
-    survey: Survey
-    manifests: Mapping[bytes, int]
-    """The manifests, by catalog key, with their sizes in bytes."""
-    dead_pins: DeadPins
-    """Pins that protect nothing more."""
-
-
 def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
     """Enter every complete pack with its partitions, and every manifest, into an empty catalog.
 
     A pack that cannot be read is left out: what it holds is written again by the next save that needs it.
     """
-    return _reconcile(tier, transaction, _Seen(read_indexes(tier), _manifests(tier), DeadPins({})))
+    return _Changes(tier, DeadPins({}), read_indexes(tier), _manifests(tier), transaction).apply()
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:
@@ -62,24 +52,15 @@ def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) ->
     Raises:
         CatalogError: it is damaged so that it must be set aside, which the next start does.
     """
-    dead = DeadPins.of(catalog)
-    seen = _Seen(survey or read_indexes(tier), _manifests(tier), dead)
+    # Read before a transaction begins, in which nothing slow may happen.
+    changes = partial(_Changes, tier, DeadPins.of(catalog), survey or read_indexes(tier), _manifests(tier))
     with catalog.read() as transaction:
         # A look first: as a rule there is nothing to do, and a writer would keep saves waiting.
-        changes = _Changes(tier, transaction, seen)
-    if changes.count():
+        found = changes(transaction)
+    if found.count():
         with catalog.write() as transaction:
-            return _reconcile(tier, transaction, seen)
-    return changes.result()
-
-
-def _reconcile(tier: NvmeTier, transaction: Transaction, seen: _Seen) -> Rebuilt:
-    # Whoever gave a pack its name may have been killed before this; from now on saves rely on it.
-    tier.files.sync_directory(tier.packs)
-    changes = _Changes(tier, transaction, seen)
-    changes.apply(transaction)
-    emit("catalog.reconciled", str(tier.root))
-    return changes.result()
+            return changes(transaction).apply()
+    return found.result()
 
 
 def _manifests(tier: NvmeTier) -> dict[bytes, int]:
@@ -100,32 +81,42 @@ class _Changes:
     stays until this transaction ends.
     """
 
-    def __init__(self, tier: NvmeTier, transaction: Transaction, seen: _Seen) -> None:
-        self._seen = seen
+    def __init__(
+        self,
+        tier: NvmeTier,
+        dead_pins: DeadPins,
+        survey: Survey,
+        manifests: Mapping[bytes, int],
+        transaction: Transaction,
+    ) -> None:
+        """Compare with a survey and with the sizes of the manifests by catalog key."""
+        self._tier = tier
+        self._survey = survey
+        self._transaction = transaction
         self._present = set(tier.pack_ids())
         # Packs that the catalog should know; those held by a writer or collection are theirs to enter, or to forget.
         self._live: dict[PackId, PackContent] = {}
         self._held: set[PackId] = set()
         self._put_packs: list[PackId] = []
-        self._compare_packs(tier, transaction.pack_states())
+        self._compare_packs(transaction.pack_states())
         # Partitions that the catalog knows and that lie where it says.
         self._known: set[Digest] = set()
         self._put_locations: dict[Digest, Location] = {}
         self._delete_locations: list[Digest] = []
         self._compare_locations(transaction)
-        self._compare_manifests(tier, transaction.manifests())
-        self._delete_pins = sorted(seen.dead_pins.among(transaction))
+        self._compare_manifests(manifests, transaction.manifests())
+        self._delete_pins = sorted(dead_pins.among(transaction))
         self._kept_pins = len(transaction.pins()) - len(self._delete_pins)
 
-    def _compare_packs(self, tier: NvmeTier, states: Mapping[PackId, int | None]) -> None:
+    def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:
         self._delete_packs = [pack_id for pack_id in states if pack_id not in self._present]
-        for pack_id, pack in self._seen.survey.packs.items():
+        for pack_id, pack in self._survey.packs.items():
             if pack_id not in self._present or pack.damage:
                 continue
             if states.get(pack_id) != registry.PACK_LIVE:
                 # Collection holds what it has marked and not taken away yet; a writer, what it has not entered yet. A
                 # lock that can be had says that neither is about it, and in this transaction neither begins.
-                with tier.locked(tier.packs / layout.pack_name(pack_id), exclusive=False) as free:
+                with self._tier.locked(self._tier.packs / layout.pack_name(pack_id), exclusive=False) as free:
                     if not free:
                         self._held.add(pack_id)
                         continue
@@ -152,15 +143,15 @@ class _Changes:
         pack = self._live.get(location.pack_id)
         if pack is None:
             # A pack that was not read is new, or held; whoever entered it knew what it holds.
-            return location.pack_id in self._present and location.pack_id not in self._seen.survey.packs
+            return location.pack_id in self._present and location.pack_id not in self._survey.packs
         if sequence is None:
             return False
         entry = pack.entries[sequence]
         return (location.offset, location.plain_length) == (int(entry["offset"]), int(entry["plain_length"]))
 
-    def _compare_manifests(self, tier: NvmeTier, entered: set[bytes]) -> None:
+    def _compare_manifests(self, seen: Mapping[bytes, int], entered: set[bytes]) -> None:
         # Those that were committed since the listing stay: collection relies on them. Those deleted since go.
-        seen, root = self._seen.manifests, tier.root / layout.MANIFESTS
+        root = self._tier.root / layout.MANIFESTS
         known = entered | seen.keys()
         gone = {key for key in known if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
         self._put_manifests = {key: size for key, size in seen.items() if key not in entered and key not in gone}
@@ -174,8 +165,11 @@ class _Changes:
         manifests = self._put_manifests.keys() | set(self._delete_manifests)
         return sum(map(len, (self._put_packs, self._delete_packs, locations, manifests, self._delete_pins)))
 
-    def apply(self, transaction: Transaction) -> None:
-        """Make the changes."""
+    def apply(self) -> Rebuilt:
+        """Make the changes, and say what the catalog knows then."""
+        transaction = self._transaction
+        # Whoever gave a pack its name may have been killed before this; from now on saves rely on it.
+        self._tier.files.sync_directory(self._tier.packs)
         for name in self._delete_locations:
             transaction.delete_location(name)
         for pack_id in self._delete_packs:
@@ -191,11 +185,13 @@ class _Changes:
             transaction.put_location(name, location)
         for key, size in self._put_manifests.items():
             transaction.put_manifest(key, size)
+        emit("catalog.reconciled", str(self._tier.root))
+        return self.result()
 
     def result(self) -> Rebuilt:
         """Say what the catalog knows with the changes."""
-        left_out = {pack_id: str(error) for pack_id, error in self._seen.survey.left_out.items()}
-        left_out |= {pack_id: pack.damage for pack_id, pack in self._seen.survey.packs.items() if pack.damage}
+        left_out = {pack_id: str(error) for pack_id, error in self._survey.left_out.items()}
+        left_out |= {pack_id: pack.damage for pack_id, pack in self._survey.packs.items() if pack.damage}
         held = "is held by a writer or by collection"
         left_out |= {pack_id: f"pack {layout.pack_name(pack_id)} {held}" for pack_id in self._held}
         return Rebuilt(

@@ -72,7 +72,7 @@ from asymcheck.verify import Finding, verify
 if TYPE_CHECKING:
     import torch
 
-    from asymcheck.recovery.load import Finish, Loaded
+    from asymcheck.recovery.load import Loaded
     from asymcheck.recovery.stream import Sink
 
 _SAMPLE_BYTES = 8 << 20
@@ -286,7 +286,7 @@ class Store:
 
     def read(
         self,
-        read: Callable[[ReadTier, Resolved], Finish],
+        read: Callable[[ReadTier, Resolved], object],
         step: int | str | None = None,
         *,
         run: str = DEFAULT_RUN,

@@ -51,7 +51,7 @@ from asymcheck.partition.boxes import Box
 from asymcheck.partition.dtypes import TORCH_DTYPES
 from asymcheck.partition.shards import TensorShard
 from asymcheck.recovery.assemble import Assembly
-from asymcheck.recovery.load import Finish, fetch_in_place
+from asymcheck.recovery.load import fetch_in_place
 from asymcheck.recovery.parts import Parts
 from asymcheck.recovery.read_plan import Demand
 from asymcheck.recovery.resolve import Resolved
@@ -228,13 +228,12 @@ class AsymcheckReader(_StoreUser, StorageReader):
         assert isinstance(metadata, Metadata)  # noqa: S101 - what _describe made
         return metadata
 
-    def _describe(self, _tier: ReadTier, resolved: Resolved) -> Finish:
+    def _describe(self, _tier: ReadTier, resolved: Resolved) -> Metadata:
         self._ref = resolved.ref
         parts = Parts(resolved.manifests)
         leaves = _leaves_of(parts)
         described = {name: _describe(parts, leaf) for name, (_, leaf) in leaves.items()}
-        metadata = Metadata(described, planner_data={name: path for name, (path, _) in leaves.items()})
-        return lambda: metadata
+        return Metadata(described, planner_data={name: path for name, (path, _) in leaves.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
         """Do nothing: all ranks read in the same way."""
@@ -260,11 +259,11 @@ class AsymcheckReader(_StoreUser, StorageReader):
         ref = self._ref
         assert ref is not None  # noqa: S101 - metadata comes first
 
-        def read(tier: ReadTier, resolved: Resolved) -> Finish:
+        def read(tier: ReadTier, resolved: Resolved) -> None:
             if resolved.ref != ref:
                 message = f"{ref} is gone, and {resolved.ref} in its place: load again"
                 raise InconsistentCheckpointError(message)
-            return _read(tier, resolved, plan, planner)
+            _read(tier, resolved, plan, planner)
 
         self._store.read(read, ref.step, run=self._run)
         done: Future[None] = Future()
@@ -312,8 +311,8 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, RowRef) and not value.as_array)
 
 
-def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> Finish:
-    """Read tensors in place; return a function that puts the other values in place."""
+def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Read tensors in place, and put the other values in place."""
     parts = Parts(resolved.manifests)
     leaves = _leaves_of(parts)
     # A list, because two items may ask for the same box.
@@ -334,16 +333,11 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
     demands = [*(demand for *_, demand in wanted), *(one for *_, some in values for one in some.values())]
     assembly = Assembly(demands, _CPU, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
-
-    def finish() -> object:
-        for item, target, demand in wanted:
-            if not demand.existing:
-                target.copy_(assembly.tensor(demand))
-            planner.commit_tensor(item, target)
-        for item, leaf, inside in values:
-            tensors = {number: assembly.tensor(demand) for number, demand in inside.items()}
-            # DCP unpickles this file, which was made of a plain value just now.
-            planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))
-        return None
-
-    return finish
+    for item, target, demand in wanted:
+        if not demand.existing:
+            target.copy_(assembly.tensor(demand))
+        planner.commit_tensor(item, target)
+    for item, leaf, inside in values:
+        tensors = {number: assembly.tensor(demand) for number, demand in inside.items()}
+        # DCP unpickles this file, which was made of a plain value just now.
+        planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))

@@ -55,10 +55,8 @@ class Loaded:
     """The manifests of the other ranks."""
 
 
-Finish = Callable[[], object]
-"""Makes the result when all bytes have been read."""
-Read = Callable[[Resolved], Finish]
-"""Reads one checkpoint; raises DamagedPartitionError or FormatError to have the next one tried."""
+Read = Callable[[Resolved], object]
+"""Makes the result of one checkpoint; raises DamagedPartitionError or FormatError to have the next one tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,31 +134,31 @@ def _first(
     for resolved in attempts:
         with resolved.sources:
             try:
-                finish = read(resolved)
+                state = read(resolved)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{resolved.ref}: {error}")
-                continue
+            except RefusedStateError:
+                # What an object refuses now, it would refuse of an older checkpoint, too.
+                raise
             except PartialRestoreError as error:
                 if not fall_back:
                     raise _with_next_step(error, attempts) from error
                 skipped.append(f"{resolved.ref}: {error}")
                 spoilt = error
-                continue
             except StateMismatchError as error:
                 if spoilt is None:
                     raise
                 message = f"{spoilt}. The next older one does not fit: {error}"
                 raise PartialRestoreError(message, spoilt.overwritten, None) from error
-        # Not inside the try: what an object refuses now, it would refuse of an older checkpoint, too.
-        first, *others = resolved.manifests
-        return Loaded(finish(), resolved.run, resolved.ref, first, tuple(skipped), tuple(others))
+            else:
+                first, *others = resolved.manifests
+                return Loaded(state, resolved.run, resolved.ref, first, tuple(skipped), tuple(others))
     if spoilt is not None:
         raise _with_next_step(spoilt, attempts) from spoilt
     return None
 
 
-def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
-    """Read all tensors, and return what makes the state of them."""
+def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> object:
     if wanted.into is None:
         return _load_anew(tier, wanted, resolved)
     own = (wanted.rank or 0) % resolved.manifests[0].header.world_size
@@ -169,17 +167,17 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
         filler = Filler(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
-    return partial(_finish, filler, assembly)
+    return _finish(filler, assembly)
 
 
-def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> Finish:
+def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> object:
     outlook = read_outlook(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
     with _saying_what_is_left(tier, resolved, outlook.parts, ". "):
         demands = {number: outlook.demand(number) for number in outlook.numbers}
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)
     execute(assembly, tier, resolved)
     tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
-    return partial(with_tensors, outlook.shape, tensors)
+    return with_tensors(outlook.shape, tensors)
 
 
 @contextlib.contextmanager
@@ -224,13 +222,13 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> L
     manifests = tier.manifests.read_all(listing)
     with resolve_manifests(tier, listing, manifests).sources as sources:
         try:
-            finish = _load_one(tier, wanted, Resolved(run, ref, manifests, sources))
+            state = _load_one(tier, wanted, Resolved(run, ref, manifests, sources))
         except StateMismatchError as error:
             if listing.is_whole:
                 raise
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
     first, *others = manifests
-    return Loaded(finish(), run, ref, first, (), tuple(others))
+    return Loaded(state, run, ref, first, (), tuple(others))
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:

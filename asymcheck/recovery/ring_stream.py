@@ -116,11 +116,11 @@ def stream_from_rings(
                 continue
             try:
                 read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
-                finish = hand_on([first, *others], None, wanted.tensors, sink, progress, read)
+                state = hand_on([first, *others], None, wanted.tensors, sink, progress, read)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
-            return Loaded(finish(), wanted.run, ref, first, tuple(skipped), tuple(others))
+            return Loaded(state, wanted.run, ref, first, tuple(skipped), tuple(others))
     raise _nothing(tier, folder, wanted, found, skipped)
 
 

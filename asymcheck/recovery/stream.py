@@ -12,11 +12,11 @@ import numpy as np
 
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.partition.boxes import Region
-from asymcheck.recovery.load import Finish, Loaded, read_first
+from asymcheck.recovery.load import Loaded, read_first
 from asymcheck.recovery.read_plan import ByteTarget, Demand, ReadPlan, execute, read_outlook
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.tiers.reading import ReadTier
-from asymcheck.types import Digest, Progress
+from asymcheck.types import Progress
 
 _GATHERED_BYTES = 256 << 20
 """Most bytes of tensors that are put together in memory at once; one of more is alone."""
@@ -64,17 +64,12 @@ def stream(
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as there.
     """
-    read = partial(_stream_one, tier, tensors=tensors, rank=rank, sink=sink, progress=progress)
+
+    def read(resolved: Resolved) -> object:
+        read_plan = partial(execute, tier=tier, resolved=resolved)
+        return hand_on(resolved.manifests, rank, tensors, sink, progress, read_plan)
+
     return read_first(tier, run, step, read)
-
-
-def _stream_one(
-    tier: ReadTier, resolved: Resolved, *, tensors: str, rank: int | None, sink: Sink, progress: Progress | None
-) -> Finish:
-    def read(plan: ReadPlan) -> None:
-        execute(plan, tier, resolved)
-
-    return hand_on(resolved.manifests, rank, tensors, sink, progress, read)
 
 
 def hand_on(
@@ -84,8 +79,8 @@ def hand_on(
     sink: Sink,
     progress: Progress | None,
     read: Callable[[ReadPlan], None],
-) -> Finish:
-    """Hand tensors to ``sink`` by plans that ``read`` executes; when one fails, the sink keeps nothing."""
+) -> object:
+    """Hand tensors to ``sink`` by plans that ``read`` executes, and finish it; when one fails, it keeps nothing."""
     outlook = read_outlook(manifests, manifests[0].header.ref, rank, tensors)
     demands = {number: outlook.demand(number) for number in outlook.numbers}
     try:
@@ -96,11 +91,12 @@ def hand_on(
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
         report = _reporter(progress, sum(demand.row.nbytes for demand in wanted))
         for batch in filter(None, rounds):
-            read(_Counting([one for demand in batch for one in demand.targets(_Whole(wanted[demand], demand))], report))
+            wholes = {demand: _Whole(wanted[demand], demand, report) for demand in batch}
+            read(ReadPlan(one for demand, whole in wholes.items() for one in demand.targets(whole)))
     except BaseException:
         sink.abandon()
         raise
-    return sink.finish
+    return sink.finish()
 
 
 def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
@@ -117,15 +113,17 @@ def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
 class _Whole:
     """Hands a tensor on to a sink: as its bytes come, or all at once where they lie apart."""
 
-    def __init__(self, target: ByteTarget, demand: Demand) -> None:
+    def __init__(self, target: ByteTarget, demand: Demand, report: Callable[[int], None]) -> None:
         self.row = demand.row
         self._target = target
+        self._report = report
         self._gathered = None if demand.in_runs else np.empty(demand.row.nbytes, dtype=np.uint8)
         self._left = demand.row.nbytes
         self._lock = threading.Lock()
 
     def put(self, start: int, data: memoryview) -> None:
         self._target.put(start, data)
+        self._report(len(data))
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         done = 0
@@ -141,6 +139,7 @@ class _Whole:
         if is_complete and self._gathered is not None:
             self._target.put(0, self._gathered.data)
             self._gathered = None
+        self._report(done)
 
 
 def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
@@ -155,16 +154,3 @@ def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
             progress(min(done, total), total)
 
     return report
-
-
-class _Counting(ReadPlan):
-    """A plan that reports what it has placed."""
-
-    def __init__(self, targets: Iterable[ByteTarget], report: Callable[[int], None]) -> None:
-        super().__init__(targets)
-        self._report = report
-
-    def put(self, name: Digest, data: memoryview) -> None:
-        """Place one partition's bytes, and report."""
-        super().put(name, data)
-        self._report(sum(fill.length for fill in self.fills[name]))

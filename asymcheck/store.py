@@ -345,12 +345,10 @@ class Store:
             CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, of what lies in memory.
             LockTimeoutError: the ring is in use, and to read it would race with its process.
         """
-        from asymcheck.recovery.ring_stream import RingWanted, stream_from_rings
+        from asymcheck.recovery.ring_stream import stream_from_rings
 
         step = self._checked(run, step, tensors)
-        loaded = stream_from_rings(
-            self._tier, ring_folder_of(ring_folder), RingWanted(run, step, tensors), sink, progress
-        )
+        loaded = stream_from_rings(self._tier, ring_folder_of(ring_folder), run, step, tensors, sink, progress)
         return self._restored(loaded, step=loaded.ref.step)
 
     def _restored(self, loaded: Loaded, step: int | str | None) -> Restored:

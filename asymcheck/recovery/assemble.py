@@ -185,7 +185,7 @@ class Assembly(ReadPlan):
         self._direct: dict[Digest, tuple[Target, memoryview]] = {}
         # What is made may lie where the device still reads what was freed: other threads fill it, in queues of theirs.
         catch_up(device for target in self._filled.values() for device in target.devices)
-        super().__init__(one for demand, target in self._filled.items() for one in demand.targets(target))
+        super().__init__(self._filled)
 
     @property
     def demands(self) -> list[Demand]:
@@ -207,11 +207,12 @@ class Assembly(ReadPlan):
 
     def room(self, name: Digest) -> memoryview | None:
         """Return memory for a partition that is wanted once, as a whole, by a tensor that shares no memory."""
-        (target, start, _, length), *others = self.fills[name]
-        if self._sources is None or others or not isinstance(target, Target):
+        fill, *others = self.fills[name]
+        if self._sources is None or others or fill.crossing is not None or not isinstance(fill.target, Target):
             return None
-        shift = self._sources.direct_shift(name, length)
-        memory = target.room(start, length) if shift is not None else None
+        target = fill.target
+        shift = self._sources.direct_shift(name, fill.length)
+        memory = target.room(fill.start, fill.length) if shift is not None else None
         if memory is None or shift != np.frombuffer(memory, dtype=np.uint8).ctypes.data % BLOCK_BYTES:
             return None
         target.touched = True

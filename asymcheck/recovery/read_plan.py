@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,10 +23,6 @@ from asymcheck.types import CheckpointRef, Digest
 class ByteTarget(Protocol):
     """Receiver of the bytes of one tensor."""
 
-    @property
-    def row(self) -> TensorRow:
-        """The tensor, as the manifest has it."""
-
     def put(self, start: int, data: memoryview) -> None:
         """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
 
@@ -36,87 +32,6 @@ class RegionTarget(ByteTarget, Protocol):
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         """Take regions of ``data``; as :meth:`put`."""
-
-
-class CutTarget:
-    """Receiver of the bytes that a stored part and a wanted box have in common."""
-
-    def __init__(self, row: TensorRow, crossing: Crossing, target: RegionTarget) -> None:
-        """Hand bytes of ``row`` on to ``target``, as ``crossing`` says."""
-        self.row = row
-        self.crossing = crossing
-        self._target = target
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Take the bytes of the part from ``start`` on."""
-        self._target.put_regions(self.crossing.regions(start, start + len(data)), data)
-
-
-class Fill(NamedTuple):
-    """Bytes of a partition that a target takes."""
-
-    target: ByteTarget
-    """The target."""
-    start: int
-    """Position in the target."""
-    offset: int
-    """Position in the partition."""
-    length: int
-    """Number of bytes."""
-
-
-class ReadPlan:
-    """Ranges of targets that the bytes of each partition fill."""
-
-    def __init__(self, targets: Iterable[ByteTarget]) -> None:
-        """Plan to fill ``targets``."""
-        self._targets = list(targets)
-        self.fills: dict[Digest, list[Fill]] = {}
-        """By partition."""
-        for target in self._targets:
-            start = 0
-            crossing = target.crossing if isinstance(target, CutTarget) else None
-            for extent in target.row.extents:
-                if crossing is None or crossing.touches(start, start + extent.length):
-                    fill = Fill(target, start, extent.offset, extent.length)
-                    self.fills.setdefault(extent.digest, []).append(fill)
-                start += extent.length
-
-    def put_inline(self) -> None:
-        """Fill the tensors whose bytes lie in the manifest itself."""
-        for target in self._targets:
-            if target.row.inline:
-                target.put(0, memoryview(target.row.inline))
-
-    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for plans that have some
-        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
-        return None
-
-    def put(self, name: Digest, data: memoryview) -> None:
-        """Copy one partition's bytes to where they belong; worker threads call this together."""
-        for target, start, offset, length in self.fills[name]:
-            target.put(start, data[offset : offset + length])
-
-
-def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
-    """Read, check, decode and place all bytes of a plan.
-
-    Raises:
-        DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
-    """
-    try:
-        fetch(resolved.sources, list(plan.fills), plan.put, tier.slots, tier.config.slots, plan.room)
-    except DamagedPartitionError as error:
-        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
-        raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
-    plan.put_inline()
-
-
-def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -> None:
-    """Place all bytes of a plan; ``payload`` gives those of a partition, checked."""
-    for name in plan.fills:
-        plan.put(name, payload(name))
-    plan.put_inline()
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,15 +56,90 @@ class Demand:
         is_stored = len(pieces) == 1 and pieces[0].crossing is None
         return cls(pieces[0].row if is_stored else of_box(parts.row(number), box), pieces)
 
-    def targets(self, target: RegionTarget) -> Iterator[ByteTarget]:
-        """Yield what takes the bytes of each piece, for ``target`` to be filled."""
-        for piece in self.pieces:
-            yield target if piece.crossing is None else CutTarget(piece.row, piece.crossing, target)
-
     @property
     def in_runs(self) -> bool:
         """Whether the bytes of each piece follow each other."""
         return all(piece.crossing is None or piece.crossing.is_run for piece in self.pieces)
+
+
+class Fill(NamedTuple):
+    """Bytes of a partition that a target takes."""
+
+    target: RegionTarget
+    """The target."""
+    crossing: Crossing | None
+    """What the stored part and the target have in common; None when they are the same."""
+    start: int
+    """Position in the stored part."""
+    offset: int
+    """Position in the partition."""
+    length: int
+    """Number of bytes."""
+
+
+class ReadPlan:
+    """Ranges of targets that the bytes of each partition fill."""
+
+    def __init__(self, targets: Mapping[Demand, RegionTarget]) -> None:
+        """Plan to fill the target of each demand."""
+        self._targets = targets
+        self.fills: dict[Digest, list[Fill]] = {}
+        """By partition."""
+        for target, row, crossing in self._pieces():
+            start = 0
+            for extent in row.extents:
+                if crossing is None or crossing.touches(start, start + extent.length):
+                    fill = Fill(target, crossing, start, extent.offset, extent.length)
+                    self.fills.setdefault(extent.digest, []).append(fill)
+                start += extent.length
+
+    def _pieces(self) -> Iterator[tuple[RegionTarget, TensorRow, Crossing | None]]:
+        for demand, target in self._targets.items():
+            for piece in demand.pieces:
+                yield target, piece.row, piece.crossing
+
+    def put_inline(self) -> None:
+        """Fill the tensors whose bytes lie in the manifest itself."""
+        for target, row, crossing in self._pieces():
+            if row.inline:
+                _put(target, crossing, 0, memoryview(row.inline))
+
+    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for plans that have some
+        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
+        return None
+
+    def put(self, name: Digest, data: memoryview) -> None:
+        """Copy one partition's bytes to where they belong; worker threads call this together."""
+        for target, crossing, start, offset, length in self.fills[name]:
+            _put(target, crossing, start, data[offset : offset + length])
+
+
+def _put(target: RegionTarget, crossing: Crossing | None, start: int, data: memoryview) -> None:
+    if crossing is None:
+        target.put(start, data)
+    else:
+        target.put_regions(crossing.regions(start, start + len(data)), data)
+
+
+def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
+    """Read, check, decode and place all bytes of a plan.
+
+    Raises:
+        DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
+    """
+    try:
+        fetch(resolved.sources, list(plan.fills), plan.put, tier.slots, tier.config.slots, plan.room)
+    except DamagedPartitionError as error:
+        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
+        raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
+    plan.put_inline()
+
+
+def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -> None:
+    """Place all bytes of a plan; ``payload`` gives those of a partition, checked."""
+    for name in plan.fills:
+        plan.put(name, payload(name))
+    plan.put_inline()
 
 
 @dataclasses.dataclass(frozen=True)

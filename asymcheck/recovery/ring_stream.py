@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,24 +24,6 @@ from asymcheck.tiers.owners import describe as describe_owner
 from asymcheck.tiers.owners import is_dead
 from asymcheck.tiers.reading import StoreTier
 from asymcheck.types import CheckpointRef, Digest, Progress
-
-
-@dataclasses.dataclass(frozen=True)
-class RingWanted:
-    """What is to be read from rings."""
-
-    run: str
-    """The run."""
-    step: int | str | None
-    """Which step, or ``save:`` and the first digits of a save id; None for the newest."""
-    tensors: str
-    """A glob of the dotted names that are wanted."""
-
-    def means(self, ref: CheckpointRef) -> bool:
-        """Tell whether a checkpoint is one that may be read."""
-        if isinstance(self.step, str):
-            return ref.save_id.hex().startswith(self.step.removeprefix("save:"))
-        return self.step in (None, ref.step)
 
 
 class _Found:
@@ -88,7 +69,13 @@ def _user(reader: RingReader) -> str:
 
 
 def stream_from_rings(
-    tier: StoreTier, folder: Path, wanted: RingWanted, sink: Sink, progress: Progress | None = None
+    tier: StoreTier,
+    folder: Path,
+    run: str,
+    step: int | str | None,
+    tensors: str,
+    sink: Sink,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
 
@@ -101,10 +88,10 @@ def stream_from_rings(
         LockTimeoutError: it may lie in a ring that is in use.
     """
     with contextlib.ExitStack() as stack:
-        found = _Found(tier, folder, wanted.run, stack)
+        found = _Found(tier, folder, run, stack)
         skipped = [*found.in_use, *found.damaged]
         for ref in sorted(found.captures, reverse=True):
-            if not wanted.means(ref):
+            if not _is_meant(ref, step):
                 continue
             # One rank's may lie in several rings, intact in any of them.
             by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
@@ -116,21 +103,27 @@ def stream_from_rings(
                 continue
             try:
                 read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
-                state = hand_on([first, *others], None, wanted.tensors, sink, progress, read)
+                state = hand_on([first, *others], None, tensors, sink, progress, read)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
-            return Loaded(state, wanted.run, ref, first, tuple(skipped), tuple(others))
-    raise _nothing(tier, folder, wanted, found, skipped)
+            return Loaded(state, run, ref, first, tuple(skipped), tuple(others))
+    raise _nothing(tier, folder, run, step, found, skipped)
+
+
+def _is_meant(ref: CheckpointRef, step: int | str | None) -> bool:
+    if isinstance(step, str):
+        return ref.save_id.hex().startswith(step.removeprefix("save:"))
+    return step in (None, ref.step)
 
 
 def _nothing(
-    tier: StoreTier, folder: Path, wanted: RingWanted, found: _Found, skipped: Sequence[str]
+    tier: StoreTier, folder: Path, run: str, step: int | str | None, found: _Found, skipped: Sequence[str]
 ) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
     """Return the error that says why nothing could be read."""
-    what = f"run {wanted.run!r}"
-    if wanted.step is not None:
-        what = f"{'' if isinstance(wanted.step, str) else 'step '}{wanted.step} of {what}"
+    what = f"run {run!r}"
+    if step is not None:
+        what = f"{'' if isinstance(step, str) else 'step '}{step} of {what}"
     if found.in_use:
         return LockTimeoutError(
             f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
@@ -139,7 +132,7 @@ def _nothing(
     if skipped:
         message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
         return InconsistentCheckpointError(message, skipped)
-    there = alternatives({ref.step for ref in found.captures}, found.runs - {wanted.run})
+    there = alternatives({ref.step for ref in found.captures}, found.runs - {run})
     if not found.runs:
         there = "; no ring of this store is there"
     return CheckpointNotFoundError(

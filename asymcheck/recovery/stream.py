@@ -91,8 +91,7 @@ def hand_on(
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
         report = _reporter(progress, sum(demand.row.nbytes for demand in wanted))
         for batch in filter(None, rounds):
-            wholes = {demand: _Whole(wanted[demand], demand, report) for demand in batch}
-            read(ReadPlan(one for demand, whole in wholes.items() for one in demand.targets(whole)))
+            read(ReadPlan({demand: _Whole(wanted[demand], demand, report) for demand in batch}))
     except BaseException:
         sink.abandon()
         raise
@@ -114,7 +113,6 @@ class _Whole:
     """Hands a tensor on to a sink: as its bytes come, or all at once where they lie apart."""
 
     def __init__(self, target: ByteTarget, demand: Demand, report: Callable[[int], None]) -> None:
-        self.row = demand.row
         self._target = target
         self._report = report
         self._gathered = None if demand.in_runs else np.empty(demand.row.nbytes, dtype=np.uint8)

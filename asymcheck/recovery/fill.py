@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -113,22 +114,21 @@ class Filler:
         """Want all tensors of a shape that are not in ``tensors`` yet, whole; return what each becomes."""
         for number in rows_in(shape):
             if number not in tensors:
-                demand = self._demand(number, self._parts.whole(number))
-                if isinstance(demand, str):
-                    self._problems.append(f"{name}: tensor {self._parts.row(number).name}: {demand}")
-                else:
-                    tensors[number] = _tensor_of(demand)
+                try:
+                    tensors[number] = _tensor_of(self._demand(number, self._parts.whole(number)))
+                except StateMismatchError as error:
+                    self._problems.append(f"{name}: tensor {self._parts.row(number).name}: {error}")
         return tensors
 
-    def _demand(self, number: int, box: Box) -> Demand | str:
-        """Want a box of a tensor; say why not when it cannot be had."""
-        demand = self._demands.get((number, box))
-        if demand is None:
-            try:
-                demand = self._demands[number, box] = Demand.of(self._parts, number, box)
-            except StateMismatchError as error:
-                return str(error)
-        return demand
+    def _demand(self, number: int, box: Box) -> Demand:
+        """Want a box of a tensor.
+
+        Raises:
+            StateMismatchError: it cannot be had.
+        """
+        if (number, box) not in self._demands:
+            self._demands[number, box] = Demand.of(self._parts, number, box)
+        return self._demands[number, box]
 
     def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
         name = join_name(path)
@@ -136,37 +136,38 @@ class Filler:
         if ref is None:
             self._problems.append(f"{name}: a tensor is given, but {type(stored[0]).__name__} is stored")
             return
-        problem = self._take(current, ref.row)
-        if problem:
-            self._problems.append(f"{name}: {problem}")
-
-    def _take(self, current: _Given, number: int) -> str:
-        """Note that a tensor is to be filled; say why not when it cannot be filled where it is."""
-        if isinstance(current, torch.Tensor) and is_lazy(current):
-            return "has no shape yet; give its module, not only its state"
         try:
-            shard = _shard(current)
+            self._take(current, ref.row)
         except UnsupportedValueError as error:
-            return error.reason
+            self._problems.append(f"{name}: {error.reason}")
+        except StateMismatchError as error:
+            self._problems.append(f"{name}: {error}")
+
+    def _take(self, current: _Given, number: int) -> None:
+        """Note that a tensor is to be filled.
+
+        Raises:
+            StateMismatchError, UnsupportedValueError: it cannot be filled where it is.
+        """
+        if isinstance(current, torch.Tensor) and is_lazy(current):
+            raise StateMismatchError("has no shape yet; give its module, not only its state")
+        shard = _shard(current)
         local = shard.local if isinstance(shard, TensorShard) else shard
         box = shard.box if isinstance(shard, TensorShard) else Box.of_whole(tuple(shard.shape))
         problem = _obstacle(local, box, self._parts.row(number))
         if problem:
-            return problem
+            raise StateMismatchError(problem)
         tensor = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
         key = identity_key(tensor)
         other = self._taken.get(key)
         if other not in (None, (number, box)):
             name = self._parts.row(other[0]).name
-            return f"is the same memory as {name}, which is another tensor in the checkpoint"
+            raise StateMismatchError(f"is the same memory as {name}, which is another tensor in the checkpoint")
         demand = self._demand(number, box)
-        if isinstance(demand, str):
-            return demand
         if other is None:
             demand.existing.append(tensor)
         if key is not None:
             self._taken[key] = number, box
-        return ""
 
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
@@ -209,28 +210,23 @@ class Filler:
         elif type(current) is list and type(stored) is list:
             for value, item in zip(current, stored, strict=False):
                 self._match_loosely(value, item, tensors)
-        elif (
-            isinstance(current, (torch.Tensor, TensorShard))
-            and isinstance(stored, RowRef)
-            and not stored.as_array
-            and not self._take(current, stored.row)
-        ):
-            tensors.setdefault(stored.row, lambda _assembly: current)
+        elif isinstance(current, (torch.Tensor, TensorShard)) and isinstance(stored, RowRef) and not stored.as_array:
+            with contextlib.suppress(StateMismatchError, UnsupportedValueError):
+                self._take(current, stored.row)
+                tensors.setdefault(stored.row, lambda _assembly: current)
 
     def _match_parameters(self, current: Stateful, stored: Mapping[Key, object], tensors: _Tensors) -> None:
         # State that a fresh optimizer does not have yet is cut as its parameter is.
         for lacking, part in current.missing(stored) if isinstance(current, Distributed) else ():
             if isinstance(lacking, RowRef) and self._parts.row(lacking.row).global_shape == part.global_shape:
-                demand = self._demand(lacking.row, part.box)
-                if not isinstance(demand, str):
-                    tensors.setdefault(lacking.row, _tensor_of(demand))
+                with contextlib.suppress(StateMismatchError):
+                    tensors.setdefault(lacking.row, _tensor_of(self._demand(lacking.row, part.box)))
         for ref, parameter in parameters_of(current, stored):
             if ref.row in tensors or not is_dtensor(parameter) or ref.as_array:
                 continue
             if self._parts.row(ref.row).global_shape == tuple(parameter.shape):
-                demand = self._demand(ref.row, shard_of(parameter, "").box)
-                if not isinstance(demand, str):
-                    tensors[ref.row] = _part_like(parameter, demand)
+                with contextlib.suppress(StateMismatchError):
+                    tensors[ref.row] = _part_like(parameter, self._demand(ref.row, shard_of(parameter, "").box))
 
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         mappings = [one for one in stored if isinstance(one, dict)]
@@ -339,11 +335,12 @@ def _shard(current: _Given) -> _Given:
 
 
 def _obstacle(current: torch.Tensor | np.ndarray, box: Box, stored: TensorRow) -> str:
-    """Say why a tensor cannot be filled where it is, or nothing."""
-    try:
-        given = make_leaf(current, "", "")
-    except UnsupportedValueError as error:
-        return error.reason
+    """Say why a tensor cannot be filled where it is, or nothing.
+
+    Raises:
+        UnsupportedValueError: no tensor of this kind can be stored.
+    """
+    given = make_leaf(current, "", "")
     if (given.dtype, box.whole) != (stored.dtype, stored.global_shape):
         return f"{given.dtype} {list(box.whole)} is given, but {stored.dtype} {list(stored.global_shape)} is stored"
     strides = current.strides if isinstance(current, np.ndarray) else current.stride()

@@ -10,7 +10,7 @@ from typing import Literal
 
 from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
-from asymcheck.errors import InvalidInputError, RanksError
+from asymcheck.errors import InvalidInputError, RanksError, UnreachableRemoteWarning, warn_user
 from asymcheck.migration.background import background_push
 from asymcheck.migration.transfer_stats import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
@@ -20,7 +20,7 @@ from asymcheck.pipeline.signals import Ending
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.pushing import Push
 from asymcheck.policies.retention import Retention, check_retention
-from asymcheck.pruning import Upkeep
+from asymcheck.pruning import Pruner, Upkeep
 from asymcheck.ranks.ranks import RanksGiven, find_ranks
 from asymcheck.save_reporting import SaveReporting, close_after
 from asymcheck.store import Store
@@ -93,7 +93,7 @@ class Checkpointer:
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
-        pruner = None if keep is None else partial(store.training.pruner, run, check_retention(keep))
+        keep = None if keep is None else check_retention(keep)
         self._reporting = SaveReporting(run, self._abandon_suspects, on_checkpoint, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
@@ -105,7 +105,11 @@ class Checkpointer:
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on what the training before has left is pushed.
         self._beside = background_push(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
-        self._upkeep = None if pruner is None else Upkeep(pruner, self._beside.held)
+        self._upkeep = None if keep is None else Upkeep(partial(self._pruner, keep))
+
+    def _pruner(self, keep: Retention) -> Pruner:
+        opened = self._store.training.opened
+        return Pruner(opened.writable(), opened.catalog(), self._run, keep, self._beside.held)
 
     def restore(self, step: int | None = None) -> Checkpoint | None:
         """Bring the state back from the newest consistent checkpoint, or from that of ``step``.
@@ -167,7 +171,17 @@ class Checkpointer:
 
     def _tell_of_none(self) -> None:
         if (self._together is None or self._together.is_first) and not self._warn_of_abandoned(_NONE_RESTORED):
-            self._store.training.warn_of_empty_remote()
+            self._warn_of_empty_remote()
+
+    def _warn_of_empty_remote(self) -> None:
+        """Warn when the location behind the store is empty, which can be a mount point without its file system."""
+        far = self._store.training.opened.far
+        if far is not None and far.tier() is None:
+            warn_user(
+                f"nothing is restored: nothing was pushed to {far.name} yet. If something was, stop this training and "
+                "see whether the name is right and the file system is mounted",
+                UnreachableRemoteWarning,
+            )
 
     def rollback(self) -> Checkpoint:
         """Bring the state back from the newest checkpoint on the line that is complete in memory.

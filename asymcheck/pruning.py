@@ -22,6 +22,9 @@ from asymcheck.tiers.nvme import Catalog, CheckpointFiles, NvmeTier
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
+Held = Callable[[], Mapping[str, str]]
+"""Asked before anything is deleted: the save ids of what stays whatever the rules say, with the reasons."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
@@ -71,14 +74,14 @@ def newest_consistent(
 class Pruner:
     """Prunes one run, again and again: it reads only what is new since the last time. For one thread at a time."""
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, run: str, retention: Retention) -> None:
-        """Keep of ``run`` what ``retention`` says."""
-        self._tier, self._catalog, self._run, self._retention = tier, catalog, run, retention
+    def __init__(
+        self, tier: NvmeTier, catalog: Catalog, run: str, retention: Retention, held: Held = dict[str, str]
+    ) -> None:
+        """Keep of ``run`` what ``retention`` says, and what is ``held``."""
+        self._tier, self._catalog, self._run, self._retention, self._held = tier, catalog, run, retention, held
         self._needed = StoreReachability(tier)
         self._present: dict[CheckpointRef, _Known] = {}
         self._is_unfinished = True
-        self.held: Callable[[], Mapping[str, str]] = dict
-        """Asked before anything is deleted: the save ids of what stays whatever the rules say, with the reasons."""
 
     def prune(self, now_ns: int, *, dry_run: bool = False, always_collect: bool = False) -> Pruned:
         """Delete what no rule keeps, and free what it alone needed.
@@ -143,7 +146,7 @@ class Pruner:
         verdicts = judge(self._retention, found, now_ns)
         if all(verdict.stays for verdict in verdicts):
             return verdicts
-        held = {**self.held(), **newest_consistent(self._tier, found, lambda one: listings[one.ref])}
+        held = {**self._held(), **newest_consistent(self._tier, found, lambda one: listings[one.ref])}
         verdicts = judge(self._retention, found, now_ns, held)
         return judge(self._retention, found, now_ns, {**self._being_read(verdicts), **held})
 
@@ -166,9 +169,9 @@ class Pruner:
 class Upkeep:
     """Prunes after each commit; what fails is kept for the training loop."""
 
-    def __init__(self, make: Callable[[], Pruner], held: Callable[[], Mapping[str, str]]) -> None:
-        """Prune with what ``make`` returns when the first checkpoint has been committed, but for what is ``held``."""
-        self._make, self._held = make, held
+    def __init__(self, make: Callable[[], Pruner]) -> None:
+        """Prune with what ``make`` returns when the first checkpoint has been committed."""
+        self._make = make
         self._pruner: Pruner | None = None
         self._lock = threading.Lock()
         self._failure: Exception | None = None
@@ -180,7 +183,6 @@ class Upkeep:
             try:
                 if self._pruner is None:
                     self._pruner = self._make()
-                    self._pruner.held = self._held
                 self._pruner.prune(time.time_ns())
             except Exception as error:  # noqa: BLE001 - the checkpoint is committed; the loop is told of the rest
                 self._failure = error

@@ -51,7 +51,7 @@ from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.advice import Facts
 from asymcheck.policies.pushing import Push, check_seconds
 from asymcheck.policies.retention import Retention
-from asymcheck.pruning import Pruned
+from asymcheck.pruning import Pruned, Pruner
 from asymcheck.recovery.accounting import Accounting, account
 from asymcheck.recovery.difference import Difference, compare
 from asymcheck.recovery.history import History, describe, describe_loaded, is_on_line, known_line, read_history
@@ -65,7 +65,7 @@ from asymcheck.tiers.dram_ring import RingCapture, RingFile, newer_than_stored, 
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import ReadTier, StoreTier
 from asymcheck.tiers.remote import RemoteLocation, RemoteTier, is_uri, parse_location
-from asymcheck.training_services import TrainingServices
+from asymcheck.training_services import TrainingServices, place
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
 from asymcheck.verify import Finding, verify
 
@@ -185,7 +185,7 @@ class Store:
         tier = self._opened.writable()
         request = self.training.request(run, step, metrics, part)
         flat = flatten(state)
-        placing = self._placing(request, generation)
+        placing = self._placing(tier, request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
             done = save(tier, self._opened.catalog(), self._opened.encoder, flat, request, placing)
         return Checkpoint.of(
@@ -199,20 +199,23 @@ class Store:
             on_line=generation is None or is_on_line(self._tier, run, done.ref),
         )
 
-    def _placing(self, request: SaveRequest, generation: int | Callable[[], int] | None) -> Callable[[], Place]:
+    def _placing(
+        self, tier: NvmeTier, request: SaveRequest, generation: int | Callable[[], int] | None
+    ) -> Callable[[], Place]:
         run, step = request.run, request.step
         before = request.save_id if request.world_size > 1 else None
         if callable(generation):
-            return lambda: self.training.place(run, generation(), before)
+            return lambda: place(tier, run, generation(), before)
         # At once: what is wrong with it is an error before anything is written.
-        place = self.training.place(run, generation, before)
-        if place.parent is not None and place.parent.generation == place.generation and place.parent.step > step:
+        placed = place(tier, run, generation, before)
+        parent = placed.parent
+        if parent is not None and parent.generation == placed.generation and parent.step > step:
             warn_user(
-                f"run {run!r} already has step {place.parent.step}, so step {step} will not be its newest checkpoint; "
+                f"run {run!r} already has step {parent.step}, so step {step} will not be its newest checkpoint; "
                 "to train on from an earlier step, restore it with a Checkpointer first",
                 StepOrderWarning,
             )
-        return lambda: place
+        return lambda: placed
 
     def load(
         self,
@@ -414,10 +417,11 @@ class Store:
             CheckpointNotFoundError: the store has no such run.
             InconsistentCheckpointError: a manifest is damaged, so that nothing could be freed; what goes was deleted.
         """
-        self._opened.writable()
+        tier = self._opened.writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
-        pruner = self.training.pruner(run, retention)
-        pruner.held = partial(self._may_be_lacking, run)
+        if not isinstance(retention, Retention):
+            raise InvalidInputError(f"retention {retention!r:.100}: give asymcheck.Retention(keep_last=…)")
+        pruner = Pruner(tier, self._opened.catalog(), run, retention, partial(self._may_be_lacking, run))
         return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
 
     def _may_be_lacking(self, run: str) -> dict[str, str]:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from asymcheck.arguments import check_device
 from asymcheck.errors import (
+    UNKNOWING,
     AsymcheckError,
     CheckpointNotFoundError,
     FormatError,
@@ -23,9 +25,14 @@ from asymcheck.errors import (
     RanksError,
     RecoveryError,
     RefusedStateError,
+    RemoteCopyWarning,
     RemoteUnreachableError,
+    StorageError,
     UnsupportedFormatError,
+    warn_user,
 )
+from asymcheck.events import timed
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
 from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.pipeline.background import Background
@@ -36,10 +43,15 @@ from asymcheck.policies.pushing import Push
 from asymcheck.ranks import Ranks, Session
 from asymcheck.ranks.meeting import Home
 from asymcheck.ranks.session import reason_of
-from asymcheck.recovery.resolve import Skips
+from asymcheck.recovery.history import describe_loaded
+from asymcheck.recovery.line import read_line
+from asymcheck.recovery.load import Wanted, load_captured, load_part
+from asymcheck.recovery.resolve import Skips, candidates, resolve_each
 from asymcheck.store import Store
 from asymcheck.tiers.owners import this_process
-from asymcheck.types import Checkpoint, CheckpointRef, Part, SaveId
+from asymcheck.tiers.reading import ReadTier
+from asymcheck.tiers.spanning import SpanningTier
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part, SaveId
 
 _SHOWN = 4
 _WHERE = "head record of another machine"
@@ -146,9 +158,11 @@ class Together:
     ) -> Iterator[CheckpointRef]:
         prepare()
         is_any = False
-        for ref in self._store.training.restorable(self._run, step, skipped):
-            is_any = True
-            yield ref
+        with self._store.training.opened.source() as source:
+            for resolved in resolve_each(source, candidates(source, self._run, step), skipped):
+                resolved.sources.close()
+                is_any = True
+                yield resolved.ref
         if is_any or skipped:
             what = "no checkpoint" if step is None else f"step {step}"
             message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
@@ -182,7 +196,7 @@ class Together:
 
     def _read_part(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
         tell()
-        return self._store.training.restore_part(ref, into=into, run=self._run, rank=self.rank)
+        return _restored_part(self._store, self._run, ref, self.rank, into)
 
     def _try(
         self,
@@ -235,7 +249,8 @@ class Together:
         if checkpoint is None or "failed" in said:
             raise RankFailedError(f"{said['failed']}; no rank may train on from it")
         if said["head"] is not None:
-            self._store.training.take_head(head_from_json(said["head"], _WHERE))
+            head = head_from_json(said["head"], _WHERE)
+            self._store.training.opened.writable().manifests.take_head(head)
         return Returned(checkpoint, said["generation"], ())
 
     def rollback(self, background: Background | None, into: object, tell: Callable[[], object]) -> Returned:
@@ -254,8 +269,8 @@ class Together:
 
         def decide(reports: Sequence[bytes]) -> bytes:
             everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
-            on_line = self._store.training.line(self._run)
-            newest = max((ref for ref in everywhere if ref is not None and on_line(ref)), default=None)
+            line = read_line(self._store.training.opened.tier, self._run)
+            newest = max((ref for ref in everywhere if ref is not None and ref in line), default=None)
             return json.dumps(_named(newest)).encode()
 
         ref = _ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
@@ -270,13 +285,57 @@ class Together:
             found = background.newest_in_ring(lambda one: one == ref)
             if found is None:
                 raise RanksError(f"{ref} is not in memory any more")
-            return self._store.training.load_captured(*found, into=into)
+            return _loaded_from_ring(*found, into)
 
         returned = self._try(session, (number, 2), ref, read, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
         _settle(into)
         return returned
+
+
+def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: object) -> Checkpoint:
+    """Fill ``into`` with what ``rank`` saved of a checkpoint: from this store, or from the location behind it.
+
+    Raises:
+        InconsistentCheckpointError, FormatError, RecoveryError, StorageError: it is not whole in any of them.
+        StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
+    """
+    store.training.fence()
+    opened = store.training.opened
+    wanted = Wanted("*", into, check_device(None), rank=rank, grows=True)
+    problems: list[str] = []
+    # What lies here takes no question to a location that is far.
+    near, far = opened.nvme, opened.far
+    tiers: list[ReadTier] = [near, *([] if far is None else [SpanningTier(near, far)])]
+    with timed("restore", 0, lambda: {"run": run}):
+        for tier in tiers:
+            try:
+                loaded = load_part(opened.with_memory(tier), run, ref, wanted)
+            except (UnsupportedFormatError, RefusedStateError, *UNKNOWING):
+                raise
+            except (FormatError, RecoveryError, StorageError) as error:
+                problems.append(str(error))
+                continue
+            if far is not None and tier is not near:
+                what = f"{ref}: what rank {rank} needs was read from {far.name}"
+                warn_user(f"{what}, for it is not whole on this machine: {problems[0]}", RemoteCopyWarning)
+            return describe_loaded(tier, loaded, is_newest=True)
+    raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
+
+
+def _loaded_from_ring(
+    ref: CheckpointRef, captured: Manifest, payload: Callable[[Digest], memoryview], into: object
+) -> Checkpoint:
+    """Fill a state with a checkpoint that lies in memory.
+
+    Raises:
+        StateMismatchError: it does not fit; nothing was overwritten.
+        DigestMismatchError: the memory has changed; tensors may have been overwritten.
+    """
+    load_captured(captured, payload, into)
+    header = captured.header
+    return Checkpoint.of(header.run, ref, header.world_size, header.metrics, captured.total_bytes)
 
 
 def _settle(into: object) -> None:
@@ -322,13 +381,15 @@ def rolled_back_alone(store: Store, run: str, background: Background | None, int
 
     Raises:
         CheckpointNotFoundError: none is.
-        StateMismatchError, DigestMismatchError: as :meth:`TrainingServices.load_captured`.
+        HeadRecordError: the line cannot be followed.
+        StateMismatchError: the state does not fit; nothing was overwritten.
+        DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
-    on_line = store.training.line(run)
-    found = None if background is None else background.newest_in_ring(on_line)
+    line = read_line(store.training.opened.tier, run)
+    found = None if background is None else background.newest_in_ring(line.__contains__)
     if found is None:
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
-    checkpoint = store.training.load_captured(*found, into=into)
+    checkpoint = _loaded_from_ring(*found, into)
     return Returned(checkpoint, store.begin_generation(checkpoint, run=run), ())
 
 
@@ -363,7 +424,7 @@ def align(session: Session, store: Store, run: str) -> None:
     mine = [head_to_json(head) for head in heads]
     decide = partial(_merged, session.groups)
     for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
-        store.training.take_head(head_from_json(said, _WHERE))
+        store.training.opened.writable().manifests.take_head(head_from_json(said, _WHERE))
 
 
 def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
@@ -408,13 +469,22 @@ class _Proposals:
             mine: list[object] = []
             if session.is_first_here:
                 prepare()
-                found = self._store.training.restorable_parts(self._run, self._step, ranks_in(session.groups[0]))
-                mine = [[_named(ref), is_readable] for ref, is_readable in found.items()]
+                mine = [[_named(ref), is_readable] for ref, is_readable in self._of_this_store()]
         except BaseException as error:
             session.report(at, reason_of(error).encode(), failed=True)
             raise
         what = f"restore of run {self._run!r}"
         session.agree(at, json.dumps(mine).encode(), self._take, what)
+
+    def _of_this_store(self) -> list[tuple[CheckpointRef, bool]]:
+        """Return the checkpoints, and of each whether the ranks of this store all have a part of it."""
+        ranks = ranks_in(self._session.groups[0])
+        with self._store.training.opened.source() as source, contextlib.suppress(CheckpointNotFoundError):
+            return [
+                (one.ref, bool(one.world_size) and all(one.has(rank % one.world_size) for rank in ranks))
+                for one in candidates(source, self._run, self._step)
+            ]
+        return []
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
         firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]

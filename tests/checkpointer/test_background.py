@@ -137,7 +137,7 @@ def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> N
     with Checkpointer(store, loop.state, capture=config) as checkpointer:
         checkpointer.step(0)
         assert len(store.training._backgrounds) == 1
-    assert store.training._backgrounds == []
+    assert not store.training._backgrounds
 
 
 def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: CaptureConfig) -> None:

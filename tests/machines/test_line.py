@@ -99,4 +99,4 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
         Store.open(tmp_path / "machine-0", config=CONFIG) as one,
         pytest.raises(HeadRecordError, match="has another generation 1 of run 'run'"),
     ):
-        one.training.take_head(theirs)
+        one._opened.nvme.manifests.take_head(theirs)

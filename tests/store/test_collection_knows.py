@@ -18,6 +18,7 @@ from asymcheck.errors import LockTimeoutError, StorageError
 from asymcheck.events import Event, observe
 from asymcheck.pipeline.reachability import StoreReachability
 from asymcheck.pipeline.repack import Homes
+from asymcheck.pruning import Pruner
 from asymcheck.tiers.files import Files, translated
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import Digest, Location, PackId
@@ -151,7 +152,7 @@ def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: P
         data = bytearray(path.read_bytes())
         data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
         path.write_bytes(data)
-        pruner = store.training.pruner("default", Retention(keep_last=5))
+        pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", Retention(keep_last=5))
         written = []
         for _ in range(2):
             copied: list[int] = []

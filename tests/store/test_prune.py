@@ -139,7 +139,8 @@ def test_what_is_young_stays(store: Store) -> None:
     time.sleep(0.05)
     between_ns = time.time_ns()
     _save(store, 2, 3)
-    pruner = store.training.pruner("default", Retention(keep_for=timedelta(milliseconds=10)))
+    keep = Retention(keep_for=timedelta(milliseconds=10))
+    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", keep)
     assert [one.step for one in pruner.prune(between_ns).removed] == [1]
     assert [one.step for one in store.prune(Retention(keep_for=timedelta(hours=1))).removed] == []
 
@@ -210,7 +211,8 @@ def test_a_training_that_goes_back_meanwhile_loses_nothing(store: Store, monkeyp
 
 def test_a_pruner_reads_only_what_is_new(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruning after every commit costs what that commit brought, however many checkpoints are kept."""
-    pruner: Pruner = store.training.pruner("default", Retention(keep_last=1, keep_every=2))
+    keep = Retention(keep_last=1, keep_every=2)
+    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", keep)
     _save(store, *range(10))
     pruner.prune(0)
     read: list[int] = []

@@ -347,7 +347,7 @@ def _settle(into: object) -> None:
 def saved(capture: Capture) -> Checkpoint:
     """Return the checkpoint of a capture of all ranks."""
     ref, request = capture.ref, capture.request
-    if ref is None:
+    if ref is None or capture.error is not None:
         raise LostCheckpointError(f"step {request.step} of run {request.run!r} was not saved: {capture.error}")
     written = capture.written_bytes
     return Checkpoint.of(

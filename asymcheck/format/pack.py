@@ -13,7 +13,7 @@ from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length
 from asymcheck.format.registry import check_binary_version
-from asymcheck.types import PackId
+from asymcheck.types import Location, PackId
 
 PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
 INDEX_HEADER = struct.Struct("<8sHHI16sQ8s8s8s")
@@ -33,6 +33,13 @@ ENTRY_DTYPE = np.dtype(
 )
 Entries = npt.NDArray[np.void]
 """One row of :data:`ENTRY_DTYPE` for each frame."""
+
+
+def location_of(pack_id: PackId, entries: Entries, number: int) -> Location:
+    """Return the location of a frame, by its number, from the index of its pack."""
+    _, base, offset, stored, plain, kind, codec, algorithm, *_ = entries[number].item()
+    return Location(pack_id, offset, stored, plain, kind, codec, algorithm, base)
+
 
 _HEADER_SUMMED = PACK_HEADER.size - 8
 _INDEX_SUMMED = INDEX_HEADER.size - 8

@@ -121,8 +121,8 @@ class Background:
         self.on_commit: Callable[[], object] | None = None
         """Called on a thread of its own after each commit; must not raise."""
         self.on_close: Callable[[Background], None] = lambda _closed: None
-        INTERRUPTS.hold(self)
         """Called with this when it has been closed."""
+        INTERRUPTS.hold(self)
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
         """Begin to capture a state; when this returns, everything but what optimizers own may change.
@@ -341,8 +341,9 @@ class Background:
         That is: the checkpoint, its manifest, and what gives the bytes of its partitions.
         """
         committed = () if self._flusher is None else self._flusher.committed()
-        inflight = next((one for one in committed if one.ref is not None and on_line(one.ref)), None)
-        if inflight is None or inflight.ref is None or self._ring is None:
+        found = ((ref, one) for one in committed if (ref := one.capture.ref) is not None and on_line(ref))
+        ref, inflight = next(found, (None, None))
+        if ref is None or inflight is None or self._ring is None:
             return None
         slots = dict(zip(inflight.capture.digests, inflight.capture.slots, strict=True))
         ring = self._ring
@@ -352,12 +353,12 @@ class Background:
             # A capture that is complete in the ring has a place for each partition.
             return memoryview(b"") if slot is None else ring.payload(slot)
 
-        return inflight.ref, inflight.manifest, payload
+        return ref, inflight.manifest, payload
 
     def in_ring(self) -> list[CheckpointRef]:
         """Return the durable captures that are complete in the ring, newest first."""
         committed = () if self._flusher is None else self._flusher.committed()
-        return [one.ref for one in committed if one.ref is not None]
+        return [one.capture.ref for one in committed if one.capture.ref is not None]
 
     def close(self) -> None:
         """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""

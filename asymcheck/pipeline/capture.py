@@ -56,7 +56,7 @@ class Capture:
     turn: Turn | None = None
     """The save of all ranks; None where one process saves alone."""
     ref: CheckpointRef | None = None
-    """The checkpoint, once it is durable."""
+    """The checkpoint, once it is committed; a capture that failed after that has it, too."""
     paces: list[Pace] = dataclasses.field(default_factory=list)
     """On rank 0: the measurements of each rank, from which the interval is chosen."""
     diverged: list[str] = dataclasses.field(default_factory=list)
@@ -143,8 +143,6 @@ class InFlight:
         self.manifest_slot: RingSlot | None = None
         self.entry: int | None = None
         """Number of the entry in the ring, once the capture is complete there."""
-        self.ref: CheckpointRef | None = None
-        """The checkpoint, once it is committed."""
         self.stored: list[int] = []
         """Partitions that are written and still in the ring."""
         self.postponed: list[int] = []
@@ -155,8 +153,18 @@ class InFlight:
         """Partitions of an earlier capture, too: looked up in the store when that capture is committed."""
         self.held: list[int] = []
         """Partitions that another rank has, too, or may have: they wait until that rank has written them."""
-        self.settled = False
-        """Whether the capture is durable or lost."""
+
+    def wait(self) -> None:
+        """Wait until all that was begun is written.
+
+        Raises:
+            AsymcheckError: some of it could not be; the first reason.
+        """
+        failures = [error for write in self.writes if (error := write.exception()) is not None]
+        if self.capture.error is None and failures:
+            self.capture.error = failures[0]
+        if self.capture.error is not None:
+            raise self.capture.error
 
 
 _WHOLE_MS_S = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from asymcheck.format import layout, registry
 from asymcheck.pipeline.adopt import is_gone as is_store_gone
 from asymcheck.pipeline.adopt import is_of_a_copy
 from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, StoreReachability, is_gone
-from asymcheck.pipeline.repack import plan_repack, repack
+from asymcheck.pipeline.repack import Repacked, plan_repack, repack
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.tiers.nvme.catalog import DeadPins
@@ -189,9 +190,9 @@ class StoreSweep(Sweep):
                 else:
                     room = self._count_pooled(pack_id, room)
         plan = plan_repack(self._tier, self._catalog, self.reachable, dead_pins)
-        for pack_id in plan.victims:
+        for pack_id in itertools.chain(*plan.batches):
             room = self._count_pooled(pack_id, room)
-        self._count_repacked(len(plan.victims), plan.copied_bytes, plan.new_packs, plan.busy)
+        self._count_repacked(plan.expected)
 
     def _count_pooled(self, pack_id: PackId, room: int) -> int:
         """Count a pack that would be freed; return what room the pool has then."""
@@ -202,10 +203,10 @@ class StoreSweep(Sweep):
         self.result.pooled_packs += 1
         return room - path.stat().st_size
 
-    def _count_repacked(self, packs: int, copied_bytes: int, new_packs: int, busy: int) -> None:
-        self.result.repacked_packs, self.result.copied_bytes = packs, copied_bytes
-        self.result.busy_packs += busy
-        self.result.kept_packs += new_packs - packs - busy
+    def _count_repacked(self, done: Repacked) -> None:
+        self.result.repacked_packs, self.result.copied_bytes = done.packs, done.copied_bytes
+        self.result.busy_packs += done.busy
+        self.result.kept_packs += done.new_packs - done.packs - done.busy
 
     def _free(self, *, insists: bool) -> bool:
         """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile."""
@@ -273,8 +274,7 @@ class StoreSweep(Sweep):
         """Repack, and remove folders that a save left which was killed before its commit."""
         if self.dry_run:
             return
-        done = repack(self._tier, self._catalog, self.reachable, self._retire)
-        self._count_repacked(done.packs, done.copied_bytes, done.new_packs, done.busy)
+        self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
         manifests = self._tier.manifests
         empty = [(run, ref) for run in manifests.runs() for ref in manifests.empty(run)]
         with self._catalog.read() as transaction:

@@ -47,9 +47,6 @@ class Writes(Protocol):
     def write_soon(self, inflight: InFlight, number: int) -> None:
         """Queue a partition to be written."""
 
-    def wait(self, inflight: InFlight) -> None:
-        """Wait for what was begun; raises what went wrong."""
-
     def write(self, inflight: InFlight, number: int) -> bool:
         """Write a partition; return whether the store did not have it."""
 
@@ -313,7 +310,7 @@ class Joint:
             raise RankFailedError(f"step {capture.request.step} was begun by this rank alone")
         at = (turn.number, _DIGESTS if turn.shares_anew else _STORED)
         try:
-            writes.wait(inflight)
+            inflight.wait()
             if turn.shares_anew:
                 self._share(capture, at)
                 at = (turn.number, _STORED)
@@ -327,7 +324,7 @@ class Joint:
             elsewhere = self._replicas.elsewhere(capture)
             ref = inflight.transaction.commit_capture(inflight.manifest, lambda: place, elsewhere, metrics)
             self._all_committed(capture, ref, at)
-            inflight.ref = ref
+            capture.ref = ref
         except (RankFailedError, RanksMissingError):
             # All know.
             raise
@@ -352,7 +349,7 @@ class Joint:
         inflight.transaction.expect(sum(frame_length(capture.partitions[number].length) for number in own))
         for number in own:
             writes.write_soon(inflight, number)
-        writes.wait(inflight)
+        inflight.wait()
 
     def _all_stored(self, capture: Capture, at: tuple[int, int]) -> tuple[Place, bool, Mapping[str, float] | None]:
         """Wait until all ranks have stored what is theirs; return where the checkpoint goes.

@@ -22,7 +22,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST, digest
 from asymcheck.format.frame import FrameDescriptor, check_frame
-from asymcheck.format.pack import PackHeader
+from asymcheck.format.pack import PackHeader, location_of
 from asymcheck.pipeline.reachability import HeldFrames, StoreReachability, is_gone
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location, PackId
@@ -73,35 +73,29 @@ class Homes:
 
 
 @dataclasses.dataclass
-class RepackPlan:
-    """Which packs are to go, and what is copied before."""
-
-    homes: Homes
-    """Where partitions lie that need no copy, in packs that stay."""
-    victims: dict[PackId, list[int]] = dataclasses.field(default_factory=dict)
-    """For each of them the frames to copy, by number."""
-    copied_bytes: int = 0
-    """Bytes of the frames to copy."""
-    new_packs: int = 0
-    """How many packs they make."""
-    busy: int = 0
-    """Packs that should go but are in use."""
-    batches: list[list[PackId]] = dataclasses.field(default_factory=list)
-    """Victims whose frames go into one new pack."""
-
-
-@dataclasses.dataclass
 class Repacked:
-    """What was done."""
+    """The result of a repack, or the result to expect of one."""
 
     packs: int = 0
     """Packs marked freed, and retired."""
     copied_bytes: int = 0
     """Bytes of the frames copied."""
     new_packs: int = 0
-    """Packs that they lie in now."""
+    """Packs that the copied frames are stored in."""
     busy: int = 0
     """Packs that should go but are in use."""
+
+
+@dataclasses.dataclass
+class RepackPlan:
+    """Which packs are to go, and what is copied before."""
+
+    homes: Homes
+    """Where partitions lie that need no copy, in packs that stay."""
+    batches: list[dict[PackId, list[int]]] = dataclasses.field(default_factory=list)
+    """For each new pack, the packs to free, and the frames of each that are copied into it, by number."""
+    expected: Repacked = dataclasses.field(default_factory=Repacked)
+    """The result, if no pack comes into use meanwhile."""
 
 
 def plan_repack(
@@ -124,6 +118,7 @@ def plan_repack(
     }
     wanted = live.intersection(name for held in in_part.values() for name in held.names)
     plan = RepackPlan(Homes(tier))
+    expected = plan.expected
     for pack_id, held in needed.packs.items():
         if pack_id not in in_part and states.get(pack_id) == registry.PACK_LIVE:
             plan.homes.add(_places(pack_id, held, wanted))
@@ -140,16 +135,16 @@ def plan_repack(
             continue
         with tier.locked(tier.packs / layout.pack_name(pack_id)) as free:
             if not free:
-                plan.busy += 1
+                expected.busy += 1
                 continue
         if not plan.batches or len(plan.batches[-1]) == _BATCH or batch_bytes + own_bytes > tier.config.pack_bytes:
-            plan.batches.append([])
+            plan.batches.append({})
             batch_bytes = 0
-        plan.new_packs += bool(own) and not batch_bytes
+        expected.new_packs += bool(own) and not batch_bytes
         batch_bytes += own_bytes
-        plan.batches[-1].append(pack_id)
-        plan.victims[pack_id] = own
-        plan.copied_bytes += own_bytes
+        plan.batches[-1][pack_id] = own
+        expected.packs += 1
+        expected.copied_bytes += own_bytes
         claimed.update(_copy_of(held, number) for number in own)
     return plan
 
@@ -172,14 +167,7 @@ def _places(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[
         return
     for number, name in enumerate(held.names):
         if name in wanted:
-            yield _copy_of(held, number), _location(pack_id, held, number)
-
-
-def _location(pack_id: PackId, held: HeldFrames, number: int) -> Location:
-    entry = held.entries[number]
-    lengths = (int(entry["offset"]), int(entry["stored_length"]), int(entry["plain_length"]))
-    numbers = (int(entry["kind"]), int(entry["codec"]), int(entry["digest_algorithm"]))
-    return Location(pack_id, *lengths, *numbers, entry["base_digest"].tobytes())
+            yield _copy_of(held, number), location_of(pack_id, held.entries, number)
 
 
 def repack(
@@ -193,10 +181,10 @@ def repack(
         StorageError: the device refused; nothing is lost.
     """
     plan = plan_repack(tier, catalog, needed)
-    done = Repacked(busy=plan.busy)
-    for packs in plan.batches:
+    done = Repacked(busy=plan.expected.busy)
+    for frames in plan.batches:
         try:
-            _Batch(tier, catalog, needed, plan, packs).carry_out(retire, done)
+            _Batch(tier, catalog, needed, plan.homes, frames).carry_out(retire, done)
         except OutOfSpaceError:
             break
     return done
@@ -210,10 +198,15 @@ class _Batch:
     """
 
     def __init__(
-        self, tier: NvmeTier, catalog: Catalog, needed: StoreReachability, plan: RepackPlan, packs: Sequence[PackId]
+        self,
+        tier: NvmeTier,
+        catalog: Catalog,
+        needed: StoreReachability,
+        homes: Homes,
+        frames: Mapping[PackId, Sequence[int]],
     ) -> None:
-        self._tier, self._catalog, self._needed, self._plan = tier, catalog, needed, plan
-        self._held = {pack_id: needed.packs[pack_id] for pack_id in packs}
+        self._tier, self._catalog, self._needed, self._homes, self._frames = tier, catalog, needed, homes, frames
+        self._held = {pack_id: needed.packs[pack_id] for pack_id in frames}
         self._places: dict[_Copy, Location] = {}
         self._entered = False
 
@@ -235,20 +228,19 @@ class _Batch:
             if freed:
                 retire(freed)
                 done.packs += len(freed)
-        self._plan.homes.add(self._places.items() if self._entered else ())
+        self._homes.add(self._places.items() if self._entered else ())
 
     @contextlib.contextmanager
     def _new_pack(self) -> Iterator[PackHeader | None]:
         """Copy into a complete pack, locked for the ``with`` block; it is removed again unless it was entered."""
-        frames = {pack_id: self._plan.victims[pack_id] for pack_id in self._held}
-        expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in frames.items())
+        expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in self._frames.items())
         if not expected:
             yield None
             return
         writer = self._tier.start_pack(expected)
         try:
             try:
-                header, locations = self._written(writer, frames)
+                header, locations = self._written(writer)
             except BaseException:
                 writer.abandon()
                 raise
@@ -263,10 +255,8 @@ class _Batch:
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _written(
-        self, writer: PackWriter, frames: Mapping[PackId, Sequence[int]]
-    ) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
-        for pack_id, numbers in frames.items():
+    def _written(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
+        for pack_id, numbers in self._frames.items():
             for slot, descriptor in self._read(pack_id, numbers):
                 writer.write(slot, descriptor)
         if writer.length == registry.BLOCK_BYTES:
@@ -325,7 +315,7 @@ class _Batch:
             if name in live:
                 copy = _copy_of(held, number)
                 own = (self._places[one] for one in _standing(copy) if one in self._places)
-                place = next(own, None) or self._plan.homes.of(copy)
+                place = next(own, None) or self._homes.of(copy)
                 if place is None:
                     return None
                 found[name] = place

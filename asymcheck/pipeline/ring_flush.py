@@ -223,7 +223,7 @@ class RingFlusher:
         self._last = capture.began_s, capture.durable_s
         # An observer that raises has nothing to abort any more.
         with contextlib.suppress(Exception):
-            emit("capture.durable" if capture.error is None else "capture.lost", str(inflight.ref), capture.state_bytes)
+            emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
         if capture.error is None:
             self._keep_up(inflight)
 
@@ -297,7 +297,7 @@ class RingFlusher:
     def _bases_of(self, inflight: InFlight, number: int) -> Iterator[list[Base]]:
         """Return what a partition may be decoded from, whose frames stay in the ring for a while."""
         with self._lock:
-            kept = [one for one in self._kept if one.ref is not None and one is not inflight and one.settled]
+            kept = [one for one in self._settled() if one.capture.ref is not None and one is not inflight]
             reads = [inflight, *kept[-1:]] if self._encoder.wants_bases and not inflight.streams else []
             for one in reads:
                 one.readers += 1
@@ -352,44 +352,34 @@ class RingFlusher:
 
     def _commit_alone(self, inflight: InFlight) -> None:
         capture = inflight.capture
-        self.wait(inflight)
+        inflight.wait()
         for number in inflight.put_off:
             self.write(inflight, number)
         with timed("commit", 0, capture.named):
-            inflight.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
-
-    def wait(self, inflight: InFlight) -> None:
-        """Wait until all that was begun is written.
-
-        Raises:
-            AsymcheckError: some of it could not be; the first reason.
-        """
-        failures = [error for write in inflight.writes if (error := write.exception()) is not None]
-        capture = inflight.capture
-        if capture.error is None and failures:
-            capture.error = failures[0]
-        if capture.error is not None:
-            raise capture.error
+            capture.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
 
     def _retire(self, inflight: InFlight) -> None:
         """Give up what is not needed any more, and tell who waits."""
         capture = inflight.capture
-        capture.ref = None if capture.error is not None else inflight.ref
         packing = inflight.transaction.packing
         capture.written_bytes, capture.new_bytes = packing.written_bytes, packing.new_bytes
-        del self._inflight[capture]
         with self._lock:
-            inflight.settled = True
+            del self._inflight[capture]
             # The newest durable one stays, for a rollback, also when one after it failed or is on its way, until room
             # is needed; so does the newest of all, and what waits in memory for the next start.
-            durable = [kept for kept in self._kept if kept.settled and kept.capture.error is None]
+            settled = self._settled()
+            durable = [kept for kept in settled if kept.capture.error is None]
             stays = (*durable[-1:], *self._kept[-1:])
-            freed = [kept for kept in self._kept if kept.settled and not kept.readers and kept not in stays]
+            freed = [kept for kept in settled if not kept.readers and kept not in stays]
             if inflight not in self._kept:
                 freed.append(inflight)
             self._kept = [kept for kept in self._kept if kept not in freed]
         for one in freed:
             self._free(one)
+
+    def _settled(self) -> list[InFlight]:
+        """Return the captures in the ring that are durable or lost, oldest first. Call it under the lock."""
+        return [kept for kept in self._kept if kept.capture not in self._inflight]
 
     def survives(self, capture: Capture) -> bool:
         """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
@@ -403,7 +393,7 @@ class RingFlusher:
     def make_room(self) -> bool:
         """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
         with self._lock:
-            settled = [kept for kept in self._kept if kept.settled and not kept.readers]
+            settled = [kept for kept in self._settled() if not kept.readers]
             settled.sort(key=lambda kept: kept.capture.error is not None)
             if not settled:
                 return False
@@ -422,7 +412,7 @@ class RingFlusher:
     def committed(self) -> list[InFlight]:
         """Return the committed captures that are complete in the ring, newest first."""
         with self._lock:
-            return [kept for kept in reversed(self._kept) if kept.ref is not None]
+            return [kept for kept in reversed(self._kept) if kept.capture.ref is not None]
 
     def close(self) -> bool:
         """Commit what is queued, and end the threads; return whether every complete capture is durable."""

@@ -27,7 +27,7 @@ from asymcheck.format.digest import sum8
 from asymcheck.format.frame import FrameDescriptor, payload_offset
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.format.pack import Entries, PackHeader, location_of
 from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.recovery.fetch import read_checked, read_frame
 from asymcheck.recovery.locate import Copy
@@ -179,10 +179,7 @@ class PackContent:
 
     def location(self, sequence: int) -> Location:
         """Return where a frame lies, as a catalog says it."""
-        entry = self.entries[sequence]
-        names = ("offset", "stored_length", "plain_length", "kind", "codec", "digest_algorithm")
-        offset, stored, plain, kind, codec, algorithm = (int(entry[name]) for name in names)
-        return Location(self.header.pack_id, offset, stored, plain, kind, codec, algorithm, self.copy(sequence)[1])
+        return location_of(self.header.pack_id, self.entries, sequence)
 
     def check(self, pack: OpenPack, scanner: FrameScanner) -> None:
         """Read all frames of the open pack, and note what is wrong with them.

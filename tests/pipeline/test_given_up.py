@@ -27,20 +27,11 @@ from asymcheck.types import PackId
 
 
 class _Writes:
-    """Threads that still write when they are waited for."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-        self.waited = 0
+    """Writes nothing more."""
 
     def write_soon(self, inflight: InFlight, number: int) -> None:
         """Refuse."""
         raise AssertionError(inflight, number)
-
-    def wait(self, _inflight: InFlight) -> None:
-        """Be done, and say what went wrong, as the flush from the ring does."""
-        self.waited += 1
-        raise self._error
 
     def write(self, inflight: InFlight, number: int) -> bool:
         """Refuse."""
@@ -54,10 +45,13 @@ def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() ->
     joint = Joint.__new__(Joint)
     vars(joint)["_committing"] = SimpleNamespace(report=lambda _at, what, *, failed: told.append((what, failed)))
     capture = SimpleNamespace(turn=SimpleNamespace(number=1, shares_anew=False), error=error)
-    writes = _Writes(error)
+    waited: list[str] = []
+    write = SimpleNamespace(exception=lambda: waited.append("until it has ended"))
+    inflight = SimpleNamespace(capture=capture, writes=[write])
+    inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
     with pytest.raises(TornCaptureError):
-        joint.commit(cast(InFlight, SimpleNamespace(capture=capture)), writes)
-    assert writes.waited == 1
+        joint.commit(cast(InFlight, inflight), _Writes())
+    assert waited
     assert told == [(b"TornCaptureError: the state changed", True)]
 
 
@@ -105,6 +99,7 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
         capture = SimpleNamespace(error=error)
         capture.failing = partial(Capture.failing, cast(Capture, capture))
         inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
+        inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
         # One that came through would end all tests, and not this one alone.
         with contextlib.suppress(KeyboardInterrupt):
             flusher._settle(cast(InFlight, inflight))

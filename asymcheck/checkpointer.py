@@ -94,7 +94,7 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
         keep = None if keep is None else check_retention(keep)
-        self._reporting = SaveReporting(run, self._abandon_suspects, on_checkpoint, raises=check_on_error(on_error))
+        self._reporting = SaveReporting(run, on_checkpoint, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
         self._background: Background | None = None
@@ -139,7 +139,7 @@ class Checkpointer:
                     self._beside.start()
                 return self._went_back(returned)
             with self._ending:
-                self._reporting.wait(self._background)
+                self._note(waits=True)
             self._store.training.settle()
             self._adopt(held)
             tell = self._reporting.tell_of_skipped
@@ -148,9 +148,25 @@ class Checkpointer:
         self._report()
         return checkpoint
 
-    def _abandon_suspects(self, suspects: set[str]) -> None:
-        opened = self._reporting.leave_suspects(self._store, suspects, stay=self._together is not None)
-        self._generation = opened or self._generation
+    def _note(self, *, waits: bool = False) -> int | None:
+        """Note which captures have become durable, or were lost; return the last step that is not lost.
+
+        With ``waits``, everything begun is one of these when this returns.
+
+        Raises:
+            StorageError: some may be torn, and could not be taken off the line.
+        """
+        background = self._background
+        if background is None:
+            return self._reporting.last_step
+        if waits:
+            background.wait("nvme")
+        if suspects := background.prover.take_suspects():
+            # What is still on its way would be committed on the new line.
+            background.wait("nvme")
+            opened = self._reporting.leave_suspects(self._store, suspects, stay=self._together is not None)
+            self._generation = opened or self._generation
+        return self._reporting.note(background.settled())
 
     def _adopt(self, held: contextlib.ExitStack) -> None:
         """Make durable what a killed process left in memory, which is then read until ``held`` ends."""
@@ -198,7 +214,7 @@ class Checkpointer:
                 self._store.training.settle()
                 returned = self._together.rollback(self._background, self._state, self._report)
             else:
-                self._reporting.wait(self._background)
+                self._note(waits=True)
                 returned = rolled_back_alone(self._store, self._run, self._background, self._state)
             self._went_back(returned)
             # As restore() does.
@@ -224,7 +240,7 @@ class Checkpointer:
         step = check_step(step)
         with self._ending:
             # What one rank alone has to tell must not keep it from what all do.
-            newest = self._reporting.note(self._background)
+            newest = self._note()
             try:
                 is_begun = self._pacer.is_due(step, time.perf_counter(), self.statistics())
                 if is_begun:
@@ -295,14 +311,14 @@ class Checkpointer:
         """
         with self._ending:
             if self._together is not None:
-                newest = self._reporting.note(self._background)
+                newest = self._note()
                 # By the way of step(), which shares the work among the ranks.
                 capture = self._begin(step, metrics)
                 self._reporting.tell_of_order(newest, step)
                 self.wait()
                 return saved(capture)
             # What of that was lost is told at the end: this one is saved all the same.
-            newest = self._reporting.wait(self._background)
+            newest = self._note(waits=True)
             # The line of training is left only for a checkpoint that is all but committed, never for one that fails.
             generation = self._opened_by_save if self._generation is None else self._opened
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
@@ -357,7 +373,7 @@ class Checkpointer:
 
     def _report(self) -> None:
         """Bring what went wrong in the background to the training loop."""
-        self._reporting.note(self._background)
+        self._note()
         self._reporting.tell(self._upkeep, self._beside)
 
     def statistics(self) -> Statistics:

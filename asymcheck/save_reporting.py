@@ -21,7 +21,6 @@ from asymcheck.errors import (
 )
 from asymcheck.migration.background import BackgroundPush
 from asymcheck.pipeline.adopt import Adopted
-from asymcheck.pipeline.background import Background
 from asymcheck.pipeline.capture import Capture, CheckpointReport, report_of
 from asymcheck.pruning import Upkeep
 from asymcheck.store import Store
@@ -48,21 +47,18 @@ class SaveReporting:
     def __init__(
         self,
         run: str,
-        distrust: Callable[[set[str]], object],
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
         *,
         raises: bool,
     ) -> None:
         """Report on ``run`` to ``on_checkpoint``, and by errors if it ``raises``, else by warnings.
 
-        ``distrust`` is called with the save ids of what may be torn.
-
         Raises:
             InvalidInputError: ``on_checkpoint`` is no function.
         """
         if on_checkpoint is not None and not callable(on_checkpoint):
             raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
-        self._run, self._on_checkpoint, self._distrust = run, on_checkpoint, distrust
+        self._run, self._on_checkpoint = run, on_checkpoint
         self.raises = raises
         """Whether it raises."""
         self.last_step: int | None = None
@@ -78,23 +74,9 @@ class SaveReporting:
         """Take a step that is durable."""
         self.last_step = self._kept = step
 
-    def wait(self, background: Background | None) -> int | None:
-        """Wait until everything begun is durable or lost, and do as :meth:`note`."""
-        if background is not None:
-            background.wait("nvme")
-        return self.note(background)
-
-    def note(self, background: Background | None) -> int | None:
-        """Count what has become durable, or was lost, and return the last step that is not.
-
-        Raises:
-            StorageError: some may be torn, and could not be taken off the line.
-        """
-        if background is not None and (suspects := background.prover.take_suspects()):
-            # What is still on its way would be committed on the new line.
-            background.wait("nvme")
-            self._distrust(suspects)
-        for capture in () if background is None else background.settled():
+    def note(self, settled: Iterable[Capture]) -> int | None:
+        """Take captures that have become durable, or were lost; return the last step that is not lost."""
+        for capture in settled:
             self._untold.append(capture)
             if capture.error is None:
                 self._kept = capture.request.step

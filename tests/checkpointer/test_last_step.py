@@ -10,24 +10,20 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
     return SimpleNamespace(request=SimpleNamespace(step=step), error=error)
 
 
-def _background(*captures: Any) -> Any:  # noqa: ANN401 - stands for a Background
-    return SimpleNamespace(settled=lambda: captures, prover=SimpleNamespace(take_suspects=set))
-
-
 def test_a_lost_step_is_not_the_last() -> None:
     """The newest that is durable is, when all that came after it were lost."""
-    last = SaveReporting("run", lambda _suspects: None, raises=True)
+    last = SaveReporting("run", raises=True)
     assert last.last_step is None
     for step in (6, 8, 10):
         last.begun(step)
-    last.note(_background(_capture(6)))
+    last.note([_capture(6)])
     assert last.last_step == 10
-    last.note(_background(_capture(8, OSError("full")), _capture(10, OSError("full"))))
+    last.note([_capture(8, OSError("full")), _capture(10, OSError("full"))])
     assert last.last_step == 6
     last.begun(12)
-    last.note(_background(_capture(12)))
+    last.note([_capture(12)])
     assert last.last_step == 12
     last.kept(3)
     last.begun(4)
-    last.note(_background(_capture(4, OSError("full"))))
+    last.note([_capture(4, OSError("full"))])
     assert last.last_step == 3

@@ -223,7 +223,9 @@ class _Adoption:
         def add(name: Digest, _slot: Slot) -> None:
             intact = reader.intact(offsets.get(name, []), name, lengths[name])
             if intact is not None:
-                transaction.add_frame(name, lengths[name], reader.frame(intact[0], lengths[name]))
+                frame = reader.frame(intact[0], lengths[name])
+                transaction.add_frame(name, lengths[name], frame)
+                transaction.keep(name, lengths[name], frame)
             else:
                 transaction.reuse(name, lengths[name])
 

@@ -283,7 +283,7 @@ class RingFlusher:
             detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - told at the end
             with timed("write", slot.length, detail), self._bases_of(inflight, number) as bases:
                 frame, contents = self._ring.frame(slot), capture.contents(number)
-                is_new = inflight.transaction.add_frame(name, slot.length, frame, contents, bases, keep=False)
+                is_new = inflight.transaction.add_frame(name, slot.length, frame, contents, bases)
         with self._lock:
             if not inflight.streams:
                 inflight.transaction.keep(name, slot.length, self._ring.frame(slot))

@@ -267,26 +267,26 @@ class RingTransaction(CommitTransaction):
         frame: memoryview,
         contents: Contents | None = None,
         bases: Sequence[Base] = (),
-        *,
-        keep: bool = True,
     ) -> bool:
         """Add a partition of the ring as :meth:`add` does; return whether it was written.
-
-        With ``keep``, the frame stays in the ring until the commit, and may be read again.
 
         Raises:
             StorageError: the device refused.
         """
-        self._frames[name] = (length, frame if keep else None)
-        return self._add_frame(name, length, frame, contents, bases)
+        self._frames.setdefault(name, (length, None))
+        start = payload_offset(length)
+        payload = frame[start : start + length]
+        return self.add(name, payload, contents, partial(self._write_in_place, payload), bases)
 
     def keep(self, name: Digest, length: int, frame: memoryview) -> None:
-        """Note that the frame of an added partition stays in the ring until the commit."""
+        """Note that the frame of an added partition stays in the ring until the commit, and may be read again."""
         self._frames[name] = (length, frame)
 
     def keep_none(self) -> None:
         """Note that no added frame stays in the ring."""
-        self._frames = {name: (length, None) for name, (length, _) in self._frames.copy().items()}
+        # In place: other threads add frames meanwhile.
+        for name, (length, _) in self._frames.copy().items():
+            self._frames[name] = (length, None)
 
     def reuse(self, name: Digest, length: int) -> None:
         """Take a partition that the store must have already.
@@ -303,13 +303,6 @@ class RingTransaction(CommitTransaction):
             if self.packing.unread is not None:
                 raise self.packing.unread
             raise MissingPartitionError(problem, name)
-
-    def _add_frame(
-        self, name: Digest, length: int, frame: memoryview, contents: Contents | None, bases: Sequence[Base]
-    ) -> bool:
-        start = payload_offset(length)
-        payload = frame[start : start + length]
-        return self.add(name, payload, contents, partial(self._write_in_place, payload), bases)
 
     def _write_in_place(self, payload: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
         with self._tier.slots.slot(registry.ALIGNED_PAYLOAD_MIN_BYTES) as slot:
@@ -341,7 +334,7 @@ class RingTransaction(CommitTransaction):
                 self._reuse(name, f"partition {name.hex()} was collected during a save that reuses it; save again")
                 continue
             self.expect(frame_length(length))
-            self._add_frame(name, length, frame, None, ())
+            self.add_frame(name, length, frame)
 
 
 def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:

@@ -68,13 +68,18 @@ def check_step(step: object) -> int:
     Raises:
         InvalidInputError: it is no integer, or out of range.
     """
-    try:
-        number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]  # TypeError is the answer
-    except TypeError:
-        number = None
+    number = _index(step)
     if number is None or not 0 <= number <= registry.STEP_MAX:
         raise InvalidInputError(f"step {step!r:.100}: give an integer from 0 to {registry.STEP_MAX}")
     return number
+
+
+def _index(value: object) -> int | None:
+    """Return an integer, also one of numpy, as an int; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError:
+        return None
 
 
 def check_which(step: object) -> int | str:
@@ -119,10 +124,7 @@ def check_rank(rank: object) -> int | None:
     """
     if rank is None:
         return None
-    try:
-        number = None if isinstance(rank, bool) else operator.index(rank)  # type: ignore[arg-type]  # as in check_step
-    except TypeError:
-        number = None
+    number = _index(rank)
     if number is None or not 0 <= number < registry.WORLD_SIZE_MAX:
         raise InvalidInputError(f"rank {rank!r:.100}: give an integer from 0, or None")
     return number

@@ -16,10 +16,10 @@ from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.pipeline.adopt import is_gone as is_store_gone
 from asymcheck.pipeline.adopt import is_of_a_copy
-from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, StoreReachability, is_gone
+from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, StoreReachability, pinned_packs
 from asymcheck.pipeline.repack import Repacked, plan_repack, repack
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
-from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.nvme.catalog import DeadPins
 from asymcheck.types import CheckpointRef, PackId
 
@@ -172,14 +172,13 @@ class StoreSweep(Sweep):
 
     def _look(self) -> None:
         self.reachable.look()
-        self.manifests = self.reachable.manifests
         self.candidates = self.reachable.garbage()
 
     def _count(self) -> None:
         """Count what ``_free`` and a repack would free."""
         with self._catalog.read() as transaction:
             dead_pins = self.dead_pins.among(transaction)
-            pinned = _pinned(transaction, dead_pins)
+            pinned = pinned_packs(transaction, dead_pins)
         room = self._tier.pool.room()
         for pack_id in self.candidates:
             with self._tier.locked(_path(self._tier, pack_id)) as held:
@@ -228,18 +227,15 @@ class StoreSweep(Sweep):
     def _mark_freed(self, locked: Sequence[PackId], *, insists: bool) -> list[PackId] | None:
         """§8.3 step 4, one transaction; None when there is a manifest or a pack that this attempt has not seen."""
         with self._catalog.write() as transaction:
-            if insists and not self._has_seen_all(transaction):
+            if insists and not self.reachable.is_current(transaction, self.stale):
                 self._look()
-            if not self._has_seen_all(transaction):
-                return None
-            # A pull may have brought one back, under the name that it had.
-            if not all(is_gone(self._tier, key) for key in self.stale):
+            if not self.reachable.is_current(transaction, self.stale):
                 return None
             for key in self.stale:
                 transaction.delete_manifest(key)
             for key in self.dead_pins.among(transaction):
                 transaction.delete_pin(key)
-            pinned = _pinned(transaction, set())
+            pinned = pinned_packs(transaction)
             freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]
             for pack_id in freed:
                 for name in self.candidates[pack_id]:
@@ -247,10 +243,6 @@ class StoreSweep(Sweep):
                 transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
         emit("gc.marked_freed", f"{len(freed)} packs")
         return freed
-
-    def _has_seen_all(self, transaction: Transaction) -> bool:
-        come = transaction.manifests() - self.manifests - self.stale
-        return not come and self.reachable.has_seen_all(transaction)
 
     def _retire(self, freed: Sequence[PackId]) -> None:
         """§8.3 step 5: packs that are marked freed, and locked by the caller, go to the pool."""
@@ -286,10 +278,6 @@ class StoreSweep(Sweep):
 
 def _path(tier: NvmeTier, pack_id: PackId) -> Path:
     return tier.packs / layout.pack_name(pack_id)
-
-
-def _pinned(transaction: Transaction, dead_pins: set[bytes]) -> set[PackId]:
-    return {pack_id for key, (_, packs) in transaction.pins().items() if key not in dead_pins for pack_id in packs}
 
 
 @dataclasses.dataclass(frozen=True)

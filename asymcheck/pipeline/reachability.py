@@ -151,11 +151,6 @@ class StoreReachability(Reachability):
         self.unmovable: set[PackId] = set()
         """Packs in which a needed frame was found to be damaged, so that not all that is needed can be copied."""
 
-    @property
-    def manifests(self) -> set[bytes]:
-        """The keys of the manifests that were read and are there."""
-        return set(self._digests)
-
     def _look_at_manifests(self) -> set[bytes]:
         """Read what has come, and forget what has gone.
 
@@ -244,12 +239,19 @@ class StoreReachability(Reachability):
                 # Nothing in it can be found, by nobody.
                 self._bases[pack_id] = {}
 
-    def has_seen_all(self, transaction: Transaction, but: Collection[PackId] = ()) -> bool:
-        """Tell whether it is known of all packs that are in use what their frames are encoded against.
+    def is_current(self, transaction: Transaction, gone: Collection[bytes], but: Collection[PackId] = ()) -> bool:
+        """Tell whether packs may be freed by the last look. Call it in the transaction that frees them.
 
-        Of one that came since the last look, by a save or by another collection, it is not: what it needs may lie in a
-        pack that seems to be garbage. To be asked in the transaction that frees packs; ``but`` are the caller's own.
+        A manifest that came since then may need them. So may a frame in a pack that came by a save or by another
+        collection, because it may be encoded against what seems to be garbage.
+
+        Args:
+            transaction: names the manifests.
+            gone: the manifests that were found to be deleted. A pull may have brought one back under its name.
+            but: the caller's own packs.
         """
+        if transaction.manifests() - self._digests.keys() - {*gone} or not all(is_gone(self.tier, key) for key in gone):
+            return False
         unseen = set(self.tier.pack_ids()) - self._bases.keys() - {*but}
         return not any(
             transaction.pack_state(pack_id) != registry.PACK_FREED and self._is_file(pack_id) for pack_id in unseen
@@ -260,6 +262,11 @@ class StoreReachability(Reachability):
         path = self.tier.packs / layout.pack_name(pack_id)
         with translated("look at", path):
             return path.is_file()
+
+
+def pinned_packs(transaction: Transaction, but: Collection[bytes] = ()) -> set[PackId]:
+    """Return the packs that saves under way need; the pins with the keys ``but`` do not count."""
+    return {pack_id for key, (_, packs) in transaction.pins().items() if key not in but for pack_id in packs}
 
 
 def _each(digests: bytes) -> Iterator[Digest]:

@@ -23,7 +23,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST, digest
 from asymcheck.format.frame import FrameDescriptor, check_frame
 from asymcheck.format.pack import PackHeader, location_of
-from asymcheck.pipeline.reachability import HeldFrames, StoreReachability, is_gone
+from asymcheck.pipeline.reachability import HeldFrames, StoreReachability, pinned_packs
 from asymcheck.tiers.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.types import Digest, Location, PackId
 
@@ -105,8 +105,7 @@ def plan_repack(
     live = needed.live()
     with catalog.read() as transaction:
         states = transaction.pack_states()
-        pins = transaction.pins().items()
-    pinned = {pack_id for key, (_, packs) in pins if key not in dead_pins for pack_id in packs}
+        pinned = pinned_packs(transaction, dead_pins)
     # Of the others all is needed, and of entirely dead ones nothing.
     in_part = {
         pack_id: held
@@ -295,17 +294,13 @@ class _Batch:
             live = self._needed.live()
             moved = {pack_id: self._moved(pack_id, live) for pack_id in free}
             with self._catalog.write() as transaction:
-                came = transaction.manifests() - self._needed.manifests - gone
-                if came or not all(is_gone(self._tier, key) for key in gone):
-                    continue
-                has_seen_all = self._needed.has_seen_all(transaction, own)
-                freed = self._mark_freed(transaction, header, moved) if has_seen_all else []
-            if not has_seen_all:
-                self._needed.look()
-                continue
-            self._entered = bool(freed)
-            emit("gc.repacked", f"{len(freed)} packs")
-            return freed
+                is_current = self._needed.is_current(transaction, gone, own)
+                freed = self._mark_freed(transaction, header, moved) if is_current else []
+            if is_current:
+                self._entered = bool(freed)
+                emit("gc.repacked", f"{len(freed)} packs")
+                return freed
+            self._needed.look()
         return []
 
     def _moved(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
@@ -327,7 +322,7 @@ class _Batch:
         header: PackHeader | None,
         moved: Mapping[PackId, Mapping[Digest, Location] | None],
     ) -> list[PackId]:
-        pinned = {pack_id for _, packs in transaction.pins().values() for pack_id in packs}
+        pinned = pinned_packs(transaction)
         freed = []
         for pack_id, places in moved.items():
             if places is None or pack_id in pinned:

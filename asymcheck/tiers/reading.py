@@ -6,17 +6,14 @@ import abc
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import Protocol
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import ClosedStoreError, ForkedStoreError
-from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import Manifest
-from asymcheck.format.record import Descriptor, HeadRecord
-from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.format.record import Descriptor
+from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.tiers.pack_index import PackIndex, digests_of
 from asymcheck.tiers.slots import Slot, SlotPool
-from asymcheck.types import CheckpointRef, Digest, PackId
+from asymcheck.types import Digest, PackId
 
 
 class OpenPack(abc.ABC):
@@ -86,37 +83,6 @@ class OpenPack(abc.ABC):
         """Give up what is held for it."""
 
 
-class Manifests(Protocol):
-    """Manifests and head records, as far as they are read; see :class:`asymcheck.tiers.manifests.ManifestReader`."""
-
-    def runs(self) -> list[str]:
-        """Return the names of all runs."""
-
-    def checkpoints(self, run: str) -> list[CheckpointFiles]:
-        """Return all checkpoints of a run that have at least one manifest, oldest first."""
-
-    def refs(self, run: str) -> list[CheckpointRef]:
-        """Return the checkpoints of a run that have a folder, oldest first."""
-
-    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Return what lies in the folder of one checkpoint."""
-
-    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
-        """Read one manifest and check it against its path."""
-
-    def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
-        """Read the manifests of all ranks and check each against its path."""
-
-    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
-        """Return the content of a manifest, which has the digest in its name."""
-
-    def heads(self, run: str) -> list[int]:
-        """Return the generations that have a head record, in order."""
-
-    def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
-        """Return a head record and how many of its copies are damaged; None when there is none."""
-
-
 class ReadTier(abc.ABC):
     """Packs and manifests to read checkpoints from."""
 
@@ -124,7 +90,7 @@ class ReadTier(abc.ABC):
     """The place, as errors name it."""
     config: StoreConfig
     """The knobs."""
-    manifests: Manifests
+    manifests: ManifestReader
     """Its manifests and head records."""
     slots: SlotPool
     """Memory for frames."""

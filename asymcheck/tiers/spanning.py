@@ -23,7 +23,7 @@ from asymcheck.errors import (
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord
-from asymcheck.tiers.manifests import CheckpointFiles
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
 from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.tiers.reading import OpenPack, ReadTier
 from asymcheck.tiers.remote import RemoteTier
@@ -105,11 +105,12 @@ class Far:
                 self._tier.close()
 
 
-class SpanningManifests:
-    """The manifests and head records of both."""
+class SpanningManifests(ManifestReader):
+    """The manifests and head records of both. A manifest's bytes and its folder are those that lie near."""
 
     def __init__(self, near: NvmeTier, far: Far) -> None:
         """Read ``near`` first."""
+        super().__init__(near.files, near.root)
         self._near = near.manifests
         self._far = far
         self.has_parts = False
@@ -182,10 +183,6 @@ class SpanningManifests:
             raise
         except (FormatError, MissingPartitionError, StorageError):
             return [self.read(listing.run, listing.ref, name) for name in listing.manifests]
-
-    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
-        """Return the content of a manifest that lies near."""
-        return self._near.read_bytes(run, ref, name)
 
     def heads(self, run: str) -> list[int]:
         """Return the generations that have a head record in one of them."""

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 
 from asymcheck.errors import StorageError
@@ -21,7 +20,7 @@ from asymcheck.pipeline.repack import Repacked, plan_repack, repack
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import Catalog, NvmeTier
 from asymcheck.tiers.nvme.catalog import DeadPins
-from asymcheck.types import CheckpointRef, PackId
+from asymcheck.types import PackId
 
 _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
@@ -305,7 +304,7 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
     collected = []
     store_id = tier.descriptor.store_id.hex()
     for path in left_rings(folder, None):
-        ring = look_at(path, partial(_is_stored, tier), check=False)
+        ring = look_at(path, tier.manifests, check=False)
         if ring is None or ring.is_alive:
             continue
         is_gone = ring.store_id != store_id
@@ -318,10 +317,6 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
         is_removed = (is_needless or discard) and (dry_run or _remove(ring))
         collected.append(CollectedRing(ring, is_gone, unsaved, is_removed))
     return collected
-
-
-def _is_stored(tier: NvmeTier, run: str, ref: CheckpointRef, rank: int) -> bool:
-    return tier.manifests.listing(run, ref).has(rank)
 
 
 def _remove(ring: RingFile) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ from asymcheck.format.ring import CAPTURES_OFFSET, DURABLE, CaptureEntry, decode
 from asymcheck.format.spans import ranks_in
 from asymcheck.tiers.dram_ring.reader import RingReader
 from asymcheck.tiers.files import DESCRIPTORS, is_same_file, translated, try_lock
+from asymcheck.tiers.manifests import ManifestReader
 from asymcheck.tiers.owners import describe, is_dead
 from asymcheck.tiers.reading import StoreTier
 from asymcheck.types import CheckpointRef, Owner, SaveId
@@ -31,9 +32,6 @@ _TAKEN_UP_S = 10.0
 _LOOKED_AT_S = 0.1
 _ADOPTION_S = 1800.0
 """Longer than it takes to write all that fits into memory to a slow drive."""
-
-IsStored = Callable[[str, CheckpointRef, int], bool]
-"""Tells whether a rank's part of a checkpoint of a run is in the store."""
 
 
 def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
@@ -241,8 +239,10 @@ class RingFile:
     """Whether its process was killed while it made it, so that nothing can lie in it."""
 
 
-def look_at(path: Path, is_stored: IsStored, *, check: bool) -> RingFile | None:
+def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
     """Return what lies in a ring; None when it is gone. With ``check``, frames of a dead process are verified.
+
+    ``manifests`` of the store say which captures were committed.
 
     Raises:
         StorageError: it cannot be read.
@@ -259,7 +259,7 @@ def look_at(path: Path, is_stored: IsStored, *, check: bool) -> RingFile | None:
         return _unread(path, size, str(error))
     with reader:
         header = reader.header
-        captures = [_capture(reader, entry, is_stored, check=check) for entry in reader.captures]
+        captures = [_capture(reader, entry, manifests, check=check) for entry in reader.captures]
         if reader.is_owned:
             # It changes while it is looked at: what could not be read may have given way.
             captures = [capture for capture in captures if not capture.problem]
@@ -293,7 +293,7 @@ def _unread(path: Path, size: int, problem: str) -> RingFile | None:
         )
 
 
-def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, check: bool) -> RingCapture:
+def _capture(reader: RingReader, entry: CaptureEntry, manifests: ManifestReader, *, check: bool) -> RingCapture:
     run, save_id, is_durable = reader.header.run, entry.save_id.hex(), entry.state == DURABLE
     try:
         manifest = reader.manifest(entry)
@@ -308,7 +308,7 @@ def _capture(reader: RingReader, entry: CaptureEntry, is_stored: IsStored, *, ch
         generation=ref.generation,
         save_id=save_id,
         # Its process may have been killed between the commit and the note of it.
-        is_durable=is_durable or is_stored(run, ref, manifest.header.rank),
+        is_durable=is_durable or manifests.listing(run, ref).has(manifest.header.rank),
         state_bytes=manifest.total_bytes,
         is_intact=not problem if has_been_checked else None,
         problem=problem,
@@ -325,11 +325,7 @@ def _problem(reader: RingReader, manifest: Manifest) -> str:
 
 def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
     """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
-
-    def is_stored(run: str, ref: CheckpointRef, rank: int) -> bool:
-        return tier.manifests.listing(run, ref).has(rank)
-
-    looked = [look_at(path, is_stored, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
+    looked = [look_at(path, tier.manifests, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
     return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
 
 

@@ -19,7 +19,6 @@ from asymcheck.pipeline.reachability import NamedCheckpoint, Reachability, Store
 from asymcheck.pipeline.repack import Repacked, plan_repack, repack
 from asymcheck.tiers.dram_ring import RingFile, left_rings, look_at, open_left, remove_unread
 from asymcheck.tiers.nvme import Catalog, NvmeTier
-from asymcheck.tiers.nvme.catalog import DeadPins
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
@@ -164,7 +163,7 @@ class StoreSweep(Sweep):
         """Do steps 1 to 3 of §8.3."""
         # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
         # all it did.
-        self.dead_pins = DeadPins.of(self._catalog)
+        self.dead_pins = self._catalog.dead_pins()
         self._look()
         _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
@@ -176,7 +175,7 @@ class StoreSweep(Sweep):
     def _count(self) -> None:
         """Count what ``_free`` and a repack would free."""
         with self._catalog.read() as transaction:
-            dead_pins = self.dead_pins.among(transaction)
+            dead_pins = transaction.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
         room = self._tier.pool.room()
         for pack_id in self.candidates:
@@ -232,7 +231,7 @@ class StoreSweep(Sweep):
                 return None
             for key in self.stale:
                 transaction.delete_manifest(key)
-            for key in self.dead_pins.among(transaction):
+            for key in transaction.still_dead(self.dead_pins):
                 transaction.delete_pin(key)
             pinned = pinned_packs(transaction)
             freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]

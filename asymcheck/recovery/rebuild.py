@@ -17,8 +17,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.catalog import manifest_key
 from asymcheck.recovery.scan import PackContent, Survey, read_indexes
 from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.nvme.catalog import DeadPins
-from asymcheck.types import Digest, Location, PackId
+from asymcheck.types import Digest, Location, Owner, PackId
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
 
     A pack that cannot be read is left out: what it holds is written again by the next save that needs it.
     """
-    return _Changes(tier, DeadPins({}), read_indexes(tier), _manifests(tier), transaction).apply()
+    return _Changes(tier, {}, read_indexes(tier), _manifests(tier), transaction).apply()
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:
@@ -53,7 +52,7 @@ def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) ->
         CatalogError: it is damaged so that it must be set aside, which the next start does.
     """
     # Read before a transaction begins, in which nothing slow may happen.
-    changes = partial(_Changes, tier, DeadPins.of(catalog), survey or read_indexes(tier), _manifests(tier))
+    changes = partial(_Changes, tier, catalog.dead_pins(), survey or read_indexes(tier), _manifests(tier))
     with catalog.read() as transaction:
         # A look first: as a rule there is nothing to do, and a writer would keep saves waiting.
         found = changes(transaction)
@@ -84,7 +83,7 @@ class _Changes:
     def __init__(
         self,
         tier: NvmeTier,
-        dead_pins: DeadPins,
+        dead_pins: Mapping[bytes, Owner],
         survey: Survey,
         manifests: Mapping[bytes, int],
         transaction: Transaction,
@@ -105,7 +104,7 @@ class _Changes:
         self._delete_locations: list[Digest] = []
         self._compare_locations(transaction)
         self._compare_manifests(manifests, transaction.manifests())
-        self._delete_pins = sorted(dead_pins.among(transaction))
+        self._delete_pins = sorted(transaction.still_dead(dead_pins))
         self._kept_pins = len(transaction.pins()) - len(self._delete_pins)
 
     def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:

@@ -151,6 +151,17 @@ class Transaction:
             found[bytes(key)] = pin
         return found
 
+    def still_dead(self, pins: Mapping[bytes, Owner]) -> set[bytes]:
+        """Return the keys of those :meth:`Catalog.dead_pins` that still protect nothing.
+
+        Another process may take up a save that was killed, and pin packs under the same key.
+        """
+        return {
+            key
+            for key, (owner, _) in self.pins().items()
+            if pins.get(key) == owner and (owner != owners.this_process() or owners.is_let_go(key, owner))
+        }
+
     def locations(self) -> Iterator[tuple[Digest, Location | None]]:
         """Yield every partition's entry; None for a damaged one."""
         for key, value in self._txn.cursor(db=self._db["partitions"]):
@@ -353,9 +364,14 @@ class Catalog:
         for marker in () if alive else dead:
             marker.unlink(missing_ok=True)
 
-    def has_ended(self, owner: Owner) -> bool:
-        """Tell whether a process that has pinned something is certainly dead, or uses this catalog no more."""
-        return self._marks.is_dead(owner)
+    def dead_pins(self) -> dict[bytes, Owner]:
+        """Return by key the owners of pins that protect nothing more: a process has ended, or its save has.
+
+        Call this before listing the manifests, which then include all that these owners committed.
+        """
+        with self.read() as transaction:
+            pins = transaction.pins().items()
+        return {key: owner for key, (owner, _) in pins if self._marks.is_dead(owner) or owners.is_let_go(key, owner)}
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -460,35 +476,6 @@ def _is_intact(path: Path, map_bytes: int) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
-
-
-class DeadPins:
-    """Pins whose owners have ended, or whose saves have.
-
-    By their owners, for another process may take up a save that was killed, and pins under the same key.
-    """
-
-    def __init__(self, pins: Mapping[bytes, Owner]) -> None:
-        """Take those with these keys, as long as they are of these owners."""
-        self._pins = pins
-
-    @classmethod
-    def of(cls, catalog: Catalog) -> DeadPins:
-        """Return those that are dead now.
-
-        Call this before listing the manifests, which then include all that these owners committed.
-        """
-        with catalog.read() as transaction:
-            pins = transaction.pins().items()
-        return cls({key: owner for key, (owner, _) in pins if catalog.has_ended(owner) or owners.is_let_go(key, owner)})
-
-    def among(self, transaction: Transaction) -> set[bytes]:
-        """Return the keys of those that are still the same."""
-        return {
-            key
-            for key, (owner, _) in transaction.pins().items()
-            if self._pins.get(key) == owner and (owner != owners.this_process() or owners.is_let_go(key, owner))
-        }
 
 
 _open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}

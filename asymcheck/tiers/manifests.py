@@ -185,15 +185,20 @@ class ManifestReader:
         Raises:
             FormatError: both copies are damaged, or it contradicts its path.
         """
-        name = layout.head_name(generation)
-        data = self._files.read_small(self._root / layout.HEADS / run / name, RECORD_BYTES)
+        path = self._root / layout.HEADS / run / layout.head_name(generation)
+        data = self._files.read_small(path, RECORD_BYTES)
         if data is None:
             return None
-        where = f"head record {run}/{name}"
-        head, damaged = decode_head(data, where)
-        if (head.run, head.generation) != (run, generation):
-            raise StructureError(f"{where}: the record disagrees with its path")
-        return head, damaged
+        return decode_head_of(run, generation, data)
+
+
+def decode_head_of(run: str, generation: int, data: bytes) -> tuple[HeadRecord, int]:
+    """Read the head record of a generation, and check it against its path; see :func:`decode_head`."""
+    where = f"head record {run}/{layout.head_name(generation)}"
+    head, damaged = decode_head(data, where)
+    if (head.run, head.generation) != (run, generation):
+        raise StructureError(f"{where}: the record disagrees with its path")
+    return head, damaged
 
 
 def _check_path(manifest: Manifest, run: str, ref: CheckpointRef, name: ManifestName) -> None:

@@ -12,17 +12,16 @@ from asymcheck.errors import (
     HeadRecordError,
     MissingPartitionError,
     StorageError,
-    StructureError,
     UnsupportedFormatError,
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head, encode_head, repaired_record
+from asymcheck.format.record import RECORD_BYTES, HeadRecord, encode_head, repaired_record
 from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.tiers.files import Files, translated
-from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
+from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader, decode_head_of
 from asymcheck.types import CheckpointRef
 
 
@@ -159,11 +158,9 @@ class ManifestFiles(ManifestReader):
         whole = repaired_record(data)
         if whole == data:
             return False
-        where = f"head record {run}/{path.name}"
-        head, _ = decode_head(data if whole is None else whole, where)
-        if whole is None or (head.run, head.generation) != (run, generation):
-            raise StructureError(f"{where}: the record disagrees with its path")
-        self._files.replace_record(path, whole)
+        # Without an intact copy this raises.
+        decode_head_of(run, generation, whole or data)
+        self._files.replace_record(path, whole or data)
         return True
 
     def publish_head(self, head: HeadRecord) -> bool:

@@ -25,7 +25,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.policies.advice import CodecFacts, DriveFacts, Facts
 from asymcheck.tiers.available import available_bytes
-from asymcheck.tiers.nvme import NvmeTier, Scratch, Slot, scratch, seal_scratch_pack, work_off
+from asymcheck.tiers.nvme import NvmeTier, OpenFile, Slot, scratch, seal_scratch_pack, work_off
 from asymcheck.types import Sample
 
 
@@ -266,13 +266,13 @@ def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
 class _Lanes:
     """Passes over one file by as many threads as saves have frames in flight, a partition at a time."""
 
-    def __init__(self, tier: NvmeTier, file: Scratch, effort: Effort) -> None:
+    def __init__(self, tier: NvmeTier, file: OpenFile, effort: Effort) -> None:
         self._tier, self._file, self._effort = tier, file, effort
         self._piece = tier.config.partition_bytes
         self._noise = np.random.default_rng(0).integers(0, 256, self._piece, dtype=np.uint8)
         self.length = 0
 
-    def passed(self, transfer: Callable[[memoryview, int], None], *, sync: bool) -> tuple[float, float]:
+    def passed(self, transfer: Callable[[Sequence[memoryview], int], object], *, sync: bool) -> tuple[float, float]:
         """Transfer the file, or as much as there is time for; return seconds until done, and until synced.
 
         The first pass says how long the file is; the others transfer all of it, however long that takes.
@@ -292,7 +292,7 @@ class _Lanes:
                 # Once for each slot: a copy before each write would be measured, too.
                 filled.add(id(slot))
                 piece[:] = self._noise.data
-            transfer(piece, number * self._piece)
+            transfer([piece], number * self._piece)
             done.append(number)
 
         began = time.perf_counter()
@@ -311,7 +311,7 @@ class _Lanes:
         return transferred_s, time.perf_counter() - began
 
 
-def _latencies(file: Scratch, length: int, effort: Effort) -> list[float]:
+def _latencies(file: OpenFile, length: int, effort: Effort) -> list[float]:
     """Write single blocks, each synced, here and there in the file."""
     block = Slot(BLOCK_BYTES).memory[:BLOCK_BYTES]
     taken: list[float] = []
@@ -319,7 +319,7 @@ def _latencies(file: Scratch, length: int, effort: Effort) -> list[float]:
     for number in range(effort.latency_rounds):
         start = time.perf_counter()
         block[:8] = number.to_bytes(8, "little")
-        file.write(block, number * 7919 * BLOCK_BYTES % max(length, BLOCK_BYTES))
+        file.write([block], number * 7919 * BLOCK_BYTES % max(length, BLOCK_BYTES))
         file.sync()
         taken.append(time.perf_counter() - start)
         if time.perf_counter() - began > effort.pass_s:

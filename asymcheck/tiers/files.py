@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
 _POLL_S = 0.005
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _REPLACE_ATTEMPTS = 8
 
 
@@ -271,6 +272,68 @@ def set_direct(descriptor: int) -> bool:
 def clear_direct(descriptor: int) -> None:
     """Switch a descriptor back to buffered I/O."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+class OpenFile:
+    """An open file, with direct I/O where the file system has it. Threads may share it; its lock is its owner's."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        """Take over ``descriptor``, which was opened by :data:`DESCRIPTORS`; I/O is buffered at first."""
+        self.files = files
+        self.path = path
+        self.descriptor = descriptor
+        self.is_direct = False
+        """Whether reads and writes need aligned memory."""
+
+    def use_direct(self) -> None:
+        """Switch to direct I/O, if the file system has it."""
+        self.is_direct = set_direct(self.descriptor)
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all of ``buffers``, one after another, at ``offset``."""
+        self._transfer(self.files.pwrite, buffers, offset)
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill ``buffers``, one after another; return the bytes read, fewer only at the end of the file."""
+        return self._transfer(self.files.pread, buffers, offset)
+
+    def read_range(self, offset: int, length: int) -> tuple[memoryview, int]:
+        """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
+        data = memoryview(bytearray(length))
+        count = self.files.pread(self.descriptor, [data], offset, self.path)
+        return data[:count], os.fstat(self.descriptor).st_size
+
+    def _transfer(self, transfer: Callable[..., _T], buffers: Sequence[memoryview], offset: int) -> _T:
+        was_direct = self.is_direct
+        try:
+            return transfer(self.descriptor, buffers, offset, self.path)
+        except StorageError as error:
+            if not (was_direct and refuses_direct(error)):
+                raise
+            # In this order: a thread that sees the flag cleared transfers without it, and takes any refusal for an
+            # error.
+            clear_direct(self.descriptor)
+            self.is_direct = False
+            return transfer(self.descriptor, buffers, offset, self.path)
+
+    def sync(self) -> None:
+        """Make the content durable; see :meth:`Files.sync`."""
+        self.files.sync(self.descriptor, self.path)
+
+    def close(self) -> None:
+        """Release the lock and close the file. Closing twice is no error."""
+        # Taken out first: by a second close, or a late transfer, the number may be that of another thread's file.
+        descriptor, self.descriptor = self.descriptor, -1
+        DESCRIPTORS.close(descriptor)
+
+
+def refuses_direct(error: StorageError) -> bool:
+    """Tell whether buffered I/O may succeed where direct I/O failed.
+
+    Some file systems accept the flag and refuse the first direct transfer (EINVAL). Direct I/O is impossible with
+    memory that a driver maps (EFAULT).
+    """
+    return getattr(error.__cause__, "errno", None) in (errno.EINVAL, errno.EFAULT)
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:

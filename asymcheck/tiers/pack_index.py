@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,15 +22,8 @@ from asymcheck.format.pack import (
 )
 from asymcheck.types import Digest, PackId
 
-
-class PackBytes(Protocol):
-    """The file of a pack."""
-
-    def size(self) -> int:
-        """Return its bytes."""
-
-    def pread(self, buffer: memoryview, offset: int) -> int:
-        """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
+ReadRange = Callable[[int, int], tuple[memoryview, int]]
+"""Returns bytes of a file by offset and length, fewer only at the end of the file, and the size of the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +44,18 @@ def digests_of(entries: Entries) -> list[Digest]:
     return [Digest(raw[i : i + registry.DIGEST_BYTES]) for i in range(0, len(raw), registry.DIGEST_BYTES)]
 
 
-def find_frames(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
+def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
     """Read and check header and index of a pack; when they are damaged, find the frames by scanning.
 
     Raises:
         FormatError: header or index are damaged and no frame was found, or they need a newer program.
     """
     try:
-        header, entries = _read_index(pack, name, pack_id)
+        header, entries = _read_index(read, name, pack_id)
     except UnsupportedFormatError:
         raise
     except FormatError as error:
-        entries = _scan(pack, name, pack_id, thorough=thorough)
+        entries = _scan(read, name, pack_id, thorough=thorough)
         if not len(entries):
             if not thorough:
                 raise
@@ -72,23 +65,20 @@ def find_frames(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool =
     return PackIndex(header, entries, None)
 
 
-def _read_index(pack: PackBytes, name: str, pack_id: PackId) -> tuple[PackHeader, Entries]:
+def _read_index(read: ReadRange, name: str, pack_id: PackId) -> tuple[PackHeader, Entries]:
     where = f"pack {name}"
-    block = bytearray(registry.BLOCK_BYTES)
-    count = pack.pread(memoryview(block), 0)
-    header = decode_pack_header(memoryview(block)[:count], where)
+    block, size = read(0, registry.BLOCK_BYTES)
+    header = decode_pack_header(block, where)
     if header.pack_id != pack_id:
         raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
-    size = pack.size()
     if size < header.pack_length:
         # Before memory is taken for the index, or a place is read that no file reaches.
         raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
-    index = bytearray(round_up(header.index_length))
-    count = pack.pread(memoryview(index), header.index_offset)
-    return header, decode_index(memoryview(index)[:count], header, where)
+    index, _ = read(header.index_offset, round_up(header.index_length))
+    return header, decode_index(index, header, where)
 
 
-def _scan(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
+def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
     """Find the frames of a pack by their own headers, as SPEC.md §7.2 allows when header or index are damaged.
 
     A thorough scan looks at every block behind a place where no frame is found, and leaves gaps in the sequence.
@@ -99,9 +89,8 @@ def _scan(pack: PackBytes, name: str, pack_id: PackId, *, thorough: bool) -> Ent
     """
     found: list[tuple[object, ...]] = []
     offset, others = registry.BLOCK_BYTES, 0
-    block = bytearray(HEADER_BYTES)
-    while pack.pread(memoryview(block), offset) == HEADER_BYTES:
-        header = _frame_header(memoryview(block), f"frame {len(found)} of pack {name}", thorough=thorough)
+    while len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
+        header = _frame_header(block, f"frame {len(found)} of pack {name}", thorough=thorough)
         # A frame of an earlier life of the file has another pack's id.
         if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(found)):
             found.append(entry_of(header.descriptor, offset))

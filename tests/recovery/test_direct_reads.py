@@ -382,7 +382,7 @@ def test_without_direct_access_everything_is_copied(
     """The bytes come through the page cache then."""
     state, into = {"w": _random(64)}, {"w": _at(64)}
     _save(store_path, state)
-    monkeypatch.setattr(pack_files, "set_direct", lambda _descriptor: False)
+    monkeypatch.setattr("asymcheck.tiers.files.set_direct", lambda _descriptor: False)
     with _opened(store_path, files) as store:
         store.load(into=into)
     assert torch.equal(into["w"], state["w"])

@@ -15,8 +15,8 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import StorageError
-from asymcheck.tiers.files import Files, translated
-from asymcheck.tiers.nvme import NvmeTier, pack_files, packs
+from asymcheck.tiers.files import Files, set_direct, translated
+from asymcheck.tiers.nvme import NvmeTier
 from tests.store.equality import assert_same
 
 STATE = {"large": torch.arange(3_000_000), "small": [torch.randn(3000) for _ in range(5)], "odd": torch.ones(70_001)}
@@ -101,7 +101,7 @@ def test_frames_bypass_the_page_cache(store_path: Path) -> None:
     files = Watching()
     _round_trip(store_path, files)
     probe = os.open(store_path / "asymcheck.store", os.O_RDONLY)
-    direct = packs.set_direct(probe)
+    direct = set_direct(probe)
     os.close(probe)
     assert files.frames_written == files.frames_read == {direct}
 
@@ -115,8 +115,7 @@ def test_a_file_system_without_direct_access_is_written_through_the_cache(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flag is refused at once: buffered from the first frame on."""
-    monkeypatch.setattr(packs, "set_direct", lambda _descriptor: False)
-    monkeypatch.setattr(pack_files, "set_direct", lambda _descriptor: False)
+    monkeypatch.setattr("asymcheck.tiers.files.set_direct", lambda _descriptor: False)
     files = Watching()
     _round_trip(store_path, files)
     assert files.frames_written == files.frames_read == {False}

@@ -1,13 +1,13 @@
 """The NVMe tier: packs written by direct I/O, manifests as files, and the catalog in LMDB."""
 
 from asymcheck.tiers.base_frames import BaseFrames, bases_in
-from asymcheck.tiers.files import Files
+from asymcheck.tiers.files import Files, OpenFile
 from asymcheck.tiers.manifests import CheckpointFiles
 from asymcheck.tiers.nvme.catalog import Catalog, Transaction
 from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.tiers.nvme.pack_files import PackFile
 from asymcheck.tiers.nvme.packs import PackWriter
-from asymcheck.tiers.nvme.scratch import Scratch, scratch, seal_scratch_pack
+from asymcheck.tiers.nvme.scratch import scratch, seal_scratch_pack
 from asymcheck.tiers.nvme.tier import NvmeTier
 from asymcheck.tiers.nvme.workers import work_off
 from asymcheck.tiers.slots import Slot, SlotPool
@@ -19,9 +19,9 @@ __all__ = [
     "Files",
     "ManifestFiles",
     "NvmeTier",
+    "OpenFile",
     "PackFile",
     "PackWriter",
-    "Scratch",
     "Slot",
     "SlotPool",
     "Transaction",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageErr
 from asymcheck.format import layout
 from asymcheck.format.pack import entry_length
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
-from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock
+from asymcheck.tiers.files import DESCRIPTORS, Files, OpenFile, is_same_file, refuses_direct, try_lock
 from asymcheck.tiers.nvme.drives import needs_slot
 from asymcheck.tiers.pack_index import PackIndex, find_frames
 from asymcheck.tiers.reading import OpenPack
@@ -23,33 +21,15 @@ from asymcheck.types import PackId
 _POLL_S = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
-class _OnDisk:
-    """A file as :func:`find_frames` reads it."""
-
-    files: Files
-    descriptor: int
-    path: Path
-
-    def size(self) -> int:
-        """Return its bytes."""
-        return os.fstat(self.descriptor).st_size
-
-    def pread(self, buffer: memoryview, offset: int) -> int:
-        """Fill ``buffer`` from ``offset``."""
-        return self.files.pread(self.descriptor, [buffer], offset, self.path)
-
-
 class PackFile(OpenPack):
     """A complete pack open for reading, with a shared lock that keeps it from being recycled."""
 
-    def __init__(self, files: Files, path: Path, descriptor: int, index: PackIndex) -> None:
-        """Wrap an open descriptor; use :func:`open_pack`."""
-        super().__init__(index, path)
-        self._files = files
-        self._descriptor = descriptor
-        self._direct = set_direct(descriptor)
-        self._device = os.fstat(descriptor).st_dev
+    def __init__(self, file: OpenFile, index: PackIndex) -> None:
+        """Take over an open file; use :func:`open_pack`."""
+        super().__init__(index, file.path)
+        self._file = file
+        file.use_direct()
+        self._device = os.fstat(file.descriptor).st_dev
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.
@@ -58,16 +38,7 @@ class PackFile(OpenPack):
             TruncatedError: the file ends before the frame does.
         """
         frame = slot.memory[: entry_length(self.entries[sequence])]
-        direct = self._direct
-        try:
-            self._read(sequence, [frame])
-        except StorageError as error:
-            if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
-                raise
-            # In this order: another thread that finds it cleared may take any refusal for an error.
-            clear_direct(self._descriptor)
-            self._direct = False
-            self._read(sequence, [frame])
+        self._check_count(sequence, [frame], self._file.read([frame], self._offset(sequence)))
         return frame
 
     def direct_shift(self, sequence: int) -> int | None:
@@ -77,7 +48,7 @@ class PackFile(OpenPack):
         """
         entry = self.entries[sequence]
         is_plain = entry["codec"] == CODEC_IDENTITY and entry["stored_length"] >= ALIGNED_PAYLOAD_MIN_BYTES
-        return int(entry["payload_shift"]) if self._direct and is_plain else None
+        return int(entry["payload_shift"]) if self._file.is_direct and is_plain else None
 
     def read_payload(
         self, sequence: int, payload: memoryview, slot: Slot
@@ -97,19 +68,22 @@ class PackFile(OpenPack):
         last = (length - first) % block
         head = slot.memory[: block + shift + first]
         tail = slot.memory[2 * block : 3 * block if last else 2 * block]
+        buffers = [head, payload[first : length - last], tail]
+        file = self._file
         try:
-            self._read(sequence, [head, payload[first : length - last], tail])
+            count = file.files.pread(file.descriptor, buffers, self._offset(sequence), self.path)
         except StorageError as error:
-            # The file system refuses direct reads after all, or those into memory that a driver maps.
-            if getattr(error.__cause__, "errno", None) not in (errno.EINVAL, errno.EFAULT):
+            if not refuses_direct(error):
                 raise
             return None
+        self._check_count(sequence, buffers, count)
         payload[:first], payload[length - last :] = head[block + shift :], tail[:last]
         return head[: block + shift], payload, tail[last:]
 
-    def _read(self, sequence: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after another, with all of a frame."""
-        count = self._files.pread(self._descriptor, buffers, int(self.entries[sequence]["offset"]), self.path)
+    def _offset(self, sequence: int) -> int:
+        return int(self.entries[sequence]["offset"])
+
+    def _check_count(self, sequence: int, buffers: Sequence[memoryview], count: int) -> None:
         length = sum(map(len, buffers))
         if count < length:
             raise TruncatedError(
@@ -118,9 +92,7 @@ class PackFile(OpenPack):
 
     def close(self) -> None:
         """Release the lock. Closing twice is no error."""
-        # Taken out first: by a second close, or a late read, the number may be that of another thread's file.
-        descriptor, self._descriptor = self._descriptor, -1
-        DESCRIPTORS.close(descriptor)
+        self._file.close()
 
 
 def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, *, thorough: bool = False) -> PackFile:
@@ -144,8 +116,8 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
         try:
             if try_lock(descriptor, exclusive=False):
                 if is_same_file(descriptor, path):
-                    index = find_frames(_OnDisk(files, descriptor, path), path.name, pack_id, thorough=thorough)
-                    return PackFile(files, path, descriptor, index)
+                    file = OpenFile(files, path, descriptor)
+                    return PackFile(file, find_frames(file.read_range, path.name, pack_id, thorough=thorough))
             elif time.monotonic() > deadline:
                 raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
         except BaseException:
@@ -170,6 +142,6 @@ def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
     except FileNotFoundError as error:
         raise MissingPartitionError(f"pack {path.name} does not exist") from error
     try:
-        return find_frames(_OnDisk(files, descriptor, path), path.name, pack_id, thorough=True)
+        return find_frames(OpenFile(files, path, descriptor).read_range, path.name, pack_id, thorough=True)
     finally:
         DESCRIPTORS.close(descriptor)

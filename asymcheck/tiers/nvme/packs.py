@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import operator
 import os
 import stat
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_of, round_up
-from asymcheck.tiers.files import DESCRIPTORS, Files, clear_direct, is_same_file, set_direct, try_lock, wait_lock
+from asymcheck.tiers.files import DESCRIPTORS, Files, OpenFile, is_same_file, try_lock, wait_lock
 from asymcheck.tiers.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
@@ -50,8 +48,8 @@ class PackWriter:
         self._end = registry.BLOCK_BYTES
         self._frames: list[tuple[FrameDescriptor, int]] = []
         self._recycled = recycled
-        self._descriptor = descriptor
-        self._direct = set_direct(descriptor)
+        self._file = OpenFile(files, self._path, descriptor)
+        self._file.use_direct()
         emit("pack.created", self._path.name)
 
     @property
@@ -63,7 +61,7 @@ class PackWriter:
         """Stamp the frame whose payload lies in ``slot`` and write it at the next place; return that place."""
         sequence, offset = self._next_place(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
-        self._pwrite([frame], offset)
+        self._file.write([frame], offset)
         emit("frame.written", self._path.name, len(frame))
         return self._location(offset, descriptor)
 
@@ -90,7 +88,7 @@ class PackWriter:
         head[start:] = payload[:first]
         tail = slot.memory[2 * block : 3 * block if last else 2 * block]
         tail[:last], tail[last:] = payload[len(payload) - last :], bytes(len(tail) - last)
-        self._pwrite([head, payload[first : len(payload) - last], tail], offset)
+        self._file.write([head, payload[first : len(payload) - last], tail], offset)
         emit("frame.written", self._path.name, descriptor.frame_length)
 
     def _next_place(self, descriptor: FrameDescriptor) -> tuple[int, int]:
@@ -110,12 +108,12 @@ class PackWriter:
         index = encode_index(self.pack_id, entries)
         self._pwrite_aligned(index, self._end)
         self._pwrite_aligned(encode_pack_header(header), 0)
-        if self._recycled and os.fstat(self._descriptor).st_size > 2 * header.pack_length:
+        if self._recycled and os.fstat(self._file.descriptor).st_size > 2 * header.pack_length:
             # A recycled file keeps its old tail, whose blocks the next life reuses, unless it is mostly tail.
-            self._files.truncate(self._descriptor, header.pack_length, self._path)
+            self._files.truncate(self._file.descriptor, header.pack_length, self._path)
         emit("pack.index_written", self._path.name)
         with timed("sync", self._end, lambda: {"pack": self._path.name}):
-            self._files.sync(self._descriptor, self._path)
+            self._file.sync()
         emit("pack.synced", self._path.name)
         final = self._directory / layout.pack_name(self.pack_id)
         self._files.rename(self._path, final)
@@ -140,27 +138,11 @@ class PackWriter:
         # Not a slot: of its huge pages, which are zeroed first, this would need a corner.
         memory = memoryview(mmap.mmap(-1, round_up(len(data))))[: len(data)]
         memory[:] = data
-        self._pwrite([memory], offset)
-
-    def _pwrite(self, buffers: Sequence[memoryview], offset: int) -> None:
-        direct = self._direct
-        try:
-            self._files.pwrite(self._descriptor, buffers, offset, self._path)
-        except StorageError as error:
-            # Some file systems accept the flag and refuse the first direct write (EINVAL); from memory that a driver
-            # maps, none is possible (EFAULT): fall back to buffered writes.
-            if not direct or getattr(error.__cause__, "errno", None) not in (errno.EINVAL, errno.EFAULT):
-                raise
-            # In this order: a thread that sees the flag cleared writes without it.
-            clear_direct(self._descriptor)
-            self._direct = False
-            self._files.pwrite(self._descriptor, buffers, offset, self._path)
+        self._file.write([memory], offset)
 
     def close(self) -> None:
         """Release the lock; from now on only manifests and pins protect the pack. Closing twice is no error."""
-        # Taken out first: by a second close, or a late write, the number may be that of another thread's file.
-        descriptor, self._descriptor = self._descriptor, -1
-        DESCRIPTORS.close(descriptor)
+        self._file.close()
 
     def abandon(self) -> None:
         """Remove the file after a failure, whatever state it is in. Never raises for a file that is gone."""

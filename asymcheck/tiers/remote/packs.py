@@ -27,28 +27,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class _OverThere:
-    """A file as :func:`find_frames` reads it."""
-
-    def __init__(self, files: RemoteFiles, path: PurePosixPath) -> None:
-        self._files = files
-        self._path = path
-        self._size: int | None = None
-        self._kept = Kept()
-
-    def size(self) -> int:
-        if self._size is None:
-            self.pread(memoryview(bytearray(1)), 0)
-        return self._size or 0
-
-    def pread(self, buffer: memoryview, offset: int) -> int:
-        if self._size is not None and offset >= self._size:
-            return 0
-        data, self._size = self._files.read_range(self._path, offset, len(buffer), self._kept)
-        buffer[: len(data)] = data
-        return len(data)
-
-
 def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
     """Read header and index of a pack.
 
@@ -58,7 +36,7 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
         RemoteUnreachableError: nobody knows.
     """
     try:
-        return find_frames(_OverThere(files, path), path.name, pack_id)
+        return find_frames(partial(files.read_range, path, kept=Kept()), path.name, pack_id)
     except FileNotFoundError as error:
         if files.stat(path) is None:
             raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error

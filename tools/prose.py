@@ -22,14 +22,14 @@ WORDS_MAX = 40
 """Words of a sentence. The aim is 25; lists in a sentence may need more."""
 SUBJECT_MAX = 72
 
-_OPENINGS = re.compile(r"(What|Who|Whose|Whoever|Of|So|Else|There)\b")
+_OPENINGS = re.compile(r"(What|Who|Whose|Whoever|Of|So(?! do| does| is)|Else|There)\b")
 _BANNED = re.compile(
-    r"\b(made anew|in all|of one's own|of their own|what is there|takes? the room|is told|are told|lies? (?:in|on|at)"
+    r"\b(made anew|in all(?= *(?:[.,;:)]|$))|of one's own|of their own|what is there|takes? the room|is told|are told|lies? (?:in|on|at)"
     r"|as ever|all the same|no odds|whoever|somebody else's)\b",
     re.IGNORECASE,
 )
 _SUBJECT = re.compile(r"[a-z_./, -]+: [a-z]")
-_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`*\"(])")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)\s+")
 _CODE = re.compile(r"``?[^`]*``?|:[a-z]+:`[^`]*`")
 _FENCE = re.compile(r"^(```|~~~)")
 

@@ -31,7 +31,7 @@ def test_a_stumbling_block_is_found(text: str, expected: str) -> None:
         "Return the newest consistent checkpoint of a run.",
         "What does a save cost?",
         "Call `What is there` first.",
-        " ".join(["Word"] * 40) + ". " + " ".join(["Word"] * 40) + ".",
+        " ".join(["word"] * 40) + ". " + " ".join(["word"] * 40) + ".",
     ],
 )
 def test_plain_english_is_left_alone(text: str) -> None:

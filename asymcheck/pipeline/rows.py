@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
@@ -50,7 +49,9 @@ class Rows:
         """Begin without any."""
         self._described: Columns | None = None
         self._describing: list[Column] = []
-        self._placed: tuple[Cut, _Places] | None = None
+        self._cut: Cut | None = None
+        self._starts: npt.NDArray[np.int32]
+        self._extents: list[npt.NDArray[np.int64]]
 
     def columns(
         self, described: Columns, cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
@@ -60,11 +61,12 @@ class Rows:
         if described is not self._described and described != self._described:
             self._describing = _describing(described)
         self._described = described
-        if self._placed is None or self._placed[0] is not cut:
-            self._placed = cut, _Places.of(cut, count)
-        places = self._placed[1]
-        digests = as_column([name for _, name in zip(cut.partitions, names, strict=True)])[places.partitions]
-        extents = extents_column(places.starts, digests, places.offsets, places.lengths, places.partition_lengths)
+        if self._cut is not cut:
+            self._starts, self._extents = _extents_of(cut, count)
+            self._cut = cut
+        partitions, offsets, lengths, partition_lengths = self._extents
+        digests = as_column([name for _, name in zip(cut.partitions, names, strict=True)])[partitions]
+        extents = extents_column(self._starts, digests, offsets, lengths, partition_lengths)
         return [*self._describing, *inline_columns([inline.get(row) for row in range(count)]), extents]
 
 
@@ -83,27 +85,21 @@ def _describing(described: Columns) -> list[Column]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Places:
-    """Where the bytes of tensors lie in the partitions of a cut, an entry for each extent, in order."""
+def _extents_of(cut: Cut, rows: int) -> tuple[npt.NDArray[np.int32], list[npt.NDArray[np.int64]]]:
+    """Return where the bytes of tensors lie in the partitions of a cut.
 
-    starts: npt.NDArray[np.int32]
-    partitions: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    partition_lengths: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, cut: Cut, rows: int) -> _Places:
-        extents: list[tuple[int, int, int, int, int, int]] = []
-        for number, partition in enumerate(cut.partitions):
-            length, position = partition.length, 0
-            for piece in partition.pieces:
-                extents.append((piece.row, piece.start, number, position, piece.length, length))
-                position += piece.length
-        table = np.array(sorted(extents), dtype=np.int64).reshape(-1, 6)
-        starts = np.searchsorted(table[:, 0], np.arange(rows + 1)).astype(np.int32)
-        return cls(starts, *(np.ascontiguousarray(table[:, column]) for column in range(2, 6)))
+    These are the first extent of each row, and a column each of the extents in order: number of the partition, offset
+    in it, length, and length of the partition.
+    """
+    extents: list[tuple[int, int, int, int, int, int]] = []
+    for number, partition in enumerate(cut.partitions):
+        length, position = partition.length, 0
+        for piece in partition.pieces:
+            extents.append((piece.row, piece.start, number, position, piece.length, length))
+            position += piece.length
+    table = np.array(sorted(extents), dtype=np.int64).reshape(-1, 6)
+    starts = np.searchsorted(table[:, 0], np.arange(rows + 1)).astype(np.int32)
+    return starts, [np.ascontiguousarray(table[:, column]) for column in range(2, 6)]
 
 
 def inline_bytes(leaves: Sequence[Leaf], cut: Cut) -> dict[int, bytes]:

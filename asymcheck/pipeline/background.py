@@ -135,15 +135,8 @@ class Background:
         if self._capturer is not None:
             # An interrupt that ends the waiting here leaves no number that other ranks wait for.
             self._capturer.fence()
-        if self._joint is None:
-            capture, capturer = self._prepared(state, request, generation, 0)
-        else:
-            number = self._joint.next_number()
-            try:
-                capture, capturer = self._prepared(state, request, generation, number)
-            except BaseException as error:
-                self._joint.give_up(number, error)
-                raise
+        with contextlib.nullcontext(0) if self._joint is None else self._joint.beginning() as number:
+            capture, capturer = self._prepared(state, request, generation, number)
         capture.began_s = began
         if self._ring is not None and capture.transfers.lanes:
             self._ring.pin(capture.transfers.lanes[0].link)
@@ -190,7 +183,7 @@ class Background:
             plan = timing.plan(layout)
             turn = joint.lead(number, request, generation, plan)
         else:
-            turn = joint.follow(number, request)
+            turn = joint.follow(request)
             plan = timing.plan(layout, turn.plan)
             request, generation = dataclasses.replace(request, save_id=turn.save_id), turn.generation
         capturer = self._started(plan)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -221,6 +221,8 @@ class Joint:
         """Save ``run`` with those of ``session``; on rank 0 ``placing`` says where on the line a checkpoint goes."""
         self.store_ranks = session.store_ranks
         """The ranks that save into this store; None when all do."""
+        self.is_first = session.is_first
+        """Whether this is rank 0."""
         self._head: Mapping[str, object] | None = None
         self._newest_head = 0
         self._manifests = manifests
@@ -236,12 +238,17 @@ class Joint:
         self._since_shared = 0
         self._is_outdated = False
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self._session.is_first
-
     # --------------------------------------------------------------------------------------- on the training thread
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[int]:
+        """Yield the number of the save that begins in the block. The others are told if this rank fails to begin it."""
+        number = self._session.next_number()
+        try:
+            yield number
+        except BaseException as error:
+            self._session.give_up(number, error)
+            raise
 
     def lead(self, number: int, request: SaveRequest, generation: int | None, plan: Plan) -> Turn:
         """Begin a save, as rank 0."""
@@ -256,7 +263,7 @@ class Joint:
         self._session.open(number, _SAVES, request.step, _DIGESTS if anew else _STORED, said)
         return turn
 
-    def follow(self, _number: int, request: SaveRequest) -> Turn:
+    def follow(self, request: SaveRequest) -> Turn:
         """Take part in the save that rank 0 begins; its number is that which rank 0 has given it.
 
         Raises:
@@ -280,14 +287,6 @@ class Joint:
         if head is not None and head.generation > self._newest_head:
             self._manifests.take_head(head)
             self._newest_head = head.generation
-
-    def next_number(self) -> int:
-        """Return the number of the save that is about to begin."""
-        return self._session.next_number()
-
-    def give_up(self, number: int, error: BaseException) -> None:
-        """Tell the others that this rank has not even begun."""
-        self._session.give_up(number, error)
 
     # ----------------------------------------------------------------------------------------- on the commit thread
 

@@ -227,13 +227,7 @@ class Background:
             self._flusher = RingFlusher(
                 self._ring, self._tier, self._catalog, self._encoder, self._placing, self._joint, self.on_commit
             )
-            self._capturer = Capturer(
-                self._ring,
-                self._flusher.stored,
-                self._flusher.finished,
-                self._flusher.make_room_for,
-                self.prover,
-            )
+            self._capturer = Capturer(self._ring, self._flusher, self.prover)
         self._warn_of_short_ring()
         return self._capturer
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from asymcheck.events import emit, timed
@@ -22,6 +22,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.partition.leaves import copy_partition
 from asymcheck.pipeline.capture import Capture
 from asymcheck.pipeline.proof import Prover
+from asymcheck.pipeline.ring_flush import RingFlusher
 from asymcheck.pipeline.signals import INTERRUPTS
 from asymcheck.pipeline.unchanged import Unchanged
 from asymcheck.tiers.dram_ring import Ring, RingSlot
@@ -35,26 +36,9 @@ _DEVICE_POLL_S = 0.002
 class Capturer:
     """Copies captures into a ring, with one thread beside the training thread. Begin on one thread only."""
 
-    def __init__(
-        self,
-        ring: Ring,
-        stored: Callable[[Capture, int], None],
-        finished: Callable[[Capture], None],
-        make_room: Callable[[Capture], bool],
-        prover: Prover,
-    ) -> None:
-        """Start the thread.
-
-        Args:
-            ring: where to.
-            stored: called on it when a partition, by number, is complete in the ring.
-            finished: called on it when all are, or when the capture was given up: ``error`` says so. Must not raise.
-            make_room: called on any thread when the ring is full for a capture; returns whether it made room.
-            prover: finds out whether it is torn.
-        """
-        self._ring = ring
-        self._stored, self._finished, self._make_room = stored, finished, make_room
-        self._prover = prover
+    def __init__(self, ring: Ring, flusher: RingFlusher, prover: Prover) -> None:
+        """Start the thread. ``flusher`` takes partitions from the ring; ``prover`` finds out what is torn."""
+        self._ring, self._flusher, self._prover = ring, flusher, prover
         self._unchanged = Unchanged(ring)
         self._changed = threading.Condition()
         self._unreleased: deque[tuple[Capture, int]] = deque()
@@ -232,7 +216,7 @@ class Capturer:
             capture.error = capture.error or self._prover.verdict(capture.witnesses, capture.request.step)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             capture.error = capture.error or error
-        self._finished(capture)
+        self._flusher.finished(capture)
         capture.forget_sources()
 
     def _settle_aside(self, capture: Capture) -> None:
@@ -302,7 +286,7 @@ class Capturer:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
             self._settle_aside(capture)
-            if not self._make_room(capture) and not self._complete_one():
+            if not self._flusher.make_room_for(capture) and not self._complete_one():
                 self._ring.wait_for_room(_ROOM_POLL_S)
             slot = self._ring.take(length)
             if slot is not None:
@@ -346,7 +330,7 @@ class Capturer:
             return
         self._settle_aside(capture)
         if number in capture.reused:
-            self._stored(capture, number)
+            self._flusher.stored(capture, number)
             return
         payload = self._ring.payload(slot)
         if number in capture.witnesses:
@@ -356,7 +340,7 @@ class Capturer:
             name = digest(payload)
             self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
         capture.digests[number] = name
-        self._stored(capture, number)
+        self._flusher.stored(capture, number)
 
     def _give_up(self, capture: Capture, error: BaseException) -> None:
         with self._changed:

@@ -118,11 +118,11 @@ class RingFlusher:
         self._kept_up: list[Future[object]] = []
 
     def stored(self, capture: Capture, number: int) -> None:
-        """Take a partition that is complete in the ring. On the capture thread."""
+        """Take a partition, by number, that is complete in the ring. On the capture thread."""
         self._committer.submit(self._go_on, self._of(capture), number)
 
     def finished(self, capture: Capture) -> None:
-        """Take a capture that is complete, or was given up. On the capture thread."""
+        """Take a capture that is complete, or was given up, as ``error`` says. Never raises. On the capture thread."""
         with capture.failing():
             inflight = self._of(capture)
             if capture.error is None:
@@ -387,7 +387,10 @@ class RingFlusher:
         return inflight is None or inflight.entry is not None
 
     def make_room_for(self, capture: Capture) -> bool:
-        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did."""
+        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did.
+
+        Any thread may call it.
+        """
         return self.make_room() or self.let_stream(capture)
 
     def make_room(self) -> bool:

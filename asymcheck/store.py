@@ -187,16 +187,18 @@ class Store:
         flat = flatten(state)
         placing = self._placing(tier, request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
-            done = save(tier, self._opened.catalog(), self._opened.encoder, flat, request, placing)
+            ref, state_bytes, written_bytes = save(
+                tier, self._opened.catalog(), self._opened.encoder, flat, request, placing
+            )
         return Checkpoint.of(
             run,
-            done.ref,
+            ref,
             request.world_size,
             request.metrics,
-            done.state_bytes,
-            written_bytes=done.written_bytes,
-            complete=part is None or tier.manifests.listing(run, done.ref).is_complete,
-            on_line=generation is None or is_on_line(self._tier, run, done.ref),
+            state_bytes,
+            written_bytes=written_bytes,
+            complete=part is None or tier.manifests.listing(run, ref).is_complete,
+            on_line=generation is None or is_on_line(tier, run, ref),
         )
 
     def _placing(

@@ -5,7 +5,6 @@ When :func:`save` returns, the checkpoint is durable.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections import Counter
@@ -193,18 +192,6 @@ def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:
     writer.write(slot, descriptor)
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveResult:
-    """What a save did."""
-
-    ref: CheckpointRef
-    """The checkpoint's identity."""
-    state_bytes: int
-    """Bytes of all tensors."""
-    written_bytes: int
-    """Payload bytes written; the rest was in the store already."""
-
-
 def save(
     tier: NvmeTier,
     catalog: Catalog,
@@ -212,8 +199,10 @@ def save(
     state: FlatState,
     request: SaveRequest,
     placing: Callable[[], Place],
-) -> SaveResult:
+) -> tuple[CheckpointRef, int, int]:
     """Store a state, encoded as ``encoder`` says, and commit it.
+
+    Return the checkpoint, the bytes of all tensors, and the payload bytes written; the rest was in the store already.
 
     ``placing`` says where on the line it goes. It is asked when all but the manifest is durable: a generation that is
     opened for a checkpoint must not be opened for one that fails.
@@ -241,4 +230,4 @@ def save(
     finally:
         for leaf in leaves:
             leaf.release()
-    return SaveResult(ref, sum(leaf.nbytes for leaf in leaves), transaction.packing.written_bytes)
+    return ref, sum(leaf.nbytes for leaf in leaves), transaction.packing.written_bytes

@@ -100,24 +100,26 @@ class Filler:
             return self._match_mapping(current, stored, path)
         if type(current) in (list, tuple):
             return self._match_sequence(current, stored, path)  # type: ignore[arg-type]  # the type was just compared
-        name = join_name(path) or "<root>"
         if not isinstance(current, _PLAIN):
-            self._problems.append(f"{name}: {type(current).__qualname__} cannot be filled; give None to have it made")
+            self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to have it made")
         return self._made(merge(stored), path)
+
+    def _refuse(self, path: tuple[Key, ...], problem: str) -> None:
+        self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
         """Make what is stored anew, its tensors too."""
-        tensors = self._want(shape, join_name(path) or "<root>", {})
+        tensors = self._want(shape, path, {})
         return lambda assembly: _put_in(shape, tensors, assembly)
 
-    def _want(self, shape: object, name: str, tensors: _Tensors) -> _Tensors:
+    def _want(self, shape: object, path: tuple[Key, ...], tensors: _Tensors) -> _Tensors:
         """Want all tensors of a shape that are not in ``tensors`` yet, whole; return what each becomes."""
         for number in rows_in(shape):
             if number not in tensors:
                 try:
                     tensors[number] = _tensor_of(self._demand(number, self._parts.whole(number)))
                 except StateMismatchError as error:
-                    self._problems.append(f"{name}: tensor {self._parts.row(number).name}: {error}")
+                    self._refuse(path, f"tensor {self._parts.row(number).name}: {error}")
         return tensors
 
     def _demand(self, number: int, box: Box) -> Demand:
@@ -131,17 +133,16 @@ class Filler:
         return self._demands[number, box]
 
     def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
-        name = join_name(path)
         ref = next((one for one in stored if isinstance(one, RowRef)), None)
         if ref is None:
-            self._problems.append(f"{name}: a tensor is given, but {type(stored[0]).__name__} is stored")
+            self._refuse(path, f"a tensor is given, but {type(stored[0]).__name__} is stored")
             return
         try:
             self._take(current, ref.row)
         except UnsupportedValueError as error:
-            self._problems.append(f"{name}: {error.reason}")
+            self._refuse(path, error.reason)
         except StateMismatchError as error:
-            self._problems.append(f"{name}: {error}")
+            self._refuse(path, str(error))
 
     def _take(self, current: _Given, number: int) -> None:
         """Note that a tensor is to be filled.
@@ -173,9 +174,7 @@ class Filler:
         name = join_name(path)
         mappings = [one for one in stored if isinstance(one, dict)]
         if not mappings:
-            self._problems.append(
-                f"{name}: an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored"
-            )
+            self._refuse(path, f"an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
         state = current.state_dict()
         shape = with_counters(state_for(current, mappings, state), state)
@@ -189,7 +188,7 @@ class Filler:
         tensors: _Tensors = {}
         self._match_loosely(state, shape, tensors)
         self._match_parameters(current, shape, tensors)
-        self._want(shape, name, tensors)
+        self._want(shape, path, tensors)
 
         def finish(assembly: Assembly) -> object:
             try:
@@ -231,9 +230,7 @@ class Filler:
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         mappings = [one for one in stored if isinstance(one, dict)]
         if not mappings:
-            self._problems.append(
-                f"{join_name(path) or '<root>'}: a mapping is given, but {type(stored[0]).__name__} is stored"
-            )
+            self._refuse(path, f"a mapping is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
         finishes = {}
         for key, value in current.items():
@@ -241,7 +238,7 @@ class Filler:
             if found:
                 finishes[key] = self._match(value, found, (*path, key))
             else:
-                self._problems.append(f"{join_name((*path, key))}: is not in {self._stored_where}")
+                self._refuse((*path, key), f"is not in {self._stored_where}")
         if self._grows and path:
             # Of what ranks have, the own counts: what others have besides is theirs.
             for key in mappings[0]:
@@ -284,9 +281,7 @@ class Filler:
         may_be = self._grows and isinstance(found, list)
         if not may_be or not isinstance(current, list) or not all(map(_is_plain, current)):
             there = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (list, tuple)) else "no such"
-            self._problems.append(
-                f"{join_name(path)}: a {type(current).__name__} of {len(current)} is given, but {there} is stored"
-            )
+            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {there} is stored")
             return lambda _assembly: current
         make = self._made(found, path)
 

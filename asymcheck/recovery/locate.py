@@ -175,9 +175,8 @@ class Sources:
     def _search_bases(self) -> None:
         """Find the frames that those found are encoded against, and what these are encoded against."""
         wanted: set[Digest] = set()
-        for number, pack in enumerate(self._numbered):
+        for pack, frames in self._by_pack(self._places):
             if pack.entries["kind"].any():
-                frames = self._places[self._places >> _FRAME_BITS == number] & _FRAME_MASK
                 wanted |= _bases_of(pack, frames)
         # What is wanted may all lie in packs that are nearer than others, or hinted at: then no other is looked into.
         self._bases = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
@@ -320,9 +319,7 @@ class Sources:
 
     def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
         """Return the bytes of payload of the longest frame among those of ``digests``, and of all of them."""
-        places = self._places[self._needs.digests.numbers(as_column(digests))]
-        packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
-        lengths = [pack.entries["stored_length"][frames[packs == number]] for number, pack in enumerate(self._numbered)]
+        lengths = [pack.entries["stored_length"][frames] for pack, frames in self._by_pack(self._places_of(digests))]
         return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
 
     def other_copies(self, digest: Digest, damaged: Sequence[Copy]) -> Iterator[Copy]:
@@ -335,17 +332,23 @@ class Sources:
 
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Return digests in the order in which their frames lie, pack by pack."""
-        order = np.argsort(self._places[self._needs.digests.numbers(as_column(digests))], kind="stable")
+        order = np.argsort(self._places_of(digests), kind="stable")
         return [digests[place] for place in order.tolist()]
 
     def expect(self, digests: Sequence[Digest]) -> None:
         """Tell the packs which frames will be read."""
-        places = self._places[self._needs.digests.numbers(as_column(digests))]
+        for pack, frames in self._by_pack(self._places_of(digests)):
+            if len(frames):
+                pack.expect(frames.tolist())
+
+    def _places_of(self, digests: Sequence[Digest]) -> npt.NDArray[np.int64]:
+        return self._places[self._needs.digests.numbers(as_column(digests))]
+
+    def _by_pack(self, places: npt.NDArray[np.int64]) -> Iterator[tuple[OpenPack, npt.NDArray[np.int64]]]:
+        """Yield each pack with those frames of it that are among ``places``."""
         packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
         for number, pack in enumerate(self._numbered):
-            wanted = frames[packs == number]
-            if len(wanted):
-                pack.expect(wanted.tolist())
+            yield pack, frames[packs == number]
 
     def close(self) -> None:
         """Close all packs."""

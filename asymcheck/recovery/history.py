@@ -72,8 +72,8 @@ def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
 def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
     """Describe a checkpoint that was read; the newest one lies on the line."""
     on_line = is_newest or is_on_line(tier, loaded.run, loaded.ref)
-    sums = _sums([loaded.manifest, *loaded.others])
-    return Checkpoint.of(loaded.run, loaded.ref, loaded.manifest.header.world_size, *sums, on_line=on_line)
+    world_size = loaded.manifests[0].header.world_size
+    return Checkpoint.of(loaded.run, loaded.ref, world_size, *_sums(loaded.manifests), on_line=on_line)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,12 +47,10 @@ class Loaded:
     """The run."""
     ref: CheckpointRef
     """The checkpoint that was read."""
-    manifest: Manifest
-    """Its manifest: of several, that of rank 0."""
-    skipped: tuple[str, ...]
+    manifests: Sequence[Manifest]
+    """Those of its ranks that were read, in their order."""
+    skipped: tuple[str, ...] = ()
     """Newer checkpoints that were passed over, with the reasons."""
-    others: tuple[Manifest, ...] = ()
-    """The manifests of the other ranks."""
 
 
 Read = Callable[[Resolved], object]
@@ -151,8 +149,7 @@ def _first(
                 message = f"{spoilt}. The next older one does not fit: {error}"
                 raise PartialRestoreError(message, spoilt.overwritten, None) from error
             else:
-                first, *others = resolved.manifests
-                return Loaded(state, resolved.run, resolved.ref, first, tuple(skipped), tuple(others))
+                return Loaded(state, resolved.run, resolved.ref, resolved.manifests, tuple(skipped))
     if spoilt is not None:
         raise _with_next_step(spoilt, attempts) from spoilt
     return None
@@ -227,8 +224,7 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> L
             if listing.is_whole:
                 raise
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
-    first, *others = manifests
-    return Loaded(state, run, ref, first, (), tuple(others))
+    return Loaded(state, run, ref, manifests)
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
@@ -263,18 +259,15 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     try:
         execute(assembly, tier, resolved)
         _check_overlapping(tier, resolved, assembly.overlapping)
-    except UNKNOWING as error:
+    except (DamagedPartitionError, *UNKNOWING) as error:
         overwritten = assembly.overwritten()
-        if overwritten:
-            # Not a PartialRestoreError: for that, an older checkpoint would be taken for this one, which may be sound.
-            message = f"{error}. {_overwritten(overwritten)}; the state is a mixture until a restore into it succeeds"
-            raise type(error)(message) from error
-        raise
-    except DamagedPartitionError as error:
-        overwritten = assembly.overwritten()
-        if overwritten:
+        if not overwritten:
+            raise
+        if isinstance(error, DamagedPartitionError):
             raise PartialRestoreError(str(error), overwritten, None) from error
-        raise
+        # Not a PartialRestoreError: for that, an older checkpoint would be taken for this one, which may be sound.
+        message = f"{error}. {_overwritten(overwritten)}; the state is a mixture until a restore into it succeeds"
+        raise type(error)(message) from error
 
 
 def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:

@@ -95,19 +95,20 @@ def stream_from_rings(
                 continue
             # One rank's may lie in several rings, intact in any of them.
             by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
-            first, *others = [by_rank[rank] for rank in sorted(by_rank)]
-            if len(by_rank) < first.header.world_size:
+            manifests = [by_rank[rank] for rank in sorted(by_rank)]
+            world_size = manifests[0].header.world_size
+            if len(by_rank) < world_size:
                 which = ", ".join(map(str, sorted(by_rank)))
-                reason = f"of its {first.header.world_size} ranks only {which} left it complete in memory"
+                reason = f"of its {world_size} ranks only {which} left it complete in memory"
                 skipped.append(f"{ref}: {reason}")
                 continue
             try:
                 read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
-                state = hand_on([first, *others], None, tensors, sink, progress, read)
+                state = hand_on(manifests, None, tensors, sink, progress, read)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
-            return Loaded(state, run, ref, first, tuple(skipped), tuple(others))
+            return Loaded(state, run, ref, manifests, tuple(skipped))
     raise _nothing(tier, folder, run, step, found, skipped)
 
 

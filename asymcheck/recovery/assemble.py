@@ -187,11 +187,6 @@ class Assembly(ReadPlan):
         catch_up(device for target in self._filled.values() for device in target.devices)
         super().__init__(self._filled)
 
-    @property
-    def demands(self) -> list[Demand]:
-        """What is wanted."""
-        return list(self._filled)
-
     def tensor(self, demand: Demand) -> torch.Tensor:
         """Return the filled tensor."""
         return self._filled[demand].tensor

@@ -86,7 +86,7 @@ def read_any(
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
     first = first or sources.copy(name)
-    read_base = base_reader_of(sources)
+    read_base = _base_reader_of(sources)
     problems: list[str] = []
     for copy in itertools.chain([first], sources.other_copies(name, [first])):
         if problems:
@@ -103,7 +103,7 @@ def read_any(
     raise DamagedPartitionError("; ".join(problems), name)
 
 
-def base_reader_of(sources: Sources) -> BaseReader:
+def _base_reader_of(sources: Sources) -> BaseReader:
     """Return a reader of bases from the packs of ``sources``."""
 
     def read_copy(copy: Copy) -> tuple[FrameDescriptor, memoryview, str]:

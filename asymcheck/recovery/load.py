@@ -23,10 +23,11 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
+from asymcheck.partition.shards import TensorShard
 from asymcheck.recovery.assemble import Assembly, holds
 from asymcheck.recovery.fill import Filler
-from asymcheck.recovery.parts import Parts
-from asymcheck.recovery.read_plan import Demand, execute, execute_in_memory, read_outlook
+from asymcheck.recovery.parts import Parts, box_of
+from asymcheck.recovery.read_plan import Demand, demands_of, execute, execute_in_memory, read_parts
 from asymcheck.recovery.resolve import Resolved, candidates, resolve_each, resolve_manifests
 from asymcheck.recovery.shape import with_tensors
 from asymcheck.tiers.manifests import CheckpointFiles
@@ -168,13 +169,18 @@ def _load_one(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> object:
 
 
 def _load_anew(tier: ReadTier, wanted: Wanted, resolved: Resolved) -> object:
-    outlook = read_outlook(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
-    with _saying_what_is_left(tier, resolved, outlook.parts, ". "):
-        demands = {number: outlook.demand(number) for number in outlook.numbers}
+    parts, shape = read_parts(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
+    with _saying_what_is_left(tier, resolved, parts, ". "):
+        demands = demands_of(parts, shape, whole=wanted.rank is None)
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)
     execute(assembly, tier, resolved)
-    tensors = {number: outlook.present(number, assembly.tensor(demand)) for number, demand in demands.items()}
-    return with_tensors(outlook.shape, tensors)
+    return with_tensors(shape, {number: _present(assembly, demand) for number, demand in demands.items()})
+
+
+def _present(assembly: Assembly, demand: Demand) -> object:
+    """Return a tensor as it stands in the state: a part of a whole says so."""
+    tensor, box = assembly.tensor(demand), box_of(demand.row)
+    return tensor if box.is_whole else TensorShard(tensor, box.whole, box.offset)
 
 
 @contextlib.contextmanager

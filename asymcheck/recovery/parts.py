@@ -94,13 +94,6 @@ class Parts:
         """Return all of a tensor."""
         return Box.of_whole(self.row(number).global_shape)
 
-    def count(self, number: int) -> int:
-        """Return in how many different parts a tensor was saved."""
-        row = self.row(number)
-        if len(self._manifests) == 1 or box_of(row).is_whole:
-            return 1
-        return len({self._outline(one)[1] for one in self._alike(number, [row.name])})
-
     def pieces(self, number: int, box: Box) -> list[Piece]:
         """Return what makes up a box of a tensor; of several ranks that have the same, the own comes first.
 

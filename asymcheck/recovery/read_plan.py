@@ -11,7 +11,6 @@ import torch
 from asymcheck.errors import DamagedPartitionError, InvalidInputError, StateMismatchError
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.partition.boxes import Box, Crossing, Region
-from asymcheck.partition.shards import TensorShard
 from asymcheck.recovery.fetch import fetch
 from asymcheck.recovery.parts import Parts, Piece, box_of, of_box
 from asymcheck.recovery.resolve import Resolved, needed_by
@@ -142,49 +141,10 @@ def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -
     plan.put_inline()
 
 
-@dataclasses.dataclass(frozen=True)
-class Outlook:
-    """A state without its bytes."""
-
-    shape: object
-    """The state, with placeholders for its tensors."""
-    numbers: Sequence[int]
-    """The tensors in it."""
-    is_merged: bool
-    """Whether it is that of all ranks: parts are put together to whole tensors."""
-    parts: Parts
-    """Stored parts of the tensors."""
-
-    def box(self, number: int) -> Box:
-        """Return which part of a tensor is seen."""
-        return self.parts.whole(number) if self.is_merged else box_of(self.parts.row(number))
-
-    def row(self, number: int) -> TensorRow:
-        """Describe what is seen of a tensor."""
-        return of_box(self.parts.row(number), self.box(number))
-
-    def demand(self, number: int) -> Demand:
-        """Want a tensor.
-
-        Raises:
-            StateMismatchError: some of it was not saved.
-        """
-        try:
-            return Demand.of(self.parts, number, self.box(number))
-        except StateMismatchError as error:
-            name = self.parts.row(number).name
-            raise StateMismatchError(
-                f"tensor {name} is not whole in the checkpoint: {error}; rank= gives what one rank has of it"
-            ) from error
-
-    def present(self, number: int, tensor: torch.Tensor) -> object:
-        """Return a tensor as it stands in the state: a part of a whole says so."""
-        box = self.box(number)
-        return tensor if box.is_whole else TensorShard(tensor, box.whole, box.offset)
-
-
-def read_outlook(manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | None, tensors: str) -> Outlook:
-    """Look at a checkpoint, as ``rank`` saved it, or at all ranks when that is None.
+def read_parts(
+    manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | None, tensors: str
+) -> tuple[Parts, object]:
+    """Return the parts of a checkpoint and its shape, as ``rank`` saved it, or of all ranks when that is None.
 
     Raises:
         InvalidInputError: there was no such rank, or the glob ``tensors`` matches no name.
@@ -195,5 +155,22 @@ def read_outlook(manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | 
             f"{ref} was saved by {len(manifests)} ranks, so rank {rank} saved nothing; with into= any rank may read it"
         )
     parts = Parts(manifests, rank or 0)
-    shape = select(merge(parts.shapes()) if rank is None else parts.own_shape, tensors)
-    return Outlook(shape, rows_in(shape), rank is None, parts)
+    return parts, select(merge(parts.shapes()) if rank is None else parts.own_shape, tensors)
+
+
+def demands_of(parts: Parts, shape: object, *, whole: bool) -> dict[int, Demand]:
+    """Want each tensor of a shape, ``whole`` or as it is numbered.
+
+    Raises:
+        StateMismatchError: some of it was not saved.
+    """
+    demands: dict[int, Demand] = {}
+    for number in rows_in(shape):
+        row = parts.row(number)
+        try:
+            demands[number] = Demand.of(parts, number, parts.whole(number) if whole else box_of(row))
+        except StateMismatchError as error:
+            raise StateMismatchError(
+                f"tensor {row.name} is not whole in the checkpoint: {error}; rank= gives what one rank has of it"
+            ) from error
+    return demands

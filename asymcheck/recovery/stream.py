@@ -13,7 +13,7 @@ import numpy as np
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.partition.boxes import Region
 from asymcheck.recovery.load import Loaded, read_first
-from asymcheck.recovery.read_plan import ByteTarget, Demand, ReadPlan, execute, read_outlook
+from asymcheck.recovery.read_plan import ByteTarget, Demand, ReadPlan, demands_of, execute, read_parts
 from asymcheck.recovery.resolve import Resolved
 from asymcheck.tiers.reading import ReadTier
 from asymcheck.types import Progress
@@ -81,10 +81,10 @@ def hand_on(
     read: Callable[[ReadPlan], None],
 ) -> object:
     """Hand tensors to ``sink`` by plans that ``read`` executes, and finish it; when one fails, it keeps nothing."""
-    outlook = read_outlook(manifests, manifests[0].header.ref, rank, tensors)
-    demands = {number: outlook.demand(number) for number in outlook.numbers}
+    parts, shape = read_parts(manifests, manifests[0].header.ref, rank, tensors)
+    demands = demands_of(parts, shape, whole=rank is None)
     try:
-        targets = sink.begin(Outline(outlook.shape, {number: demand.row for number, demand in demands.items()}))
+        targets = sink.begin(Outline(shape, {number: demand.row for number, demand in demands.items()}))
         wanted = {demands[number]: target for number, target in targets.items()}
         # Bytes of a tensor that lie apart in it are put together in memory, some tensors at a time.
         direct = [demand for demand in wanted if demand.in_runs]

@@ -59,7 +59,7 @@ _MAKE_BYTES_PER_S = 1e9
 def encoder_for(there: RemoteTier) -> Encoder:
     """Return what decides how frames are stored in a location; who keeps it, keeps what it has measured."""
     config = there.config.remote
-    return Encoder(config.compression, "hdfs", lambda: there.pace.write_bytes_per_s)
+    return Encoder(config.compression, "hdfs", lambda: there.pace.writing.bytes_per_s)
 
 
 def push(
@@ -356,7 +356,7 @@ class Uploader:
         """Cut frames into packs; while nobody knows what the location takes, the second waits for the first."""
         uploads = self._config.uploads
         count = 0
-        if self._config.compression == "auto" and self._there.pace.write_bytes_per_s is None:
+        if self._config.compression == "auto" and self._there.pace.writing.bytes_per_s is None:
             count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
         if 0 < count < len(frames):
             yield frames[:count]
@@ -375,8 +375,8 @@ class Uploader:
             volume_bytes=sum(frame_length(frame.stored) for frame in frames),
             latency_s=pace.close_s,
             chunk_bytes=piece,
-            chunk_s=piece / (pace.make_bytes_per_s or _MAKE_BYTES_PER_S),
-            write_bytes_per_s=pace.write_bytes_per_s or _MAKE_BYTES_PER_S,
+            chunk_s=piece / (pace.making.bytes_per_s or _MAKE_BYTES_PER_S),
+            write_bytes_per_s=pace.writing.bytes_per_s or _MAKE_BYTES_PER_S,
         )
         return stream_batch_bytes(facts, uploads, _LEAST_BYTES, limit)
 
@@ -416,7 +416,7 @@ class Uploader:
         plan = plan_pack([frame.entry for frame in frames])
         header, _ = self._packs.upload(plan, partial(self._read, frames, spent), self._sent, self._one_was_written.set)
         stored = sum(frame.stored for frame in frames)
-        self._there.pace.made(stored, sum(spent))
+        self._there.pace.making.note(stored, sum(spent))
         with self._lock:
             self._moved.packs += 1
             self._moved.moved_bytes += stored

@@ -241,8 +241,8 @@ def test_the_pace_of_a_folder_is_not_that_of_the_cache(folder: str, monkeypatch:
     files = RemoteFiles(parse_location(folder), REMOTE)
     files.make_directory(top(files))
     files.write(top(files) / "a.tmp", [bytes(16 << 20)])
-    assert files.pace.write_bytes_per_s is not None
-    assert files.pace.write_bytes_per_s <= (16 << 20) / 0.2
+    assert files.pace.writing.bytes_per_s is not None
+    assert files.pace.writing.bytes_per_s <= (16 << 20) / 0.2
 
 
 def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ class RemoteFiles:
             for piece in pieces:
                 began = time.perf_counter()
                 self._do("write to", path, partial(file.write, piece))
-                self.pace.wrote(len(piece), time.perf_counter() - began)
+                self.pace.writing.note(len(piece), time.perf_counter() - began)
                 count += len(piece)
                 emit("remote.piece_sent", path.name, len(piece))
             if written is not None:

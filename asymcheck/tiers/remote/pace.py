@@ -14,7 +14,7 @@ _CLOSE_S = 0.4
 _CLOSE_WEIGHT = 0.2
 
 
-class _Speed:
+class Speed:
     """Bytes by seconds, the latest count most. Thread-safe."""
 
     def __init__(self) -> None:
@@ -22,6 +22,7 @@ class _Speed:
         self._lock = threading.Lock()
 
     def note(self, count: int, seconds: float) -> None:
+        """Note how long so many bytes took in one stream, beside all others."""
         kept = 0.5 ** (count / _HALF_BYTES)
         with self._lock:
             nbytes, spent = self._sums
@@ -29,6 +30,7 @@ class _Speed:
 
     @property
     def bytes_per_s(self) -> float | None:
+        """Bytes per second of one stream; None before enough was measured."""
         nbytes, seconds = self._sums
         return nbytes / seconds if nbytes >= _ENOUGH_BYTES and seconds > 0 else None
 
@@ -37,33 +39,18 @@ class Pace:
     """Measurements of one location. Thread-safe."""
 
     def __init__(self) -> None:
-        self._writing, self._making = _Speed(), _Speed()
+        self.writing = Speed()
+        """How fast the location takes bytes."""
+        self.making = Speed()
+        """How fast bytes to send are read, checked and encoded."""
         self._lock = threading.Lock()
         self.close_s = _CLOSE_S
         """Seconds to complete one more file."""
-
-    def wrote(self, count: int, seconds: float) -> None:
-        """Note what one stream has written, beside all others."""
-        self._writing.note(count, seconds)
-
-    def made(self, count: int, seconds: float) -> None:
-        """Note how long it took to read, check and encode so many bytes for one stream."""
-        self._making.note(count, seconds)
 
     def closed(self, seconds: float) -> None:
         """Note how long one file took until it was complete, after its last byte."""
         with self._lock:
             self.close_s += (seconds - self.close_s) * _CLOSE_WEIGHT
-
-    @property
-    def write_bytes_per_s(self) -> float | None:
-        """Bytes per second that one stream writes; None before enough was measured."""
-        return self._writing.bytes_per_s
-
-    @property
-    def make_bytes_per_s(self) -> float | None:
-        """Bytes per second that one stream is given; None before enough was measured."""
-        return self._making.bytes_per_s
 
 
 class Rate:

@@ -55,10 +55,9 @@ class Memory:
 
 
 def read_range(
-    client: Client, path: str, offset: int, length: int, kept: Kept | None = None, memory: Memory | None = None
+    client: Client, path: str, offset: int, length: int, kept: Kept, memory: Memory | None
 ) -> tuple[memoryview, int]:
     """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
-    kept = Kept() if kept is None else kept
     if (file := kept.file) is not None:
         try:
             return _read(file, offset, length, memory), file.size

@@ -27,7 +27,7 @@ from asymcheck.format.manifest import (
     is_valid,
     list_offsets,
 )
-from asymcheck.format.record import parent_from_json, parse_id, parse_json
+from asymcheck.format.record import parent_from_json, parse_id, parse_json, strings
 from asymcheck.format.registry import check_reader_features, check_version
 from asymcheck.format.spans import read_spans
 from asymcheck.format.tree import decode_metric
@@ -232,10 +232,7 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
     if type(version) is not int:
         raise StructureError(f"{where}: manifest header has no format version")
     check_version(version, where)
-    features = fields.get("reader_features")
-    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
-        raise StructureError(f"{where}: reader_features is not a list of strings")
-    check_reader_features(features, where)
+    check_reader_features(strings(fields, "reader_features", where), where)
     if not isinstance(fields.get("packs"), list):
         raise StructureError(f"{where}: packs is not a list")
     try:

@@ -147,7 +147,7 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
 def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     """Read a store's descriptor; also return how many of its copies are damaged."""
     value, damaged = decode_record(data, "store", where)
-    readers, writers = _strings(value, "reader_features", where), _strings(value, "writer_features", where)
+    readers, writers = strings(value, "reader_features", where), strings(value, "writer_features", where)
     check_reader_features(readers, where)
     created = integer(value, "created_ns", where)
     store_id = parse_id(value.get("store_id"), where)
@@ -223,7 +223,8 @@ def string(value: Mapping[str, object], key: str, where: str) -> str:
     return text
 
 
-def _strings(value: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+def strings(value: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+    """Return the strings under a key of a record."""
     items = value.get(key)
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise StructureError(f"{where}: {key} is not a list of strings")

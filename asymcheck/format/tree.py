@@ -266,11 +266,10 @@ class _Decoder:
 
     def _row(self, node: list[object], _depth: int) -> object:
         row = node[1]
-        if not _is_natural(row) or row >= self.rows:  # type: ignore[operator]  # _is_natural says that it is an int
+        if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < self.rows:
             raise StructureError(f"{self.where}: the tree names row {row} of {self.rows}")
-        index = int(str(row))
-        self.seen[index] = 1
-        return self.build.tensor(index, node[0] == "N")
+        self.seen[row] = 1
+        return self.build.tensor(row, node[0] == "N")
 
     def _scalar(self, node: list[object], _depth: int) -> object:
         _, dtype, data = node
@@ -292,10 +291,6 @@ def join_name(path: Sequence[Key]) -> str:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2  # noqa: PLR2004 - a pair has two members
-
-
-def _is_natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _EXACT_INTEGER
 
 
 def _float_hex(value: float) -> str:

@@ -217,11 +217,10 @@ class _Adoption:
 
     def _add_all(self, transaction: RingTransaction, capture: _Found) -> None:
         reader, lengths = capture.reader, capture.manifest.partitions()
-        offsets = reader.offsets()
         transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
         def add(name: Digest, _slot: Slot) -> None:
-            intact = reader.intact(offsets.get(name, []), name, lengths[name])
+            intact = reader.intact(name, lengths[name])
             if intact is not None:
                 frame = reader.frame(intact[0], lengths[name])
                 transaction.add_frame(name, lengths[name], frame)

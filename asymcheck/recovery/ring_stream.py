@@ -147,17 +147,16 @@ def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest]
     Raises:
         DamagedPartitionError: a partition lies in no intact frame of the rings.
     """
-    offsets = [(reader, reader.offsets()) for _, reader in parts]
     lengths: dict[Digest, int] = {}
     for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):
         if lengths.setdefault(name, length) != length:
             raise DamagedPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
 
     def payload(name: Digest) -> memoryview:
-        tried = (reader.intact(places.get(name, []), name, lengths[name]) for reader, places in offsets)
+        tried = (reader.intact(name, lengths[name]) for _, reader in parts)
         intact = next(filter(None, tried), None)
         if intact is None:
-            where = ", ".join(str(reader.path) for reader, _ in offsets)
+            where = ", ".join(str(reader.path) for _, reader in parts)
             raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
         return intact[1]
 

@@ -318,8 +318,8 @@ def _capture(reader: RingReader, entry: CaptureEntry, manifests: ManifestReader,
 
 
 def _problem(reader: RingReader, manifest: Manifest) -> str:
-    places, lengths = reader.offsets(), manifest.partitions()
-    lost = [name for name in lengths if reader.intact(places.get(name, []), name, lengths[name]) is None]
+    lengths = manifest.partitions()
+    lost = [name for name, length in lengths.items() if reader.intact(name, length) is None]
     return f"{len(lost)} of {len(lengths)} partitions lie in no intact frame, one is {lost[0].hex()}" if lost else ""
 
 

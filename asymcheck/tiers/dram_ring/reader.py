@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +72,8 @@ class RingReader:
             self._memory = memoryview(self._map)
             self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
             """The captures that are complete or durable."""
-            self._entries: Entries | None = None
             self._places: dict[Digest, list[int]] | None = None
+            self._places_lock = threading.Lock()
         except BaseException:
             DESCRIPTORS.close(self._descriptor)
             raise
@@ -90,14 +92,9 @@ class RingReader:
         start = CAPTURES_OFFSET + number * ENTRY_BYTES
         return decode_entry(self._memory[start : start + ENTRY_BYTES], self.header.data_bytes)
 
-    @property
+    @functools.cached_property
     def entries(self) -> Entries:
         """One row for each frame that is found by its header, at the first call; ``offset`` is in the file."""
-        if self._entries is None:
-            self._entries = self._find_frames()
-        return self._entries
-
-    def _find_frames(self) -> Entries:
         magic = np.frombuffer(registry.FRAME_MAGIC, dtype=np.uint64)[0]
         blocks: list[int] = []
         for start, end in _written(self._descriptor, len(self._memory)):
@@ -137,16 +134,17 @@ class RingReader:
         return payload
 
     def offsets(self) -> dict[Digest, list[int]]:
-        """Return where frames of each digest lie; their payloads are not checked."""
-        if self._places is None:
-            self._places = {}
-            for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
-                self._places.setdefault(Digest(name.tobytes()), []).append(offset)
-        return self._places
+        """Return where frames of each digest lie; their payloads are not checked. Threads may call it together."""
+        with self._places_lock:
+            if self._places is None:
+                self._places = {}
+                for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
+                    self._places.setdefault(Digest(name.tobytes()), []).append(offset)
+            return self._places
 
-    def intact(self, places: Sequence[int], name: Digest, length: int) -> tuple[int, memoryview] | None:
-        """Return offset and payload of the first intact frame at ``places`` of this partition; None without one."""
-        for offset in places:
+    def intact(self, name: Digest, length: int) -> tuple[int, memoryview] | None:
+        """Return offset and payload of the first intact frame of this partition; None without one."""
+        for offset in self.offsets().get(name, []):
             with contextlib.suppress(FormatError):
                 payload = self.payload_at(offset, name)
                 if len(payload) == length:

@@ -101,7 +101,8 @@ class Ring:
         self._changed = threading.Condition()
         self._pinned_by: Link | None = None
         self._was_to_be_pinned = False
-        self._refused: AsymcheckError | None = None
+        self.refused: AsymcheckError | None = None
+        """Why not all of the memory was there, once that is known; what there was is used."""
         self._closing = False
         self._growing: threading.Thread | None = None
         if reserved < size:
@@ -142,9 +143,9 @@ class Ring:
                 populate(self._address + start, end - start)
                 self._reserve(start, end)
             except AsymcheckError as error:
-                self._refused = error
+                self.refused = error
             with self._changed:
-                if self._closing or self._refused is not None:
+                if self._closing or self.refused is not None:
                     return
                 self._room.give_back(start, end - start)
                 self._changed.notify_all()
@@ -176,14 +177,9 @@ class Ring:
         # To pin memory is to touch it.
         with self._changed:
             self._changed.wait_for(lambda: self._growing is None)
-        if not self._was_to_be_pinned and self._refused is None:
+        if not self._was_to_be_pinned and self.refused is None:
             self._was_to_be_pinned = True
             self._pinned_by = link if link.pin(self._memory) else None
-
-    @property
-    def refused(self) -> AsymcheckError | None:
-        """Why not all of the memory was there, once that is known; what there was is used."""
-        return self._refused
 
     @property
     def free_bytes(self) -> int:
@@ -208,8 +204,8 @@ class Ring:
                 self._changed.wait()
             if offset is None:
                 # Frames in use become free later; the memory that was reserved has room then.
-                if self._refused is not None and not self._taken:
-                    raise self._refused
+                if self.refused is not None and not self._taken:
+                    raise self.refused
                 return None
             slot = RingSlot(offset, length)
             self._taken.add(slot)

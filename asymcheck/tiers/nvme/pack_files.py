@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -109,21 +110,17 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
     path = directory / layout.pack_name(pack_id)
     deadline = time.monotonic() + timeout_s
     while True:
+        file = _opened(files, path)
         try:
-            descriptor = DESCRIPTORS.open(files.open_read, path)
-        except FileNotFoundError as error:
-            raise MissingPartitionError(f"pack {path.name} does not exist") from error
-        try:
-            if try_lock(descriptor, exclusive=False):
-                if is_same_file(descriptor, path):
-                    file = OpenFile(files, path, descriptor)
+            if try_lock(file.descriptor, exclusive=False):
+                if is_same_file(file.descriptor, path):
                     return PackFile(file, find_frames(file.read_range, path.name, pack_id, thorough=thorough))
             elif time.monotonic() > deadline:
                 raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
         except BaseException:
-            DESCRIPTORS.close(descriptor)
+            file.close()
             raise
-        DESCRIPTORS.close(descriptor)
+        file.close()
         time.sleep(_POLL_S)
 
 
@@ -136,12 +133,12 @@ def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
         MissingPartitionError: there is no such pack.
         FormatError: what is in it is of another pack, or needs a newer program.
     """
-    path = directory / layout.pack_name(pack_id)
+    with contextlib.closing(_opened(files, directory / layout.pack_name(pack_id))) as file:
+        return find_frames(file.read_range, file.path.name, pack_id, thorough=True)
+
+
+def _opened(files: Files, path: Path) -> OpenFile:
     try:
-        descriptor = DESCRIPTORS.open(files.open_read, path)
+        return OpenFile(files, path, DESCRIPTORS.open(files.open_read, path))
     except FileNotFoundError as error:
         raise MissingPartitionError(f"pack {path.name} does not exist") from error
-    try:
-        return find_frames(OpenFile(files, path, descriptor).read_range, path.name, pack_id, thorough=True)
-    finally:
-        DESCRIPTORS.close(descriptor)

@@ -311,16 +311,16 @@ class _Push:
         self.there.read_indexes(self.there.pack_ids())
         with Sources(self.there, needs, (), must_be_complete=False) as there:
             chooser = Chooser(here, there, self.damaged)
-            choice = chooser.choose(names)
+            chooser.choose(names)
             reencoder = None
             if self.there.config.remote.compression != "off":
                 partitions = PartitionIndex(manifests, older.manifests)
-                reencoder = Reencoder(self.encoder, partitions, chooser, older)
-            uploader = Uploader(self.there, choice.stored, self.moved, self._note, reencoder)
+                reencoder = Reencoder(self.encoder, partitions, chooser, older.sources)
+            uploader = Uploader(self.there, chooser.stored, self.moved, self._note, reencoder)
             # A frame never arrives before its base.
-            new = uploader.send(choice.full) | uploader.send_in_order(choice.based)
-            self.moved.reused_partitions += choice.reused
-            return choice.relied | new
+            new = uploader.send(chooser.full) | uploader.send_in_order(chooser.based)
+            self.moved.reused_partitions += chooser.reused
+            return chooser.relied | new
 
 
 class Uploader:

@@ -103,47 +103,39 @@ class Frame:
         return int(self.entry["codec"]) == registry.CODEC_IDENTITY
 
 
-@dataclasses.dataclass
-class Choice:
-    """What is to be sent, and what is relied upon."""
-
-    full: list[Frame] = dataclasses.field(default_factory=list)
-    """Frames that need no other."""
-    based: list[Frame] = dataclasses.field(default_factory=list)
-    """Frames that need others, each behind its base: they are sent when the full ones have arrived."""
-    relied: set[PackId] = dataclasses.field(default_factory=set)
-    """Packs there that hold the rest."""
-    reused: int = 0
-    """Partitions that were there already."""
-
-    @property
-    def stored(self) -> int:
-        """Bytes of payload to be sent."""
-        return sum(frame.stored for frame in (*self.full, *self.based))
-
-
 class Chooser:
-    """Chooses the frames of one checkpoint."""
+    """Chooses the frames of one checkpoint that are sent, and the packs there that are relied upon."""
 
     def __init__(self, here: Sources, there: Sources, whole: set[Digest]) -> None:
         """Take frames from ``here``; those of ``whole`` are sent decoded, because they are damaged as they lie."""
         self._here = here
         self._there = there
         self._whole = whole
-        self._choice = Choice()
+        self.full: list[Frame] = []
+        """Frames to be sent that need no other."""
+        self.based: list[Frame] = []
+        """Frames that need others, each behind its base: they are sent when the full ones have arrived."""
+        self.relied: set[PackId] = set()
+        """Packs there that hold the rest."""
+        self.reused = 0
+        """Partitions that were there already."""
         self._depths: dict[Digest, int] = {}
         # Sent, but not as what others can be decoded from.
         self._sent_derived: set[Digest] = set()
         self._under_deltas: set[Digest] = set()
 
-    def choose(self, names: Sequence[Digest]) -> Choice:
-        """Return what to send so that ``names`` can be read there."""
+    @property
+    def stored(self) -> int:
+        """Bytes of payload to be sent."""
+        return sum(frame.stored for frame in (*self.full, *self.based))
+
+    def choose(self, names: Sequence[Digest]) -> None:
+        """Choose what to send so that ``names`` can be read there."""
         for name in names:
             if self._depth_there(name, as_base=False) is None:
                 self._send(name, self._here.copy(name), as_base=False)
             else:
-                self._choice.reused += 1
-        return self._choice
+                self.reused += 1
 
     def carries_deltas(self, name: Digest) -> bool:
         """Tell whether deltas on a partition are to be sent: their chain is counted from it as it lies. Thread-safe."""
@@ -176,7 +168,7 @@ class Chooser:
             depth = below[0] + (kind == registry.KIND_DELTA)
         if copy.bases() & above or depth > registry.DELTA_DEPTH_MAX:
             return None
-        self._choice.relied.add(copy.pack.header.pack_id)
+        self.relied.add(copy.pack.header.pack_id)
         return depth
 
     def _send(self, name: Digest, copy: Copy, *, as_base: bool, above: frozenset[Digest] = frozenset()) -> int:
@@ -221,7 +213,7 @@ class Chooser:
     def _add(self, name: Digest, copy: Copy, *, decoded: bool) -> None:
         frame = self._decoded(name, copy) if decoded else _as_stored(name, copy)
         is_full = int(frame.entry["kind"]) == registry.KIND_FULL
-        (self._choice.full if is_full else self._choice.based).append(frame)
+        (self.full if is_full else self.based).append(frame)
 
     def _decoded(self, name: Digest, copy: Copy) -> Frame:
         plain = int(copy.pack.entries[copy.sequence]["plain_length"])
@@ -377,21 +369,21 @@ class Reencoder:
     partitions: PartitionIndex
     chooser: Chooser
     """Knows what is there."""
-    older: Older
-    """What frames may be encoded against."""
+    older: Sources | None
+    """Where the partitions of an older checkpoint lie here, which frames may be encoded against."""
 
     def encoded(self, frame: Frame, slot: Slot) -> Frame:
         """Return a frame as it is to be sent, in memory, or the same where it goes as it lies."""
         contents = self.partitions.contents(frame.name) if frame.is_plain else None
         if contents is None:
             return frame
-        base = self._base(frame.name)
-        codecs = [registry.CODEC_BYTE_PLANES, *([] if base is None else [registry.CODEC_DELTA])]
+        found = self._base(frame.name)
+        codecs = [registry.CODEC_BYTE_PLANES, *([] if found is None else [registry.CODEC_DELTA])]
         if self.encoder.stays_plain(frame.stored, contents, codecs):
             return frame
         descriptor = frame.read(slot)
         plain = slot.payload(descriptor.stored_length)
-        bases = [] if base is None else self._read(base, len(plain))
+        bases = [] if found is None else _read_base(*found, len(plain))
         choice = self.encoder.choose(plain, contents, bases)
         encoded = self.encoder.encode(frame.name, choice, plain, contents, bases)
         if encoded is None:
@@ -399,23 +391,21 @@ class Reencoder:
         payload = encoded.payload()
         return frame_of(encoded.descriptor, lambda: payload)
 
-    def _base(self, name: Digest) -> Digest | None:
+    def _base(self, name: Digest) -> tuple[Sources, Digest, Copy] | None:
         """Return the older state of a partition, when it is here and there, and no chain of deltas becomes too long."""
         base = None if self.chooser.carries_deltas(name) else self.partitions.older(name)
-        if base is None or self.older.sources is None or self.older.sources.find(base) is None:
+        copy = None if base is None or self.older is None else self.older.find(base)
+        if base is None or self.older is None or copy is None or not self.chooser.can_be_base(base):
             return None
-        return base if self.chooser.can_be_base(base) else None
+        return self.older, base, copy
 
-    def _read(self, base: Digest, length: int) -> list[Base]:
-        sources = self.older.sources
-        copy = None if sources is None else sources.find(base)
-        if sources is None or copy is None:
-            return []
-        try:
-            plain = read_plain(sources, base, copy)
-        except UNKNOWING:
-            raise
-        except AsymcheckError:
-            # Damaged, or deleted meanwhile.
-            return []
-        return [Base(registry.CODEC_DELTA, base, plain)] if len(plain) == length else []
+
+def _read_base(sources: Sources, base: Digest, copy: Copy, length: int) -> list[Base]:
+    try:
+        plain = read_plain(sources, base, copy)
+    except UNKNOWING:
+        raise
+    except AsymcheckError:
+        # Damaged, or deleted meanwhile.
+        return []
+    return [Base(registry.CODEC_DELTA, base, plain)] if len(plain) == length else []

@@ -57,8 +57,9 @@ def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[D
     """What is chosen: the partitions, with how they are sent."""
     sources: Any = here
     elsewhere: Any = there or Packs()
-    choice = Chooser(sources, elsewhere, set()).choose([name(number) for number in numbers])
-    return [(frame.name, int(frame.entry["kind"])) for frame in (*choice.full, *choice.based)]
+    chooser = Chooser(sources, elsewhere, set())
+    chooser.choose([name(number) for number in numbers])
+    return [(frame.name, int(frame.entry["kind"])) for frame in (*chooser.full, *chooser.based)]
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])

@@ -11,7 +11,7 @@ from typing import Literal
 from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.errors import InvalidInputError, RanksError, UnreachableRemoteWarning, warn_user
-from asymcheck.migration.background import background_push
+from asymcheck.migration.background import BackgroundPush
 from asymcheck.migration.transfer_stats import PushStatistics
 from asymcheck.pipeline.background import Background, Statistics, TierName
 from asymcheck.pipeline.capture import Capture, CheckpointReport
@@ -104,7 +104,7 @@ class Checkpointer:
         self._together = None if found is None else Together(store, run, found, self._ending.is_due, push)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on what the training before has left is pushed.
-        self._beside = background_push(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
+        self._beside = BackgroundPush(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
         self._upkeep = None if keep is None else Upkeep(partial(self._pruner, keep))
 
     def _pruner(self, keep: Retention) -> Pruner:

@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asymcheck.config import StoreConfig
@@ -203,43 +202,33 @@ class Pushing(abc.ABC):
             self.close()
 
 
-def background_push(make: Callable[..., Pushing], push: Push | None, ranks: Ranks | None) -> BackgroundPush:
-    """Push as ``push`` says, if it does, with what ``make`` returns.
-
-    Of several ranks those that are to push know it when they have met; what lies there is removed by rank 0 alone.
-    """
-    if push is None:
-        return BackgroundPush(None)
-    return BackgroundPush(
-        partial(make, check_push(push), prunes=ranks is None or ranks.rank == 0), begins=ranks is None
-    )
-
-
 class BackgroundPush:
     """The pushing of one Checkpointer, or nothing. For the training thread, where nothing else is said."""
 
-    def __init__(self, make: Callable[[], Pushing] | None, *, begins: bool = True) -> None:
-        """Push with what ``make`` returns, from now on: what the last training has left is sent first.
+    def __init__(self, make: Callable[..., Pushing], push: Push | None, ranks: Ranks | None) -> None:
+        """Push as ``push`` says, if it does, with what ``make`` returns: what the last training has left goes first.
 
-        Unless it ``begins`` now, from :meth:`start` on.
+        Of several ranks those that are to push know it when they have met, and call :meth:`start`. Rank 0 alone
+        removes what is not kept at the location.
         """
-        self._make = make
+        self._make, self._push = make, None if push is None else check_push(push)
+        self._prunes = ranks is None or ranks.rank == 0
         self._open: Pushing | None = None
         # The last one, for what it has done.
         self._pushing: Pushing | None = None
         self._told: set[str] = set()
-        if begins:
+        if ranks is None:
             self.start()
 
     @property
     def pushes(self) -> bool:
         """Whether anything is pushed, here or by another rank of this store."""
-        return self._make is not None
+        return self._push is not None
 
     def start(self) -> None:
         """Begin, or go on after :meth:`close`."""
-        if self._make is not None and self._open is None:
-            self._open = self._pushing = self._make()
+        if self._push is not None and self._open is None:
+            self._open = self._pushing = self._make(self._push, prunes=self._prunes)
 
     def after_commit(self, upkeep: Upkeep | None) -> None:
         """Prune, then look what is to be sent; called on a thread of its own; never raises."""

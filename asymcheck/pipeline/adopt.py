@@ -39,7 +39,7 @@ _STAYS = "it stays there, and takes memory until removed"
 
 @dataclasses.dataclass(frozen=True)
 class Adopted:
-    """What became of one capture."""
+    """Outcome of adopting one capture."""
 
     run: str | None
     """The run; None when it cannot be known."""
@@ -264,9 +264,10 @@ def is_gone(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:
 
 
 def is_of_a_copy(tier: NvmeTier, store: str | None) -> bool:
-    """Tell whether a ring with the id of this store is of one with the same id that lies elsewhere, where it says.
+    """Return whether a ring with this store's id belongs to another store with the same id, at the path in the ring.
 
-    One of the two is a copy of the other. What is taken from the ring would be missing where the training goes on.
+    One of the two stores is a copy of the other. Captures taken from the ring would be missing in the store in which
+    the training goes on.
     """
     path = _path(store)
     try:

@@ -46,12 +46,12 @@ from asymcheck.types import CheckpointRef, Digest
 
 TierName = Literal["dram", "nvme"]
 _WORTH_IT = 1.25
-"""A ring is made anew when that makes it larger by this factor."""
+"""A ring is replaced if the new ring is larger by this factor."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """What saving has cost the training thread so far."""
+    """Costs of saving for the training thread so far."""
 
     captures: int = 0
     """Checkpoints begun."""
@@ -371,7 +371,7 @@ class Background:
 
 
 def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:
-    """Tell whoever watches when the windows were in which a capture was copied."""
+    """Report to watchers the times of the windows in which a capture was copied."""
     for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
         detail = {**capture.named(), "window": number, "phase": phase}
         tell("window", start, end, 0, partial(dict, detail))
@@ -396,7 +396,7 @@ _LEAST_BYTES = 4 * registry.BLOCK_BYTES
 def default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
     """Return room for two captures, but no more than half of the memory that is available when ``freed`` is.
 
-    Of that as large a part as that many ``processes`` can have that make one at the same time.
+    The result is divided by the number of ``processes`` that create a ring at the same time.
     """
     wanted = int(needed * _SLACK * ROOM_FOR_CAPTURES) + _SLACK_BYTES
     return max(min([wanted, *_limits(folder, freed, processes)]), _LEAST_BYTES)
@@ -416,8 +416,8 @@ def _limits(folder: Path, freed: int, processes: int) -> list[int]:
 def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, processes: int) -> StoreConfig:
     """Return a configuration whose deferred partitions go through a ring, one being copied while another is written.
 
-    ``ring_bytes`` is None for one that gets its size by itself. In powers of two: what is available differs from start
-    to start, and whoever cuts as before writes less.
+    ``ring_bytes`` is None for a ring of automatic size. Sizes are powers of two: the available memory differs from
+    start to start, and a run that cuts as before writes less.
     """
     limits = _limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
     if not limits:

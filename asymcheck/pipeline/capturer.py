@@ -1,12 +1,12 @@
 """Capture: a state is copied into the ring while training goes on, and never torn.
 
-What a forward pass may change is *eager*: it is copied before :meth:`Capturer.begin` returns, unless its bytes are
-those of an earlier capture (see :mod:`asymcheck.pipeline.unchanged`). The rest is *deferred*: it is copied by a thread
-of its own as the plan releases it, and at the latest at the *fence*, before the next optimizer step changes it. The
-*proof* compares what was captured with digests of the source that were taken at the beginning.
+Tensors that a forward pass may change are *eager*: they are copied before :meth:`Capturer.begin` returns, unless their
+bytes are those of an earlier capture (see :mod:`asymcheck.pipeline.unchanged`). All others are *deferred*: the capture
+thread copies them as the plan releases them, and at the latest at the *fence*, before the next optimizer step changes
+them. The *proof* compares the captured bytes with digests of the source that were taken at the beginning.
 
-What lies on a device is copied by the device, in the same order (see :mod:`asymcheck.pipeline.transfers`): there,
-*eager* is cloned at once and fetched later, and the fence holds the device but not the program.
+A device copies its own tensors, in the same order (see :mod:`asymcheck.pipeline.transfers`): eager tensors are cloned
+at once and fetched later, and the fence holds the device but not the program.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from asymcheck.types import PackId
 
 _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
-"""So many leave it to the others; those after it read what has come while nobody can commit more."""
+"""Attempts during which others may commit. Later attempts read the new manifests while nobody can commit."""
 _PAUSE_S = 0.02
 # Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
 _BATCH = 64
@@ -31,7 +31,7 @@ _BATCH = 64
 
 @dataclasses.dataclass
 class Collected:
-    """What a collection did, or with ``dry_run`` would do."""
+    """Result of a collection, or with ``dry_run`` its plan."""
 
     freed_packs: int = 0
     """Packs taken out of use."""

@@ -75,7 +75,7 @@ class Meter:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What the bytes of a partition mean."""
+    """Meaning of the bytes of a partition."""
 
     role: str
     """The role of its tensors."""

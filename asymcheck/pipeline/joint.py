@@ -36,13 +36,13 @@ _DIGESTS, _STORED, _COMMITTED = range(1, 4)
 _SHARED_FOR = 100
 """After so many saves the ranks look anew at what they have in common …"""
 _SHARED_FOR_BY_STORES = 25
-"""… and where machines have stores of their own, for nothing else tells that copies on two of them differ."""
+"""The same where every machine has its own store: nothing else detects that copies on two machines differ."""
 _DIVERGED_MAX = 8
-"""So many differences of one rank are told of one checkpoint."""
+"""Differences of one rank that are reported for one checkpoint."""
 
 
 class Writes(Protocol):
-    """What moves the partitions of one capture."""
+    """Writer of the partitions of one capture."""
 
     def write_soon(self, inflight: InFlight, number: int) -> None:
         """Queue a partition to be written."""
@@ -102,14 +102,14 @@ class Divergence:
 
 @dataclasses.dataclass
 class _Shared:
-    """What came of looking at what the ranks have in common."""
+    """Result of comparing the replicas of all ranks."""
 
     identities: list[bytes]
-    """What each partition is of; as long as that stays the same, so do the owners."""
+    """Identity of each partition; the owners stay the same as long as the identities do."""
     owners: list[int]
     """Of each partition: a rank, or ``NOBODY``."""
     digests: list[Digest | None]
-    """What it was then."""
+    """Digest of each partition at that time."""
     elsewhere: list[bool]
     """Of each partition: whether another store brings it to where all are together."""
     step: int
@@ -119,7 +119,7 @@ class _Shared:
 
 
 class Replicas:
-    """What this rank has in common with others. For the commit thread."""
+    """Replicas that this rank shares with others. For the commit thread."""
 
     def __init__(self, rank: int) -> None:
         """Begin without knowing anything; this rank is ``rank``."""
@@ -301,7 +301,7 @@ class Joint:
         Raises:
             RanksMissingError: some ranks did not come so far in time.
             RankFailedError: one failed.
-            AsymcheckError: this one failed; the others are told.
+            AsymcheckError: this rank failed; the other ranks get to know.
         """
         capture = inflight.capture
         turn = capture.turn

@@ -93,7 +93,7 @@ class Ownership:
 
 
 class _Known:
-    """What was found out of a state."""
+    """Facts about a state that were derived from its objects."""
 
     def __init__(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> None:
         """Find out which ``leaves`` are deferred, of which optimizers have some, by row, and ``rest`` besides."""

@@ -114,7 +114,7 @@ class Packing:
         self.reused: dict[Digest, Location] = {}
         """Partitions that the store held already."""
         self.relied: dict[Digest, list[Location]] = {}
-        """What partitions of this save are decoded from, with what that is decoded from, in packs of others."""
+        """Chains of bases, in packs of other saves, from which partitions of this save are decoded."""
         self.packs: dict[PackId, PackHeader] = {}
         """Packs of this save, once they are sealed."""
         self.written_bytes = 0

@@ -1,10 +1,10 @@
-"""Proof: what the source was when a capture began, to be compared with what was captured.
+"""Proof: digests of the source at the beginning of a capture, to be compared with the captured bytes.
 
 Tensors have marks: the version counter, which in-place operations raise, and the address. Writes through ``.data``, a
-numpy view or another process leave marks as they are, and are found by the bytes. Of all bytes digests are taken in the
-first captures, for a loop that changes something does so in each iteration as a rule. Later captures take turns.
-Digests are compared with what was captured, and with the source at the fence: so a change is found wherever in the
-iteration it comes, also when the copy happened to be made before it.
+numpy view or another process leave the marks as they are, and only the bytes show them. The first captures digest all
+bytes, because a loop that changes a tensor usually does so in each iteration. Later captures digest one part each, in
+turns. The digests are compared with the captured bytes, and with the source at the fence. Therefore a change is found
+wherever in the iteration it comes, even if the copy was made before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_DEVICE_BYTES = 4 << 30
 """Most bytes on devices that are digested in one of the first captures: the program waits for their copies."""
 _WITNESSES = 16
 _WITNESS_BYTES = 4096
-"""In each capture so many samples of that size are taken of what lies on devices."""
+"""Number and size of the samples of tensors on devices in each capture."""
 _REMEMBERED = 1024
 """Captures that can be called suspect later."""
 _NAMED = 3
@@ -50,16 +50,16 @@ _NAMED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Witness:
-    """What some bytes of a tensor were when the capture began."""
+    """Digest of some bytes of a tensor at the beginning of a capture."""
 
     piece: Piece
     position: int
-    """Where they lie in the partition."""
+    """Their position in the partition."""
     digest: Digest
 
 
 class Witnesses:
-    """What the deferred tensors were when one capture began. The training thread and the capture thread call it."""
+    """Digests of the deferred tensors when one capture began. For the training thread and the capture thread."""
 
     def __init__(
         self,

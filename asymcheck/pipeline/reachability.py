@@ -138,7 +138,7 @@ class Reachability(abc.ABC):
 
 
 class StoreReachability(Reachability):
-    """What is needed in a store on a local drive, kept from one collection to the next."""
+    """Reachable partitions of a store on a local drive, kept from one collection to the next."""
 
     _UNREADABLE = (FormatError, MissingPartitionError, StorageError)
     tier: NvmeTier

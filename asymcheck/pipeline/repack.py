@@ -263,9 +263,9 @@ class _Batch:
         return writer.seal(time.time_ns(), WRITER)
 
     def _read(self, pack_id: PackId, numbers: Sequence[int]) -> Iterator[tuple[Slot, FrameDescriptor]]:
-        """Yield frames as they lie, each checked; no more of a pack after the first that is damaged.
+        """Yield frames as they are stored, each checked; stop at the first damaged frame of a pack.
 
-        What cannot be read is not copied, and so its pack stays, for repair to see to.
+        The pack of a frame that cannot be read stays, for a repair.
         """
         if not numbers:
             return

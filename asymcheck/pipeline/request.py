@@ -29,7 +29,7 @@ def new_save_id() -> SaveId:
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What a save is to be called."""
+    """Names of a save: run, step, rank and attempt."""
 
     run: str
     """The run."""
@@ -46,7 +46,7 @@ class SaveRequest:
     store_ranks: Spans | None = None
     """The ranks that save into the same store; None when all do."""
     pace: Pace | None = None
-    """What this rank has measured, where an interval is chosen from that."""
+    """Measurements of this rank, if the interval is chosen by them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,4 +66,4 @@ class Turn:
     shares_anew: bool
     """Whether the ranks look anew at what they have in common."""
     head: Mapping[str, object] | None = None
-    """The head record of the generation, where machines have stores of their own."""
+    """Head record of the generation, if every machine has its own store."""

@@ -1,4 +1,4 @@
-"""Flush from the ring: captures become checkpoints in the store, in order, on threads of their own."""
+"""Flush from the ring: background threads turn captures into checkpoints in the store, in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PATIENCE_S = 0.2
 
 
 class Bases:
-    """Bases that lie in a ring. Thread-safe."""
+    """Bases in a ring. Thread-safe."""
 
     def __init__(self, ring: Ring) -> None:
         """Look for them in ``ring``."""
@@ -84,7 +84,7 @@ class Bases:
 
 
 class RingFlusher:
-    """Moves what is captured to the store, and knows what lies in the ring."""
+    """Writes captures to the store, and tracks the captures in the ring."""
 
     def __init__(
         self,

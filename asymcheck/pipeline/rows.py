@@ -56,7 +56,7 @@ class Rows:
     def columns(
         self, described: Columns, cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
     ) -> list[Column]:
-        """Return the columns of a manifest whose tensors lie in the partitions ``names``, or ``inline``, by row."""
+        """Return the columns of a manifest whose tensors are in the partitions ``names``, or ``inline``, by row."""
         count = len(described.names)
         if described is not self._described and described != self._described:
             self._describing = _describing(described)

@@ -5,8 +5,8 @@ plan is made of them and kept: a new one would give all deferred bytes new diges
 of its newest checkpoint. What adapts from step to step is *when* partitions are released, not how they are cut.
 
 Windows begin at module boundaries, which hooks report. The hooks only look: the outputs of a block are the very tensors
-they would be without. So the backward pass is seen through hooks on nodes of the graph and not through
-``register_full_backward_pre_hook``. That one passes inputs and outputs of the module through a function of its own,
+they would be without. Therefore the backward pass is observed through hooks on nodes of the graph, not through
+``register_full_backward_pre_hook``. That hook passes inputs and outputs of the module through a function of its own,
 after which an in-place operation on them, such as the next ReLU, raises.
 
 Where modules are not seen, because all of them are compiled or there are none, windows are equal parts of the time from
@@ -190,7 +190,7 @@ class Timing:
         return EAGER if self._kind == EAGER else PLAN_KIND
 
     def began(self, link: Link | None = None) -> None:
-        """Say that a capture has begun: window 0 begins. What a device computes is timed by marks on its ``link``."""
+        """Note that a capture and its window 0 begin. Computation on a device is timed by marks on its ``link``."""
         self._link = link if len(self._iterations) < _PROFILED else None
         self._points = [] if self._link is None else [self._link.mark()]
         self._marks = []
@@ -271,7 +271,7 @@ class Boundaries:
     no hooks, gives none at all. Inside a region of ``torch.compile`` there are no boundaries: hook such a module as a
     whole.
 
-    On CUDA, autograd calls ``mark`` from threads of its own. What ``mark`` raises breaks the training.
+    On CUDA, autograd calls ``mark`` from its own threads. An exception in ``mark`` ends the training.
     """
 
     def __init__(self, modules: Sequence[nn.Module], mark: _OnBoundary) -> None:

@@ -1,8 +1,8 @@
 """Transfers: the copies of one capture that a device carries out by itself, in the order of its queues.
 
-A device works behind the program: when ``step()`` is called, the optimizer step may only be queued. So copies are not
-timed but ordered. They wait, on the device, for a mark that was set after the optimizer step (or, later, when a window
-begins); and the next optimizer step waits, on the device, for the last of them. The program itself waits for neither.
+A device works behind the program: when ``step()`` is called, the optimizer step may only be queued. Therefore copies
+are not timed but ordered. They wait, on the device, for a mark that was set after the optimizer step (or, later, when a
+window begins). The next optimizer step waits, on the device, for the last copy. The program itself waits for neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LinkOf = Callable[[Source], Link | None]
 
 
 def link_of(source: Source) -> Link | None:
-    """Return the link of a tensor that lies on a CUDA device. Those on other devices are copied at once."""
+    """Return the link of a tensor on a CUDA device. Tensors on other devices are copied at once."""
     # Asked of every tensor in each step, where there is no such device, too.
     if isinstance(source, torch.Tensor) and source.is_cuda:
         return cuda_link(source.device)
@@ -116,7 +116,7 @@ class Transfers:
     def stage(self, number: int) -> bool:
         """Clone a partition as it is now, on the device, so that its source may change; return whether there was room.
 
-        Pieces in host memory go along, if others of the partition lie on one device.
+        Pieces in host memory are included, if other pieces of the partition are on one device.
         """
         partition = self._partitions[number]
         lanes = {lane for piece in partition.pieces if (lane := self._lane_of[piece.row]) is not None}

@@ -1,9 +1,9 @@
 """Unchanged: partitions that still have the bytes of an earlier capture are neither copied nor written again.
 
-What no optimizer owns may change at any time, so it is captured inside ``step()``; also the weights of a model most of
-which is frozen. Nothing but their content can tell that they are as they were: no version counter sees every write. So
-their bytes are digested where they lie, which is several times faster than a copy into the ring, and compared with
-the digest of an earlier capture whose frame is still there. Both captures then have the same frame.
+Tensors that no optimizer owns may change at any time, and are captured inside ``step()``. In a model that is mostly
+frozen, these are most of the weights. Only their content shows that they are unchanged: no version counter sees every
+write. Therefore their bytes are digested in place, which is several times faster than a copy into the ring, and
+compared with the digest of an earlier capture whose frame is still in the ring. Both captures then share the frame.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from asymcheck.types import Digest
 _REMEMBERED = 4
 """Captures looked at: the newest ones may not be digested yet."""
 _ALONE_BYTES = 16 << 20
-"""So many bytes are digested sooner than threads for more of them are started."""
+"""Bytes that one thread digests before other threads could start."""
 _THREADS_MAX = 8
-"""So many saturate the memory of most machines."""
+"""Threads that saturate the memory of most machines."""
 
 Key = tuple[str, int, int]
 """Name of a tensor, and first byte and length of a part of it."""

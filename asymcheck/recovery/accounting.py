@@ -31,7 +31,7 @@ _ROLES = {role: number for number, role in enumerate(registry.ROLES)}
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointBytes:
-    """What one checkpoint takes. Stored bytes are those of whole frames: header, payload and padding."""
+    """Disk usage of one checkpoint. Stored bytes are those of whole frames: header, payload and padding."""
 
     run: str
     step: int
@@ -52,12 +52,12 @@ class CheckpointBytes:
     manifest_bytes: int
     """Bytes of its manifests, which deleting it gives back at once."""
     missing_partitions: int
-    """Partitions that it refers to and that lie in no readable pack."""
+    """Partitions of the checkpoint that are in no readable pack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleBytes:
-    """What the tensors of one role take, in all the checkpoints listed."""
+    """Disk usage of the tensors of one role, in all listed checkpoints together."""
 
     role: str
     state_bytes: int
@@ -67,10 +67,10 @@ class RoleBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Accounting:
-    """What a store takes on disk, and for what.
+    """Disk usage of a store, by purpose.
 
     ``pack_bytes`` is the sum of ``live_bytes``, ``locked_bytes``, ``freeable_bytes``, ``overhead_bytes`` and
-    ``unreadable_bytes``. What a save in progress has written and not committed yet looks like garbage.
+    ``unreadable_bytes``. Uncommitted bytes of a save in progress look like garbage.
     """
 
     store_id: str
@@ -102,7 +102,7 @@ class Accounting:
     manifests: int
     manifest_bytes: int
     unreadable_manifests: int
-    """How many of them cannot be read. What they need looks like garbage, so collection frees nothing."""
+    """Number of manifests that cannot be read. Their partitions look like garbage; collection frees nothing."""
     catalog_bytes: int
 
 

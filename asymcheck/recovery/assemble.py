@@ -146,7 +146,7 @@ def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> 
 def _allocate_shifted(row: TensorRow, dtype: torch.dtype, shift: int) -> torch.Tensor:
     """Return an uninitialised tensor in host memory whose address is congruent to ``shift`` modulo a block.
 
-    Its storage is a block larger. The elements lie at multiples of their size, whatever the shift is.
+    Its storage is a block larger. The elements are at multiples of their size for every shift.
     """
     memory = torch.empty(row.nbytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     start = (shift - memory.data_ptr()) % BLOCK_BYTES
@@ -192,7 +192,7 @@ class Assembly(ReadPlan):
         return self._filled[demand].tensor
 
     def _shift_of(self, row: TensorRow, device: torch.device) -> int | None:
-        """Return the address modulo a block at which a new tensor is read into directly; None if it makes no odds."""
+        """Return the address modulo a block that allows direct reads into a new tensor; None if any address will do."""
         if self._sources is None or device.type != "cpu" or row.nbytes < _SHIFTED_MIN_BYTES or not row.extents:
             return None
         # What was encoded on trial, and stored plain after all, was not written from the tensor's memory.

@@ -1,7 +1,7 @@
 """Difference: what changed between two checkpoints, and by how much.
 
-What digests tell is not read. The rest is streamed, a few partitions in memory at a time; norms are summed up block by
-block, in float64 or complex128.
+Tensors with equal digests are not read. Others are streamed, a few partitions in memory at a time; norms are summed up
+block by block, in float64 or complex128.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TensorNorms:
     differing: int
     """Elements that differ: in their bytes when the dtypes are equal, else in their value."""
     elements: int
-    """Elements in all; of dtype float4_e2m1fn_x2, bytes with two numbers each."""
+    """Number of elements; of dtype float4_e2m1fn_x2, bytes with two numbers each."""
     nonfinite_a: int | None
     """Elements of A that are infinite or not a number."""
     nonfinite_b: int | None
@@ -201,7 +201,7 @@ class TensorChange:
     """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout``: the rank has another part of the tensor.
 
     A further name of a tensor that is in both checkpoints is added or removed with no bytes.
-    Or ``undecided``, without norms only: its bytes lie in other partitions than before, which other tensors share.
+    ``undecided`` occurs without norms only: its bytes are in other partitions than before, which tensors share.
     """
     dtype_a: str | None
     dtype_b: str | None
@@ -213,7 +213,7 @@ class TensorChange:
     shared_bytes: int
     """Those of its bytes in B (in A when it was removed) that both checkpoints have, in the same partitions.
 
-    A tensor that is so small that it lies in the manifest counts when the other manifest has the same bytes in it.
+    A tensor that is stored in the manifest counts if the other manifest has the same bytes.
     """
     norms: TensorNorms | None
     """How far apart they are; None when not asked for, or when elements cannot be compared one by one."""
@@ -232,7 +232,7 @@ class ValueChange:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What changed between two checkpoints."""
+    """Difference between two checkpoints."""
 
     a: Checkpoint
     b: Checkpoint
@@ -252,7 +252,7 @@ class Difference:
     shared_bytes: int
     """Bytes of B's tensors in partitions that A refers to, too: these are stored once.
 
-    Bytes that lie in both manifests count as well, though each has its own.
+    Bytes that both manifests hold count as well, although each manifest has a copy.
     """
 
 
@@ -268,13 +268,13 @@ def compare(
 ) -> Difference:
     """Compare two checkpoints, named as :func:`asymcheck.recovery.difference.find_checkpoint` says.
 
-    ``tensors`` is a glob of the names of tensors and plain values to compare; the bytes in all are of all tensors.
+    ``tensors`` is a glob of the names of tensors and plain values to compare; the total bytes are those of all tensors.
 
     Raises:
         InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, the glob matches nothing, or
             the numbers of ranks differ.
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
-        MissingPartitionError, DamagedPartitionError: bytes that must be read lie nowhere intact.
+        MissingPartitionError, DamagedPartitionError: no intact copy of bytes that must be read.
     """
     side_a, side_b = (Side(tier, *find_checkpoint(tier, name, run)) for name in (a, b))
     return _Comparison(tier, side_a, side_b, tensors).result(norms=norms, progress=progress)
@@ -291,7 +291,7 @@ class _Pair:
 
     @property
     def kind(self) -> str:
-        """What changed, when something did."""
+        """Kind of the change, if there is one."""
         if self.a.global_shape != self.b.global_shape:
             return "shape"
         if (self.a.shape, self.a.offset) != (self.b.shape, self.b.offset):
@@ -312,7 +312,7 @@ class _Pair:
 
     @property
     def kind_without_reading(self) -> str:
-        """What the manifests alone tell of a change."""
+        """Kind of the change, as far as the manifests show it."""
         if self.kind != "value" or (self.a.inline is not None and self.b.inline is not None):
             return self.kind
         # Partitions that belong to this tensor alone, cut alike: then other digests are other bytes.

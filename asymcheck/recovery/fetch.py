@@ -1,7 +1,7 @@
 """Fetch: frames read several at a time, every one checked before its bytes are handed on.
 
-They are read into private memory, into the memory of the tensor that wants them, or lie in the memory that a dead
-process left, to which nobody writes.
+Frames are read into private memory or into the memory of the tensor that wants them. Frames in the ring of a dead
+process are used in place, because nobody writes to that memory.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Puts plain values and loaded objects in place and returns the value for the cont
 """
 _Given = torch.Tensor | np.ndarray | TensorShard
 _Tensors = dict[int, Finish]
-"""What a stored tensor becomes, by its number."""
+"""Results for stored tensors, by their numbers."""
 
 
 class Filler:
@@ -77,7 +77,7 @@ class Filler:
 
     @property
     def demands(self) -> list[Demand]:
-        """What is to be read."""
+        """The demands of the state."""
         return list(self._demands.values())
 
     def finish(self, assembly: Assembly) -> object:

@@ -70,7 +70,7 @@ def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
 
 
 def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
-    """Describe a checkpoint that was read; the newest one lies on the line."""
+    """Describe a checkpoint that was read; the newest one is on the line."""
     on_line = is_newest or is_on_line(tier, loaded.run, loaded.ref)
     world_size = loaded.manifests[0].header.world_size
     return Checkpoint.of(loaded.run, loaded.ref, world_size, *_sums(loaded.manifests), on_line=on_line)
@@ -238,7 +238,7 @@ class _Historian:
     def _left_by(self, generation: int, before: int) -> int | None:
         """Count the checkpoints that were on the line of generation ``before`` and are not on that of ``generation``.
 
-        What a process of the older generation saved after the opening counts, too.
+        Checkpoints that a process of the older generation saved after the opening count, too.
         """
         if generation == 1:
             return 0

@@ -27,10 +27,10 @@ class StoredPartition:
     partition_length: int
     """Plain bytes of the whole partition."""
     pack: str | None
-    """Id of the pack; None when it lies in no readable pack."""
+    """Id of the pack; None if the partition is in no readable pack."""
     frame: int | None
     codec: str | None
-    """Name of the codec in which it is stored; None when it lies in no readable pack."""
+    """Name of the codec; None if the partition is in no readable pack."""
     stored_length: int | None
     """Bytes of its payload there."""
 
@@ -52,7 +52,7 @@ class StoredTensor:
     offset: tuple[int, ...]
     """Where the part begins in the whole, for each dimension."""
     inline: bool
-    """Whether its bytes lie in the manifest itself."""
+    """Whether its bytes are stored in the manifest."""
     partitions: tuple[StoredPartition, ...]
     """Where its bytes lie otherwise, in order."""
     why: Mapping[str, str]

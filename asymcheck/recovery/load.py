@@ -40,7 +40,7 @@ _ATTEMPTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What was made of a checkpoint, and which it was."""
+    """Result of reading a checkpoint."""
 
     state: object
     """The state, or what else was made."""
@@ -60,7 +60,7 @@ Read = Callable[[Resolved], object]
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is to be made of a checkpoint."""
+    """Request to read a checkpoint."""
 
     tensors: str
     """A glob of the dotted names that are wanted."""
@@ -71,7 +71,7 @@ class Wanted:
     fall_back: bool = False
     """Whether a checkpoint that turns out to be damaged half-way gives way to the next older one in place, too."""
     rank: int | None = None
-    """Who reads; None for all that the ranks have together."""
+    """Rank that reads; None for the merged state of all ranks."""
     grows: bool = False
     """Whether mappings inside of :attr:`into` get back what they lack."""
 
@@ -234,7 +234,7 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: Wanted) -> L
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
-    """Fill a state with one that lies in memory; ``payload`` gives the bytes of a partition.
+    """Fill a state from a capture in memory; ``payload`` gives the bytes of a partition.
 
     Raises:
         StateMismatchError: it does not fit; nothing was overwritten.

@@ -102,10 +102,10 @@ class Sources:
         """Find everything that is needed, in the packs of ``hints`` first.
 
         Raises:
-            UnsupportedFormatError: a pack that may hold them needs a newer program.
-            LockTimeoutError: some may lie in a pack that another process has locked for too long.
-            MissingPartitionError: some lie nowhere; the message says which packs could not be read, and why.
-            TooManyFilesError: this process may not open as many packs as they lie in.
+            UnsupportedFormatError: a pack that may hold partitions needs a newer program.
+            LockTimeoutError: a pack that may hold partitions was locked by another process for too long.
+            MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
+            TooManyFilesError: this process may not open as many packs as are needed.
         """
         self._tier = tier
         self._needs = needs
@@ -303,7 +303,7 @@ class Sources:
         return self._copy(int(self._places[self._needs.digests.number(digest)]))
 
     def find(self, digest: Digest) -> Copy | None:
-        """Return the first copy of a partition, or None when it lies in no readable pack."""
+        """Return the first copy of a partition, or None if it is in no readable pack."""
         number = self._needs.digests.number(digest)
         place = _NOWHERE if number < 0 else int(self._places[number])
         return None if place == _NOWHERE else self._copy(place)

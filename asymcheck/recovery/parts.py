@@ -23,7 +23,7 @@ class Piece:
     row: TensorRow
     """The stored part."""
     crossing: Crossing | None
-    """What it and the box have in common; None when they are the same."""
+    """Intersection of the part and the box; None if they are the same."""
 
 
 def box_of(row: TensorRow) -> Box:
@@ -60,7 +60,7 @@ class Parts:
 
     @property
     def own_shape(self) -> object:
-        """What the own manifest holds."""
+        """Shape of the state in the rank's own manifest."""
         return read_shape(self._manifests[0])
 
     def shapes(self) -> list[object]:

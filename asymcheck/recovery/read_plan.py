@@ -98,7 +98,7 @@ class ReadPlan:
                 yield target, piece.row, piece.crossing
 
     def put_inline(self) -> None:
-        """Fill the tensors whose bytes lie in the manifest itself."""
+        """Fill the tensors whose bytes are stored in the manifest."""
         for target, row, crossing in self._pieces():
             if row.inline:
                 _put(target, crossing, 0, memoryview(row.inline))

@@ -22,7 +22,7 @@ from asymcheck.types import Digest, Location, Owner, PackId
 
 @dataclasses.dataclass(frozen=True)
 class Rebuilt:
-    """What a catalog knows after it was made to agree with packs and manifests."""
+    """Contents of a catalog after it was made to agree with packs and manifests."""
 
     packs: int
     partitions: int
@@ -74,10 +74,10 @@ def _manifests(tier: NvmeTier) -> dict[bytes, int]:
 
 
 class _Changes:
-    """What separates a catalog from what it should say, found inside one transaction.
+    """Differences between a catalog and the files, found inside one transaction.
 
-    Collection marks a pack freed, in a transaction of its own, before it takes it away. So what is here and not marked
-    stays until this transaction ends.
+    Garbage collection marks a pack freed, in another transaction, before it removes the pack. Therefore a pack that
+    exists and is not marked stays until this transaction ends.
     """
 
     def __init__(

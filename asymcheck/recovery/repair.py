@@ -30,7 +30,7 @@ class Repair:
     where: str
     """The file, below the store; or the remote location."""
     found: str
-    """What was wrong with it."""
+    """Description of the damage."""
     done: str
 
 
@@ -45,14 +45,14 @@ class Unrepaired:
     """The file or the checkpoint."""
     message: str
     remedy: str
-    """What the user can do."""
+    """Advice to the user."""
     checkpoints: tuple[str, ...] = ()
     """Checkpoints that cannot be restored because of it, as ``<run> <checkpoint>``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """What a repair did; a second one in a row does nothing."""
+    """Result of a repair; a second repair in a row changes nothing."""
 
     done: tuple[Repair, ...]
     left: tuple[Unrepaired, ...]
@@ -71,8 +71,8 @@ _NAME_STEP = "restore a step (step=…), or one of several saves of it (save:DIG
 def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, made: Rebuilt | None = None) -> Repaired:
     """Repair a store; safe beside saves, loads and collections of other processes.
 
-    ``progress`` is called with bytes read so far and bytes to read in all; ``made`` is what was entered when the
-    catalog was opened, if it had to be made anew.
+    ``progress`` is called with bytes read so far and the total; ``made`` is the result of rebuilding the catalog
+    when it was opened, if that was necessary.
 
     Raises:
         StorageError: the device refused, or is full; nothing is lost, and the next repair goes on.
@@ -271,8 +271,8 @@ class Replacement:
     """The replacement of one damaged pack.
 
     At every instant each intact partition lies in a complete pack: the new one gets its name before the damaged one
-    loses its own. The new pack needs no pin. Whoever means to reuse a partition of the damaged one finds at its own pin
-    that this pack is freed, and writes it again; what a manifest names keeps the new pack alive.
+    loses its own. The new pack needs no pin. A save that reuses a partition of the damaged pack finds, when it pins the
+    pack, that it is freed, and writes the partition again. Manifests keep the new pack alive.
     """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, content: PackContent, elsewhere: _Elsewhere) -> None:
@@ -294,7 +294,7 @@ class Replacement:
         self._keep = bool(content.unread or content.baseless)
         self._entered = False
         self.copied: dict[_Copy, Location] = {}
-        """Frames that now lie in a new pack."""
+        """Frames that are now in a new pack."""
         self.removed = self.changed = False
 
     def carry_out(self) -> str:
@@ -337,7 +337,7 @@ class Replacement:
         return ""
 
     def _pointing(self, transaction: Transaction) -> list[Digest]:
-        """Return the partitions that the catalog says lie in the pack; those of lost frames have no other name."""
+        """Return the partitions of the pack by the catalog, which alone names those of lost frames."""
         return [
             name
             for name, location in transaction.locations()

@@ -48,7 +48,8 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
     """Return the checkpoints that may be restored, the one to try first in front.
 
     Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
-    first; when it lies on no line, those of the newest generation that has it. Or the one of ``save:DIGITS``.
+    first; if the step is on no line, those of the newest generation that has it. With
+    ``save:DIGITS``: that save.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -136,7 +137,7 @@ def resolve_each(
     Raises:
         UnsupportedFormatError: a checkpoint needs a newer program.
         LockTimeoutError: another process has locked a pack for too long.
-        TooManyFilesError: a checkpoint lies in more packs than this process may open.
+        TooManyFilesError: a checkpoint needs more packs than this process may open.
     """
     skips = Skips(skipped)
     for listing in listings:

@@ -79,13 +79,13 @@ def stream_from_rings(
 ) -> Loaded:
     """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
 
-    Of several ranks, what all of them left, put together. A damaged one, or one that a rank lacks, gives way to the
-    next older one; a step, to another attempt at it.
+    The captures of several ranks are merged. A damaged capture, or one that a rank lacks, gives way to the next older
+    one; a capture of ``step``, to another attempt at that step.
 
     Raises:
         CheckpointNotFoundError: there is none.
         InconsistentCheckpointError: all are damaged; lists the reasons.
-        LockTimeoutError: it may lie in a ring that is in use.
+        LockTimeoutError: a ring that may hold it is in use.
     """
     with contextlib.ExitStack() as stack:
         found = _Found(tier, folder, run, stack)
@@ -142,10 +142,10 @@ def _nothing(
 
 
 def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest], memoryview]:
-    """Return a function that gives the checked bytes of a partition; what several ranks have may lie in one ring.
+    """Return a function that gives the checked bytes of a partition, from any of the rings.
 
     Raises:
-        DamagedPartitionError: a partition lies in no intact frame of the rings.
+        DamagedPartitionError: the rings have no intact frame of a partition.
     """
     lengths: dict[Digest, int] = {}
     for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):

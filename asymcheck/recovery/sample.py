@@ -18,7 +18,7 @@ from asymcheck.types import CheckpointRef, Sample
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What the newest checkpoint of a store looks like."""
+    """Sample of the newest checkpoint of a store."""
 
     run: str
     """Its run."""
@@ -46,7 +46,7 @@ class _Place:
 def sample(tier: NvmeTier, bytes_each: int) -> Sampled | None:
     """Read up to ``bytes_each`` bytes of each role and dtype; None when no checkpoint can be read.
 
-    Of several runs that with the newest save. What is damaged is passed over: ``verify`` is for that.
+    The run with the newest save is sampled. Damaged partitions are skipped: ``verify`` reports them.
     """
     newest = _newest(tier)
     if newest is None:

@@ -139,7 +139,7 @@ class FrameScanner:
 
 @dataclasses.dataclass
 class PackContent:
-    """What one pack holds."""
+    """Content of one pack."""
 
     header: PackHeader
     """Its header, or what a scan makes of it."""
@@ -147,11 +147,11 @@ class PackContent:
     """One for each frame that was found."""
     names: list[Digest]
     damage: str
-    """What is wrong with the header or the index; no catalog may promise what such a pack holds."""
+    """Damage of the header or the index; a catalog has no entries of such a pack."""
     wrong: dict[int, str] = dataclasses.field(default_factory=dict)
     """Frames that break a rule, by number, and which."""
     rescued: set[int] = dataclasses.field(default_factory=set)
-    """Those of them whose payload has the digest all the same, so that nothing is lost with the rest of the frame."""
+    """Damaged frames whose payload still has the digest, so that the partition can be rescued."""
     unread: set[int] = dataclasses.field(default_factory=set)
     """Those of them that the device did not give: they may be intact."""
     baseless: set[int] = dataclasses.field(default_factory=set)
@@ -206,7 +206,7 @@ class PackContent:
 
 @dataclasses.dataclass
 class Survey:
-    """What the packs of a store hold."""
+    """Contents of the packs of a store."""
 
     packs: dict[PackId, PackContent] = dataclasses.field(default_factory=dict)
     """Packs that were read."""

@@ -35,8 +35,9 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
         FormatError: header or index are damaged and no frame was found, or they need a newer program.
         RemoteUnreachableError: nobody knows.
     """
+    kept = Kept()
     try:
-        return find_frames(partial(files.read_range, path, kept=Kept()), path.name, pack_id)
+        return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
     except FileNotFoundError as error:
         if files.stat(path) is None:
             raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 
 from asymcheck.cli import output
 from asymcheck.cli.options import (
+    Report,
     command,
-    json_option,
     open_existing,
     parse_size,
     parse_span,
@@ -34,8 +35,7 @@ _DIGITS_S = 0.1
     "--state-size", callback=parse_size, help="Bytes of one checkpoint, as 1.5GB [default: those of the newest]."
 )
 @ring_folder_option
-@json_option
-def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_folder: Path, as_json: bool) -> None:
+def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_folder: Path) -> Report:
     """Measure what STORE's drive, the memory and the codecs do here, and say what to configure.
 
     It writes into a file inside the store and removes it; how much, it says first. When it is killed, 'asymcheck gc'
@@ -52,9 +52,11 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     config = StoreConfig()
     situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, config.pool_bytes)
     advice = None if is_small else advise(facts, situation)
-    if as_json:
-        output.print_json({"store": store, "quick": quick, "facts": facts, "advice": advice})
-        return
+    document = {"store": store, "quick": quick, "facts": facts, "advice": advice}
+    return Report(document, partial(_show, facts, advice, size))
+
+
+def _show(facts: Facts, advice: Advice | None, size: int) -> None:
     _show_facts(facts)
     _show_codecs(facts)
     if advice is None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import command, json_option, parse_which, places_option, ring_options, store_argument
-from asymcheck.cli.places import Places, note_what_is_only_in_memory, places_of, show_rings
+from asymcheck.cli.options import Report, command, parse_which, places_option, ring_options, store_argument
+from asymcheck.cli.places import Places, note_what_is_only_in_memory, places_of, report_rings
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.recovery.values import shortened
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, Usage
 
 _HEX_SHOWN = 8
 _METRICS_SHOWN = 3
@@ -37,7 +38,6 @@ _METRICS_SHOWN = 3
 @ring_options
 @places_option
 @click.option("--where", is_flag=True, help="Also say in which frames of which packs each tensor lies.")
-@json_option
 def inspect(
     store: str,
     run: str | None,
@@ -48,8 +48,7 @@ def inspect(
     ring_folder: Path,
     remote: str | None,
     where: bool,
-    as_json: bool,
-) -> int:
+) -> Report:
     """Show the checkpoints of STORE, or the tensors of one of them.
 
     Without --step and --tensors: the checkpoints. With --step: the tensors of that step. With --tensors alone: those
@@ -69,39 +68,49 @@ def inspect(
         raise click.UsageError("plain values lie in the manifest: leave out --where")
     with Store.open(store, read_only=True) as opened:
         if tier == "dram":
-            return show_rings(opened, run, ring_folder, as_json=as_json)
+            return report_rings(opened, run, ring_folder)
         if not of_one:
             note_what_is_only_in_memory(opened, run, ring_folder)
             places = None if remote is None else places_of(opened, remote, run)
-            return _show_checkpoints(opened, run, places, as_json=as_json)
+            return _checkpoints(opened, run, places)
         if values:
-            return _show_values(*opened.values(step, pattern or "*", run=run or DEFAULT_RUN), as_json=as_json)
+            checkpoint, found = opened.values(step, pattern or "*", run=run or DEFAULT_RUN)
+            return Report({"checkpoint": checkpoint, "values": found}, partial(_show_values, checkpoint, found))
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
-        return _show_tensors(checkpoint, tensors, where=where, as_json=as_json)
+        missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
+        show = partial(_show_tensors, checkpoint, tensors, missing, where=where)
+        document = {"checkpoint": checkpoint, "tensors": tensors}
+        return Report(document, show, exits.WARNINGS if missing else exits.OK)
 
 
-def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, as_json: bool) -> int:
-    """Print them; return the exit status, which tells whether something seen is damaged."""
+def _checkpoints(store: Store, run: str | None, places: Places | None) -> Report:
     if run is not None:
         check_run_exists(store.location, run, [*store.runs(), *(() if places is None else places.runs)])
     checkpoints, usage = store.checkpoints(run), store.usage()
     status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
-    if as_json:
-        there = {
-            "remote": None if places is None else places.location,
-            "there": None if places is None else list(places.there.values()),
-        }
-        output.print_json({"store": store.location, "usage": usage, "checkpoints": checkpoints, **there})
-        return status
-    checkpoints = checkpoints if places is None else places.all
+    document = {
+        "store": store.location,
+        "usage": usage,
+        "checkpoints": checkpoints,
+        "remote": places and places.location,
+        "there": places and list(places.there.values()),
+    }
+    heading = f"store {store.location}  id {usage.store_id[:_HEX_SHOWN]}  {_used(usage)}"
+    show = partial(_show_checkpoints, heading, checkpoints if places is None else places.all, places, status)
+    return Report(document, show, status)
+
+
+def _used(usage: Usage) -> str:
+    used = f"{output.size(usage.pack_bytes)} in {output.count(usage.packs, 'pack')}"
     freed = f", {output.size(usage.pooled_bytes)} in {output.count(usage.pooled_packs, 'freed pack')}"
-    used = (
-        f"{output.size(usage.pack_bytes)} in {output.count(usage.packs, 'pack')}{freed if usage.pooled_packs else ''}"
-    )
-    click.echo(f"store {store.location}  id {usage.store_id[:_HEX_SHOWN]}  {used}")
+    return used + freed if usage.pooled_packs else used
+
+
+def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], places: Places | None, status: int) -> None:
+    click.echo(heading)
     if not checkpoints:
         click.echo("no checkpoints yet")
-        return status
+        return
     is_repeated = output.has_repeated_steps(checkpoints)
     # Of each run, the newest complete checkpoint on its line.
     newest = {item.run: item.save_id for item in checkpoints if item.complete and item.on_line}
@@ -124,7 +133,6 @@ def _show_checkpoints(store: Store, run: str | None, places: Places | None, *, a
     output.print_table(rows, numbers=("step", "generation", "ranks", "state"))
     if status:
         click.echo("something is damaged or unfinished: 'asymcheck verify' says what")
-    return status
 
 
 def _standing(item: Checkpoint, newest: dict[str, str]) -> str:
@@ -143,10 +151,7 @@ def _metrics(item: Checkpoint) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
 
 
-def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: bool) -> int:
-    if as_json:
-        output.print_json({"checkpoint": checkpoint, "values": values})
-        return exits.OK
+def _show_values(checkpoint: Checkpoint, values: list[StoredValue]) -> None:
     is_shared = checkpoint.world_size > 1
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if is_shared else ""
     click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{ranks}")
@@ -154,20 +159,13 @@ def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, as_json: 
         {"rank": one.rank if is_shared else None, "value": one.name, "is": shortened(one.text) or ""} for one in values
     ]
     output.print_table(rows, numbers=["rank"])
-    return exits.OK
 
 
 def _title(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}"
 
 
-def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where: bool, as_json: bool) -> int:
-    """Print them; return the exit status, which tells whether something of them is missing."""
-    missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
-    status = exits.WARNINGS if missing else exits.OK
-    if as_json:
-        output.print_json({"checkpoint": checkpoint, "tensors": tensors})
-        return status
+def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], missing: int, *, where: bool) -> None:
     listed = _by_tensor(tensors)
     total = output.size(sum(map(_nbytes, listed)))
     ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
@@ -188,7 +186,6 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], *, where:
     _show_encodings(tensors)
     if missing:
         click.echo(f"MISSING: {output.count(missing, 'partition')} of them in no readable pack; see asymcheck verify")
-    return status
 
 
 def _by_tensor(tensors: list[StoredTensor]) -> list[list[StoredTensor]]:

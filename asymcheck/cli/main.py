@@ -18,10 +18,9 @@ from click.shell_completion import get_completion_class
 
 from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
-from asymcheck.cli.exits import DEFECT, INTERRUPTED, STORAGE, status_of
+from asymcheck.cli.exits import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild, verify
-from asymcheck.cli.options import command
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.config import __version__
@@ -38,7 +37,7 @@ _PROGRAM = "asymcheck"
 _VARIABLE = "_ASYMCHECK_COMPLETE"
 
 
-@command("Print the script that makes a shell complete asymcheck's commands.")
+@click.command(epilog=HELP, short_help="Print the script that makes a shell complete asymcheck's commands.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import command, json_option, keep_options, open_existing, ring_folder_option, store_argument
+from asymcheck.cli.options import Report, command, keep_options, open_existing, ring_folder_option, store_argument
 from asymcheck.cli.places import collected_ring
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
@@ -34,16 +35,7 @@ _INCOMPLETE = "incomplete-checkpoint"
 @click.option("--repair", is_flag=True, help="Repair the whole store first; no checkpoint is deleted.")
 @click.option("--remote", default=None, help="With --repair: fetch what is lost from this location.")
 @click.option("--deep", is_flag=True, help="Read every byte of a remote location, too; of a local store always.")
-@json_option
-def verify(
-    store: str,
-    run: str | None,
-    step: int | None,
-    repair: bool,
-    remote: str | None,
-    deep: bool,
-    as_json: bool,
-) -> int:
+def verify(store: str, run: str | None, step: int | None, repair: bool, remote: str | None, deep: bool) -> Report:
     """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
 
     Every frame is read and compared with its digest, every manifest and record with its checksum, and every partition
@@ -77,18 +69,28 @@ def verify(
         with output.progress("verify") as progress:
             findings = opened.verify(step, run=run, progress=progress, deep=is_deep)
         checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
-    if as_json:
-        found = {"store": store, "checkpoints": len(checkpoints), "deep": is_deep, "lost": sorted(_lost(findings))}
-        incomplete = sorted(_named(findings, _INCOMPLETE))
-        output.print_json({**found, "incomplete": incomplete, "findings": findings, "repaired": repaired})
-    else:
-        if repaired is not None:
-            _show_repaired(repaired)
-        _show_findings(findings, checkpoints)
-        if not is_deep:
-            click.echo("frames were not read: --deep does")
+    document = {
+        "store": store,
+        "checkpoints": len(checkpoints),
+        "deep": is_deep,
+        "lost": sorted(_lost(findings)),
+        "incomplete": sorted(_named(findings, _INCOMPLETE)),
+        "findings": findings,
+        "repaired": repaired,
+    }
     nothing = step is not None and not any(one.complete for one in checkpoints)
-    return exits.DAMAGED if nothing else _status(findings)
+    status = exits.DAMAGED if nothing else _status(findings)
+    return Report(document, partial(_show_verified, repaired, findings, checkpoints, is_deep=is_deep), status)
+
+
+def _show_verified(
+    repaired: Repaired | None, findings: list[Finding], checkpoints: list[Checkpoint], *, is_deep: bool
+) -> None:
+    if repaired is not None:
+        _show_repaired(repaired)
+    _show_findings(findings, checkpoints)
+    if not is_deep:
+        click.echo("frames were not read: --deep does")
 
 
 def _lost(findings: list[Finding]) -> set[str]:
@@ -151,16 +153,9 @@ def _status(findings: list[Finding]) -> int:
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints the --keep rules are about.")
 @click.option("--discard-rings", is_flag=True, help="Also remove rings with captures that are not durable.")
 @ring_folder_option
-@json_option
 def gc(
-    store: str,
-    dry_run: bool,
-    retention: Retention | None,
-    run: str,
-    discard_rings: bool,
-    ring_folder: Path,
-    as_json: bool,
-) -> int:
+    store: str, dry_run: bool, retention: Retention | None, run: str, discard_rings: bool, ring_folder: Path
+) -> Report:
     """Free the packs of STORE that no checkpoint needs, and remove what killed processes left behind.
 
     Safe beside processes that save and load. A pack is freed when nothing in it is needed any more. A pack that is
@@ -186,17 +181,14 @@ def gc(
         pruned = None if retention is None else opened.prune(retention, run=run, dry_run=dry_run)
         done = opened.gc(dry_run=dry_run) if pruned is None else pruned.collected
         rings = [] if is_uri(store) else opened.collect_rings(ring_folder, discard=discard_rings, dry_run=dry_run)
-    if as_json:
-        verdicts = () if pruned is None else pruned.verdicts
-        fields = {"store": store, "dry_run": dry_run, "verdicts": verdicts, "collected": done, "rings": rings}
-        output.print_json(fields)
-        return exits.OK
-    for verdict in () if pruned is None else pruned.verdicts:
-        click.echo(_verdict(verdict, dry_run=dry_run))
-    click.echo(_sentence(done, dry_run=dry_run))
-    for ring in rings:
-        click.echo(collected_ring(ring, store, dry_run=dry_run))
-    return exits.OK
+    verdicts = () if pruned is None else pruned.verdicts
+    document = {"store": store, "dry_run": dry_run, "verdicts": verdicts, "collected": done, "rings": rings}
+    lines = [
+        *(_verdict(verdict, dry_run=dry_run) for verdict in verdicts),
+        _sentence(done, dry_run=dry_run),
+        *(collected_ring(ring, store, dry_run=dry_run) for ring in rings),
+    ]
+    return Report(document, partial(click.echo, "\n".join(lines)))
 
 
 def _verdict(verdict: Verdict, *, dry_run: bool) -> str:
@@ -227,8 +219,7 @@ def _sentence(done: Collected, *, dry_run: bool) -> str:
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints.")
 @click.option("--generation", type=int, default=None, help="Only the one of this generation [default: of all].")
 @click.option("--yes", is_flag=True, help="Do not ask; must be given where there is nobody to ask.")
-@json_option
-def delete(store: str, step: int, run: str, generation: int | None, yes: bool, as_json: bool) -> int:
+def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -> Report:
     """Delete the checkpoints of STEP from STORE, for good, after asking.
 
     They are gone at once; their bytes stay until 'asymcheck gc' frees what no other checkpoint needs.
@@ -238,16 +229,12 @@ def delete(store: str, step: int, run: str, generation: int | None, yes: bool, a
         chosen = opened.delete(step, run=run, generation=generation, dry_run=True)
     if not yes and not _is_confirmed(chosen):
         output.note("nothing was deleted")
-        return exits.USAGE
+        raise click.exceptions.Exit(exits.USAGE)
     with Store.open(store) as opened:
         deleted = opened.delete(step, run=run, generation=generation)
-    if as_json:
-        output.print_json({"store": store, "deleted": deleted})
-        return exits.OK
-    for item in deleted:
-        click.echo(f"deleted {_name(item)}")
-    click.echo(f"asymcheck gc {shlex.quote(store)} frees the bytes that no other checkpoint needs")
-    return exits.OK
+    lines = [f"deleted {_name(item)}" for item in deleted]
+    lines.append(f"asymcheck gc {shlex.quote(store)} frees the bytes that no other checkpoint needs")
+    return Report({"store": store, "deleted": deleted}, partial(click.echo, "\n".join(lines)))
 
 
 def _is_confirmed(chosen: list[Checkpoint]) -> bool:
@@ -272,8 +259,7 @@ def _name(item: Checkpoint) -> str:
 
 @command("Make the catalog again from packs and manifests.")
 @store_argument
-@json_option
-def rebuild(store: str, as_json: bool) -> int:
+def rebuild(store: str) -> Report:
     """Make the catalog of STORE again from its packs and manifests alone, which are the truth.
 
     Nothing else is changed, and no frame is read. Safe beside processes that use the store. The status is 6 when a
@@ -281,11 +267,8 @@ def rebuild(store: str, as_json: bool) -> int:
     """
     with open_existing(store) as opened, output.progress("rebuild"):
         rebuilt = opened.rebuild()
-    if as_json:
-        output.print_json({"store": store, "rebuilt": rebuilt})
-    else:
-        _show_rebuilt(rebuilt)
-    return exits.WARNINGS if rebuilt.left_out else exits.OK
+    status = exits.WARNINGS if rebuilt.left_out else exits.OK
+    return Report({"store": store, "rebuilt": rebuilt}, partial(_show_rebuilt, rebuilt), status)
 
 
 def _show_rebuilt(rebuilt: Rebuilt) -> None:

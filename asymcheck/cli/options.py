@@ -1,7 +1,8 @@
-"""Options that commands share, and what the values of options mean: steps, sizes, spans of time, rules of retention."""
+"""Commands that return reports, the options that commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TypeVar
 import click
 
 from asymcheck.arguments import check_which
-from asymcheck.cli import exits
+from asymcheck.cli import exits, output
 from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best, Retention
@@ -31,7 +32,6 @@ _UNITS = {"s": "seconds", "min": "minutes", "h": "hours", "d": "days", "w": "wee
 _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?\Z", re.ASCII)
 
 store_argument = click.argument("store", type=click.Path())
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 ring_folder_option = click.option(
     "--ring-folder",
     type=click.Path(path_type=Path),
@@ -43,9 +43,37 @@ ring_folder_option = click.option(
 places_option = click.option("--remote", default=None, help="Also say which checkpoints lie in this location.")
 
 
-def command(short_help: str) -> Callable[[Callable[..., int | None]], click.Command]:
-    """Make a command of a function, which returns the exit status; None stands for 0."""
-    return click.command(epilog=exits.HELP, short_help=short_help)
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Result of a command."""
+
+    document: object
+    """Printed by ``--json``."""
+    show: Callable[[], None]
+    """Prints the result as text."""
+    status: int = exits.OK
+    """Exit status."""
+
+
+def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]:
+    """Make a command of a function that returns its report; add ``--json``."""
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def run(*, as_json: bool, **options: object) -> int:
+            report = function(**options)
+            if as_json:
+                output.print_json(report.document)
+            else:
+                report.show()
+            return report.status
+
+        made = click.command(epilog=exits.HELP, short_help=short_help)(run)
+        what = "Print one JSON document instead of text."
+        made.params.append(click.Option(["--json", "as_json"], is_flag=True, help=what))
+        return made
+
+    return decorate
 
 
 def open_existing(store: str, remote: str | None = None) -> Store:

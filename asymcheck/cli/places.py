@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
+from functools import partial
 from pathlib import Path
 
 import click
 
 from asymcheck.cli import exits, output
+from asymcheck.cli.options import Report
 from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.pipeline.collect import CollectedRing
@@ -79,21 +81,24 @@ def _restore_command(store: Path | str, run: str | None, ring_folder: Path) -> s
     return shlex.join(words)
 
 
-def show_rings(store: Store, run: str | None, ring_folder: Path, *, as_json: bool) -> int:
-    """Print the rings of a store; return the exit status, which tells whether a ring of a killed process is damaged."""
+def report_rings(store: Store, run: str | None, ring_folder: Path) -> Report:
+    """Report the rings of a store; the status says whether a ring of a killed process is damaged."""
     with translated("look at", ring_folder):
         if not ring_folder.exists():
             raise NotFoundError(f"{ring_folder} does not exist; --ring-folder names where the training has its rings")
     rings = store.rings(run, ring_folder=ring_folder)
-    is_damaged = any(_is_damaged(ring) for ring in rings)
-    if as_json:
-        output.print_json({"store": store.location, "ring_folder": ring_folder, "rings": rings})
-    elif not rings:
-        of_run = "" if run is None else f" of run {run}"
-        click.echo(f"no rings{of_run} of store {store.location} in {ring_folder}")
-    for ring in () if as_json else rings:
+    document = {"store": store.location, "ring_folder": ring_folder, "rings": rings}
+    of_run = "" if run is None else f" of run {run}"
+    none = f"no rings{of_run} of store {store.location} in {ring_folder}"
+    status = exits.WARNINGS if any(map(_is_damaged, rings)) else exits.OK
+    return Report(document, partial(_show_rings, rings, none), status)
+
+
+def _show_rings(rings: list[RingFile], none: str) -> None:
+    if not rings:
+        click.echo(none)
+    for ring in rings:
         _show(ring)
-    return exits.WARNINGS if is_damaged else exits.OK
 
 
 def _is_damaged(ring: RingFile) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import command, json_option, places_option, store_argument
+from asymcheck.cli.options import Report, command, places_option, store_argument
 from asymcheck.cli.places import Places, places_of
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.recovery.accounting import Accounting, CheckpointBytes
@@ -27,8 +28,7 @@ _SAVES_SHOWN = 3
     "--all", "everything", is_flag=True, help="Also what is abandoned, incomplete or damaged, marked as such."
 )
 @places_option
-@json_option
-def log(store: str, run: str, everything: bool, remote: str | None, as_json: bool) -> int:
+def log(store: str, run: str, everything: bool, remote: str | None) -> Report:
     """Show the checkpoints of a run of STORE along its line of training, newest first.
 
     A line of dashes shows where training went on from an earlier checkpoint.
@@ -38,15 +38,10 @@ def log(store: str, run: str, everything: bool, remote: str | None, as_json: boo
     with Store.open(store, read_only=True) as opened:
         history = opened.history(run, everything=everything)
         places = None if remote is None else places_of(opened, remote, run)
-    if as_json:
-        there = {
-            "remote": None if places is None else places.location,
-            "there": None if places is None else sorted(places.there),
-        }
-        output.print_json({"store": store, "history": history, **there})
-    else:
-        _show_history(history, places)
-    return exits.WARNINGS if history.line_problem else exits.OK
+    there = None if places is None else sorted(places.there)
+    document = {"store": store, "history": history, "remote": places and places.location, "there": there}
+    status = exits.WARNINGS if history.line_problem else exits.OK
+    return Report(document, partial(_show_history, history, places), status)
 
 
 def _show_history(history: History, places: Places | None) -> None:
@@ -131,8 +126,7 @@ def _show_opening(opening: Opening) -> None:
 @command("Show disk usage per checkpoint and tensor role.")
 @store_argument
 @click.option("--run", default=None, help="List the checkpoints of this run only; the totals are of the whole store.")
-@json_option
-def du(store: str, run: str | None, as_json: bool) -> int:
+def du(store: str, run: str | None) -> Report:
     """Show the disk usage of STORE per checkpoint, per tensor role, and in total.
 
     \b
@@ -148,13 +142,10 @@ def du(store: str, run: str | None, as_json: bool) -> int:
     """
     with Store.open(store, read_only=True) as opened:
         accounting = opened.accounting(run)
-    if as_json:
-        output.print_json({"store": store, "accounting": accounting})
-    else:
-        _show_accounting(accounting)
+    status = exits.WARNINGS if accounting.damaged_packs else exits.OK
     if accounting.unreadable_manifests or any(item.missing_partitions for item in accounting.checkpoints):
-        return exits.DAMAGED
-    return exits.WARNINGS if accounting.damaged_packs else exits.OK
+        status = exits.DAMAGED
+    return Report({"store": store, "accounting": accounting}, partial(_show_accounting, accounting), status)
 
 
 def _show_accounting(accounting: Accounting) -> None:
@@ -244,8 +235,7 @@ def _problems(accounting: Accounting) -> list[str]:
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run of A and B, where they do not name one.")
 @click.option("--tensors", "pattern", default="*", help="Only what has a name that matches this glob, as 'model.*'.")
 @click.option("--norms/--no-norms", default=True, help="Read what changed and say by how much [default: yes].")
-@json_option
-def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_json: bool) -> None:
+def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool) -> Report:
     """Show what changed from checkpoint A to checkpoint B of STORE.
 
     \b
@@ -264,9 +254,10 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool, as_jso
     """
     with Store.open(store, read_only=True) as opened, output.progress("diff") as progress:
         difference = opened.diff(a, b, run=run, tensors=pattern, norms=norms, progress=progress)
-    if as_json:
-        output.print_json({"store": store, "difference": difference})
-        return
+    return Report({"store": store, "difference": difference}, partial(_show_difference, difference))
+
+
+def _show_difference(difference: Difference) -> None:
     _show_side("A", difference.a, difference.other_saves_a)
     _show_side("B", difference.b, difference.other_saves_b)
     # First of all: the tables may have hundreds of rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import click
 
 from asymcheck.arguments import check_step
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import command, json_option, parse_size, ring_options, step_option, store_argument
+from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument
 from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning
 from asymcheck.format.layout import check_run
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        json_option,
         click.option("--all", "everything", is_flag=True, help="All complete checkpoints on the line of training."),
         click.option("--run", default=None, help="Whose [default: 'default'; with --all: all]."),
         step_option,
@@ -43,7 +43,7 @@ def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
 @store_argument
 @click.argument("location")
 @_selection
-def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool, as_json: bool) -> None:
+def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool) -> Report:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
     LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow
@@ -57,14 +57,14 @@ def push(store: str, location: str, step: int | str | None, run: str | None, eve
     _check_one(step, everything=everything)
     with Store.open(store, read_only=True) as opened, output.progress("push") as progress:
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
-    _report_moved(done, "sent", as_json=as_json)
+    return Report(done, partial(_show_moved, done, "sent"))
 
 
 @command("Copy checkpoints from HDFS or a shared file system.")
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
 @_selection
-def pull(location: str, store: Path, step: int | str | None, run: str | None, everything: bool, as_json: bool) -> None:
+def pull(location: str, store: Path, step: int | str | None, run: str | None, everything: bool) -> Report:
     """Copy checkpoints from LOCATION into STORE, every byte verified; STORE is made when there is none.
 
     'asymcheck restore LOCATION --to FILE' and Store.open(LOCATION) read a checkpoint without that.
@@ -81,7 +81,7 @@ def pull(location: str, store: Path, step: int | str | None, run: str | None, ev
         _check_selection(location, step, run, everything=everything)
     with Store.open(store) as opened, output.progress("pull") as progress:
         done = opened.pull(location, step, run=run, everything=everything, progress=progress)
-    _report_moved(done, "fetched", as_json=as_json)
+    return Report(done, partial(_show_moved, done, "fetched"))
 
 
 def _check_selection(location: str, step: int | str | None, run: str | None, *, everything: bool) -> None:
@@ -97,10 +97,7 @@ def _check_one(step: int | str | None, *, everything: bool) -> None:
         raise click.UsageError("--all copies every step: leave out --step")
 
 
-def _report_moved(done: Moved, verb: str, *, as_json: bool) -> None:
-    if as_json:
-        output.print_json(done)
-        return
+def _show_moved(done: Moved, verb: str) -> None:
     for name in done.committed:
         click.echo(f"{verb} {name}")
     plain = f" ({output.size(done.plain_bytes)} plain)" if done.plain_bytes > done.moved_bytes else ""
@@ -140,7 +137,6 @@ def _report_moved(done: Moved, verb: str, *, as_json: bool) -> None:
 @ring_options
 @click.option("--remote", default=None, help="Read from this location what is missing or damaged in STORE.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file or folder.")
-@json_option
 def restore(
     store: str,
     target: Path,
@@ -155,8 +151,7 @@ def restore(
     ring_folder: Path,
     remote: str | None,
     overwrite: bool,
-    as_json: bool,
-) -> int:
+) -> Report:
     """Write a checkpoint of STORE to a file or folder, every byte verified.
 
     Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
@@ -197,21 +192,21 @@ def restore(
             ring_folder=ring_folder if tier == "dram" else None,
             progress=progress,
         )
-    _report_export(done, as_json=as_json)
     if max_shard_size is not None and done.format != "folder":
         output.note(f"{target} is one file, so --max-shard-size has no effect")
-    return exits.WARNINGS if done.skipped else exits.OK
+    return _report_export(done)
 
 
-def _report_export(done: Exported, *, as_json: bool) -> None:
-    """Say what was written, what was left out, which newer checkpoints were passed over, and what may be missing."""
+def _report_export(done: Exported) -> Report:
+    """Note passed-over checkpoints and what may be missing; report what was written."""
     for reason in done.skipped:
         output.note(f"passed over {reason}")
     for hint in done.hints:
         output.note(hint)
-    if as_json:
-        output.print_json(done)
-        return
+    return Report(done, partial(_show_export, done), exits.WARNINGS if done.skipped else exits.OK)
+
+
+def _show_export(done: Exported) -> None:
     at = f"{done.checkpoint.run} step {done.checkpoint.step}"
     click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {at}")
     if done.left_out:
@@ -226,16 +221,7 @@ def _report_export(done: Exported, *, as_json: bool) -> None:
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save to or to read.")
 @click.option("--part", default=None, help="Of a store, only what lies under this key, as 'asymcheck restore' has it.")
 @click.option("--overwrite", is_flag=True, help="Replace DST when it is a file or a model folder.")
-@json_option
-def convert(
-    src: Path,
-    dst: Path,
-    step: int | None,
-    run: str,
-    part: str | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
+def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, overwrite: bool) -> Report:
     """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
 
     The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
@@ -265,8 +251,7 @@ def convert(
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
             place = Output(dst, overwrite=overwrite)
             done = export_checkpoint(opened, place, step=step, run=run, part=part, progress=progress)
-        _report_export(done, as_json=as_json)
-        return exits.WARNINGS if done.skipped else exits.OK
+        return _report_export(done)
     if format_of(dst) != "folder":
         raise InvalidInputError(
             f"{dst}: one of SRC and DST must be a store, and {src} is none; the name of a new store has no suffix"
@@ -293,11 +278,9 @@ def convert(
             f"left out of {src}: {output.few(left_out)}, neither the model's weights nor small files beside them; "
             "keep the folder"
         )
-    if as_json:
-        output.print_json(saved)
-    else:
-        click.echo(f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {new}")
-    return exits.OK
+    return Report(
+        saved, partial(click.echo, f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {new}")
+    )
 
 
 def _new(store: Store, saved: Checkpoint) -> str:

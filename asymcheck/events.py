@@ -138,21 +138,7 @@ Watcher = Callable[[Interval], None]
 _watchers: list[Watcher] = []
 
 
-class Span:
-    """Result of :func:`timed`: a ``with`` block that is timed if there are watchers. This base class is not timed."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """End."""
-
-
-class _Timed(Span):
-    """A block that somebody watches."""
-
+class _Timed(contextlib.AbstractContextManager[None]):
     __slots__ = ("_began", "_detail", "_name", "_size")
 
     def __init__(self, name: str, size: int, detail: Callable[[], Detail] | None) -> None:
@@ -169,10 +155,12 @@ class _Timed(Span):
         tell(self._name, self._began, ended, self._size, lambda: {**(detail() if detail else {}), **failed})
 
 
-_FOR_NOBODY = Span()
+_UNWATCHED = contextlib.nullcontext()
 
 
-def timed(name: str, size: int = 0, detail: Callable[[], Detail] | None = None) -> Span:
+def timed(
+    name: str, size: int = 0, detail: Callable[[], Detail] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Return a ``with`` block that becomes an :class:`Interval`; costs one comparison when nobody watches.
 
     Args:
@@ -180,7 +168,7 @@ def timed(name: str, size: int = 0, detail: Callable[[], Detail] | None = None) 
         size: payload bytes concerned.
         detail: called at the end, if somebody watches. An exception that leaves the block adds ``failed``, its class.
     """
-    return _Timed(name, size, detail) if _watchers else _FOR_NOBODY
+    return _Timed(name, size, detail) if _watchers else _UNWATCHED
 
 
 def is_watched() -> bool:

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import AsymcheckError, HeadRecordError, MissingPartitionError
+from asymcheck.errors import AsymcheckError, MissingPartitionError
 from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
-from asymcheck.recovery.line import Line, read_line
+from asymcheck.recovery.line import Line
 from asymcheck.recovery.resolve import check_run_exists
 from asymcheck.recovery.scan import Opened, each_manifest, each_pack
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
+from asymcheck.tiers.nvme import NvmeTier
 
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
@@ -124,22 +124,13 @@ def account(tier: NvmeTier, run: str | None = None) -> Accounting:
     return _Sums(tier, needs, frames).result(run)
 
 
-@dataclasses.dataclass
-class _Member:
-    """One checkpoint while it is being counted."""
-
-    listing: CheckpointFiles
-    on_line: bool
-    complete: bool = False
-    state_bytes: int = 0
-    manifest_bytes: int = 0
-
-
 class _Needs:
     """What all checkpoints refer to: one reference an extent, in columns."""
 
     def __init__(self) -> None:
-        self.members: list[_Member] = []
+        self.checkpoints: list[CheckpointBytes] = []
+        """Checkpoints by their manifests alone: the sums over frames are 0."""
+        self.manifests = 0
         self.unreadable = 0
         self.digests: list[bytes] = []
         self.users: list[_Ints] = []
@@ -148,36 +139,45 @@ class _Needs:
         self.state_by_role: list[_Ints] = []
 
     def add_run(self, tier: NvmeTier, run: str) -> None:
-        try:
-            line = read_line(tier, run)
-        except HeadRecordError:
-            line = Line(0, {})
+        line = Line.read_or_empty(tier, run)
         for listing in tier.manifests.checkpoints(run):
-            member = _Member(listing, listing.ref in line)
             by_role = np.zeros(len(_ROLES), dtype=np.int64)
+            manifest_bytes = read = 0
             for name in listing.manifests:
                 path = tier.manifests.directory(run, listing.ref) / str(name)
                 with contextlib.suppress(OSError):  # deleted since it was listed
-                    member.manifest_bytes += path.stat().st_size
-            read = 0
+                    manifest_bytes += path.stat().st_size
             for _, manifest in each_manifest(tier, listing):
                 if isinstance(manifest, AsymcheckError):
                     self.unreadable += 1
                 else:
-                    self._add(manifest, member, by_role)
+                    self._add(manifest, by_role)
                     read += 1
-            member.complete = listing.is_complete and read == len(listing.manifests)
-            self.members.append(member)
+            checkpoint = CheckpointBytes(
+                run=run,
+                step=listing.ref.step,
+                generation=listing.ref.generation,
+                save_id=listing.ref.save_id.hex(),
+                complete=listing.is_complete and read == len(listing.manifests),
+                on_line=listing.ref in line,
+                state_bytes=int(by_role.sum()),
+                stored_bytes=0,
+                own_bytes=0,
+                shared_bytes=0,
+                manifest_bytes=manifest_bytes,
+                missing_partitions=0,
+            )
+            self.checkpoints.append(checkpoint)
+            self.manifests += len(listing.manifests)
             self.state_by_role.append(by_role)
 
-    def _add(self, manifest: Manifest, member: _Member, by_role: _Ints) -> None:
+    def _add(self, manifest: Manifest, by_role: _Ints) -> None:
         roles = np.array([_ROLES[role] for role in manifest.roles()], dtype=np.int64)
         np.add.at(by_role, roles, manifest.nbytes)
-        member.state_bytes += manifest.total_bytes
         self.digests.append(manifest.extent_digests.tobytes())
         self.roles.append(np.repeat(roles, np.diff(manifest.extent_starts)))
         self.lengths.append(manifest.extent_lengths)
-        self.users.append(np.full(len(manifest.extent_digests), len(self.members), dtype=np.int64))
+        self.users.append(np.full(len(manifest.extent_digests), len(self.checkpoints), dtype=np.int64))
 
 
 class _Frames:
@@ -235,7 +235,7 @@ class _Sums:
 
     def result(self, run: str | None) -> Accounting:
         tier, needs, frames = self.tier, self.needs, self.frames
-        chosen = np.array([run in (None, member.listing.run) for member in needs.members], dtype=bool)
+        chosen = np.array([run in (None, item.run) for item in needs.checkpoints], dtype=bool)
         live = self.users_of[self.stored] > 0
         held = _summed(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
         # Collection leaves a pack alone whose index it cannot trust, and all packs when it cannot know what is needed.
@@ -260,36 +260,29 @@ class _Sums:
             pooled_packs=len(pooled),
             pooled_bytes=sum(pooled),
             unfinished_bytes=_bytes_in(tier, tier.packs, "st_size", layout.is_pack_temporary),
-            manifests=sum(len(member.listing.manifests) for member in needs.members),
-            manifest_bytes=sum(member.manifest_bytes for member in needs.members),
+            manifests=needs.manifests,
+            manifest_bytes=sum(item.manifest_bytes for item in needs.checkpoints),
             unreadable_manifests=needs.unreadable,
             # In blocks: the size of a sparse file says nothing.
             catalog_bytes=_bytes_in(tier, tier.root / layout.CATALOG, "st_blocks") * _STAT_BLOCK,
         )
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
-        members = self.needs.members
+        items = self.needs.checkpoints
         bytes_of, alone = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
-        stored = _summed(self.pair_users, bytes_of, len(members)).tolist()
-        own = _summed(self.pair_users, bytes_of * alone, len(members)).tolist()
+        stored = _summed(self.pair_users, bytes_of, len(items)).tolist()
+        own = _summed(self.pair_users, bytes_of * alone, len(items)).tolist()
         # A frame is never empty, so a partition of no bytes lies nowhere.
-        missing = _summed(self.pair_users, (bytes_of == 0).astype(np.int64), len(members)).tolist()
+        missing = _summed(self.pair_users, (bytes_of == 0).astype(np.int64), len(items)).tolist()
         return tuple(
-            CheckpointBytes(
-                run=member.listing.run,
-                step=member.listing.ref.step,
-                generation=member.listing.ref.generation,
-                save_id=member.listing.ref.save_id.hex(),
-                complete=member.complete,
-                on_line=member.on_line,
-                state_bytes=member.state_bytes,
+            dataclasses.replace(
+                item,
                 stored_bytes=stored[number],
                 own_bytes=own[number],
                 shared_bytes=stored[number] - own[number],
-                manifest_bytes=member.manifest_bytes,
                 missing_partitions=missing[number],
             )
-            for number, member in enumerate(members)
+            for number, item in enumerate(items)
             if chosen[number]
         )
 

@@ -7,7 +7,6 @@ block by block, in float64 or complex128.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import DamagedPartitionError, HeadRecordError, InvalidInputError, MissingPartitionError
+from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
 from asymcheck.format import layout
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.recovery.history import describe_by
-from asymcheck.recovery.line import Line, read_line
+from asymcheck.recovery.line import Line
 from asymcheck.recovery.locate import Needs, Sources
-from asymcheck.recovery.names import as_stored, in_order, no_match, told_apart
+from asymcheck.recovery.names import in_order, matches, no_match, told_apart
 from asymcheck.recovery.resolve import by_save_id, candidates, needed_by, read_manifests
 from asymcheck.recovery.values import plain_values, shortened
 from asymcheck.recovery.windows import PartitionCache, TensorStream
@@ -334,22 +333,18 @@ def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]
         start += extent.length
 
 
-_Sized = tuple[TensorRow, int]
-"""A tensor of one checkpoint, and its bytes."""
-
-
 def _change(
     rank: int,
     names: tuple[str, ...],
     role: str,
     change: str,
-    a: _Sized | None,
-    b: _Sized | None,
+    a: TensorRow | None,
+    b: TensorRow | None,
     shared: int,
     norms: TensorNorms | None = None,
 ) -> TensorChange:
-    dtype_a, shape_a, bytes_a = (None, None, 0) if a is None else (a[0].dtype, a[0].global_shape, a[1])
-    dtype_b, shape_b, bytes_b = (None, None, 0) if b is None else (b[0].dtype, b[0].global_shape, b[1])
+    dtype_a, shape_a, bytes_a = (None, None, 0) if a is None else (a.dtype, a.global_shape, a.nbytes)
+    dtype_b, shape_b, bytes_b = (None, None, 0) if b is None else (b.dtype, b.global_shape, b.nbytes)
     sides = dtype_a, dtype_b, shape_a, shape_b, bytes_a, bytes_b
     return TensorChange(names[0], names[1:], rank, role, change, *sides, shared, norms)
 
@@ -363,7 +358,7 @@ class _Comparison:
         self.changed: list[TensorChange] = []
         self.unchanged: list[TensorRow] = []
         names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
-        if pattern != "*" and not self._chosen(names):
+        if pattern != "*" and not matches(pattern, names):
             raise no_match(pattern, names, "either checkpoint", "they have")
 
     def result(self, *, norms: bool, progress: Progress | None) -> Difference:
@@ -395,19 +390,16 @@ class _Comparison:
             shared_bytes=sum(a.has_bytes_of(row) for *_, row in b.tensors),
         )
 
-    def _chosen(self, names: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(one, self.pattern) for name in names for one in (name, as_stored(name)))
-
     def _one_sided(self) -> None:
         """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
         for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
             for rank, names, row in side.tensors:
                 alone = tuple(name for name in names if (rank, name) not in other.rows)
-                if alone and self._chosen(alone):
+                if alone and matches(self.pattern, alone):
                     # A further name has no bytes of its own.
-                    size = row.nbytes if alone == names else 0
-                    a, b = ((row, size), None) if change == "removed" else (None, (row, size))
-                    shared = other.has_bytes_of(row) if size else 0
+                    shared = other.has_bytes_of(row) if alone == names else 0
+                    found = row if alone == names else dataclasses.replace(row, nbytes=0)
+                    a, b = (found, None) if change == "removed" else (None, found)
                     self.changed.append(_change(rank, alone, row.role, change, a, b, shared))
 
     def _pairs(self) -> list[_Pair]:
@@ -419,12 +411,11 @@ class _Comparison:
                 known = found.get((id(a), id(b)))
                 names = (*known.names, name) if known else (name,)
                 found[id(a), id(b)] = _Pair(rank, names, a, b)
-        return [pair for pair in found.values() if self._chosen(pair.names)]
+        return [pair for pair in found.values() if matches(self.pattern, pair.names)]
 
     def _note(self, pair: _Pair, change: str, norms: TensorNorms | None = None) -> None:
-        a, b = (pair.a, pair.a.nbytes), (pair.b, pair.b.nbytes)
         shared = self.a.has_bytes_of(pair.b)
-        self.changed.append(_change(pair.rank, pair.names, pair.b.role, change, a, b, shared, norms))
+        self.changed.append(_change(pair.rank, pair.names, pair.b.role, change, pair.a, pair.b, shared, norms))
 
     def _read(self, pairs: Sequence[_Pair], progress: Progress | None) -> None:
         """Compare tensors element by element."""
@@ -460,7 +451,7 @@ class _Comparison:
 
     def _values(self) -> tuple[tuple[ValueChange, ...], int]:
         a, b = self.a.values, self.b.values
-        names = [name for name in sorted({*a, *b}, key=in_order) if self._chosen([name])]
+        names = [name for name in sorted({*a, *b}, key=in_order) if matches(self.pattern, [name])]
         changed = [name for name in names if a.get(name) != b.get(name)]
         found = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
         return found, len(names) - len(changed)
@@ -529,11 +520,7 @@ class Side:
     def __init__(self, tier: ReadTier, listing: CheckpointFiles, others: Sequence[CheckpointFiles]) -> None:
         self.ref = listing.ref
         self.manifests: list[Manifest] = read_manifests(tier, listing)
-        try:
-            line = read_line(tier, listing.run)
-        except HeadRecordError:
-            line = Line(0, {})
-        self.checkpoint = describe_by(listing, self.manifests, line)
+        self.checkpoint = describe_by(listing, self.manifests, Line.read_or_empty(tier, listing.run))
         self.other_saves = tuple(other.ref.save_id.hex() for other in others)
         self.partitions: set[Digest] = set()
         self.inline: set[bytes] = set()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import CODECS
 from asymcheck.recovery.locate import Copy, Needs, Sources
-from asymcheck.recovery.names import as_stored, no_match
+from asymcheck.recovery.names import matches, no_match
 from asymcheck.recovery.resolve import candidates, read_manifests
 from asymcheck.recovery.values import plain_values
 from asymcheck.tiers.reading import ReadTier
@@ -82,9 +82,7 @@ def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tu
         for manifest in read_manifests(tier, listing)
         for name, text in plain_values(manifest).items()
     ]
-    chosen = [
-        one for one in found if any(fnmatch.fnmatchcase(name, pattern) for name in (one.name, as_stored(one.name)))
-    ]
+    chosen = [one for one in found if matches(pattern, [one.name])]
     if not chosen and pattern != "*":
         raise no_match(pattern, (value.name for value in found), "the plain values of the checkpoint")
     return listing.ref, chosen

@@ -33,6 +33,14 @@ class Line:
     limits: dict[int, CheckpointRef | None]
     """For each generation on the line, the last checkpoint that belongs to it; None for the present one: it is open."""
 
+    @classmethod
+    def read_or_empty(cls, tier: ReadTier, run: str) -> Line:
+        """Return the line of a run; an empty line when a head record is lost."""
+        try:
+            return read_line(tier, run)
+        except HeadRecordError:
+            return cls(0, {})
+
     def __contains__(self, ref: CheckpointRef) -> bool:
         if ref.generation not in self.limits:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable
 
@@ -34,6 +35,11 @@ def told_apart(name: str, taken: dict[str, int]) -> str:
 def as_stored(name: str) -> str:
     """Return a name as it was before :func:`told_apart`."""
     return _NUMBER.sub("", name)
+
+
+def matches(pattern: str, names: Iterable[str]) -> bool:
+    """Tell whether a glob matches a name, as it is shown or as it is stored."""
+    return any(fnmatch.fnmatchcase(one, pattern) for name in names for one in (name, as_stored(name)))
 
 
 def no_match(

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import shlex
 import sys
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import click
 
 from asymcheck.cli import exits, output
-from asymcheck.cli.options import Report, command, keep_options, open_existing, ring_folder_option, store_argument
+from asymcheck.cli.options import (
+    Report,
+    command,
+    open_existing,
+    parse_age,
+    parse_best,
+    ring_folder_option,
+    store_argument,
+)
 from asymcheck.cli.places import collected_ring
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.pipeline.collect import Collected
-from asymcheck.policies.retention import Retention, Verdict
+from asymcheck.policies.retention import Best, Retention, Verdict
 from asymcheck.recovery.rebuild import Rebuilt
 from asymcheck.recovery.repair import Repaired
 from asymcheck.store import Store
@@ -149,12 +158,25 @@ def _status(findings: list[Finding]) -> int:
 @command("Free the packs that no checkpoint needs.")
 @store_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be freed.")
-@keep_options
+@click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest so many checkpoints of a run.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
+@click.option("--keep-best", metavar="METRIC:N[:max]", callback=parse_best, help="Keep the N with the least METRIC.")
+@click.option("--keep-for", metavar="SPAN", callback=parse_age, help="Keep those saved within, for instance, 7d.")
+@click.option("--drop-abandoned", is_flag=True, help="Keep what is not on the line by --keep-for only.")
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints the --keep rules are about.")
 @click.option("--discard-rings", is_flag=True, help="Also remove rings with captures that are not durable.")
 @ring_folder_option
 def gc(
-    store: str, dry_run: bool, retention: Retention | None, run: str, discard_rings: bool, ring_folder: Path
+    store: str,
+    dry_run: bool,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: Best | None,
+    keep_for: timedelta | None,
+    drop_abandoned: bool,
+    run: str,
+    discard_rings: bool,
+    ring_folder: Path,
 ) -> Report:
     """Free the packs of STORE that no checkpoint needs, and remove what killed processes left behind.
 
@@ -169,6 +191,11 @@ def gc(
     named and stay, unless --discard-rings gives up what they hold; so are rings of stores that are no longer where
     they were.
     """
+    retention = None
+    if (keep_last, keep_every, keep_best, keep_for) != (None,) * 4:
+        retention = Retention(keep_last, keep_every, keep_best, keep_for, keep_abandoned=not drop_abandoned)
+    elif drop_abandoned:
+        raise click.UsageError("--drop-abandoned goes with a rule that says what stays, such as --keep-last")
     if retention is not None and is_uri(store):
         raise click.UsageError(
             "--keep rules are for a store on a local drive: in a location, 'asymcheck delete' deletes what is to go, "

@@ -16,11 +16,10 @@ from asymcheck.arguments import check_which
 from asymcheck.cli import exits, output
 from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.retention import Best, Retention
+from asymcheck.policies.retention import Best
 from asymcheck.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
-_R = TypeVar("_R")
 
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([KMGT]?B|[KMGT]iB|)\Z", re.ASCII)
@@ -140,36 +139,8 @@ def parse_span(_ctx: click.Context, _param: click.Parameter, text: str) -> float
     return seconds
 
 
-def keep_options(command: Callable[..., _R]) -> Callable[..., _R]:
-    """Add the options of retention to a command, which gets what they say as ``retention``: None without a rule.
-
-    Raises:
-        click.UsageError: abandoned checkpoints are to go, but nothing says what stays.
-    """
-
-    @functools.wraps(command)
-    def with_retention(
-        *,
-        keep_last: int | None,
-        keep_every: int | None,
-        keep_best: Best | None,
-        keep_for: timedelta | None,
-        drop_abandoned: bool,
-        **others: object,
-    ) -> _R:
-        retention = None
-        if (keep_last, keep_every, keep_best, keep_for) != (None,) * 4:
-            retention = Retention(keep_last, keep_every, keep_best, keep_for, keep_abandoned=not drop_abandoned)
-        elif drop_abandoned:
-            raise click.UsageError("--drop-abandoned goes with a rule that says what stays, such as --keep-last")
-        return command(retention=retention, **others)
-
-    for option in reversed(_OPTIONS):
-        with_retention = option(with_retention)
-    return with_retention
-
-
-def _best(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Best | None:
+def parse_best(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Best | None:
+    """Return the metric, the number and the direction that an option names as ``loss:3`` or ``accuracy:1:max``."""
     if text is None:
         return None
     found = _BEST.match(text)
@@ -178,19 +149,11 @@ def _best(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Bes
     return found[1], int(found[2]), "max" if found[3] == "max" else "min"
 
 
-def _age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> timedelta | None:
+def parse_age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> timedelta | None:
+    """Return the span of time that an option names as ``12h``, ``7d`` or ``2w``."""
     if text is None:
         return None
     found = _AGE.match(text)
     if found is None:
         raise click.BadParameter(f"{text!r} is no span of time; give a number with s, min, h, d or w, such as 7d")
     return timedelta(**{_UNITS[found[2]]: int(found[1])})
-
-
-_OPTIONS = (
-    click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest so many checkpoints of a run."),
-    click.option("--keep-every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this."),
-    click.option("--keep-best", metavar="METRIC:N[:max]", callback=_best, help="Keep the N with the least METRIC."),
-    click.option("--keep-for", metavar="SPAN", callback=_age, help="Keep those saved within, for instance, 7d."),
-    click.option("--drop-abandoned", is_flag=True, help="Keep what is not on the line by --keep-for only."),
-)

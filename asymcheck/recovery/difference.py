@@ -117,11 +117,6 @@ class NormSums:
         return TensorNorms(*sums, self._nonfinite_a, self._nonfinite_b, "")
 
 
-def can_compare(dtype_a: str, dtype_b: str) -> bool:
-    """Tell whether elements of two dtypes can be compared with each other: equal ones always, others as numbers."""
-    return dtype_a == dtype_b or not _without_norms((dtype_a, dtype_b), "")
-
-
 def _without_norms(dtypes: tuple[str, str], role: str) -> str:
     for dtype in dtypes:
         if dtype == _PACKED:
@@ -307,7 +302,9 @@ class _Pair:
     @property
     def is_comparable(self) -> bool:
         """Whether there is something to read, and element can be compared with element."""
-        return self.kind not in ("shape", "layout") and can_compare(self.a.dtype, self.b.dtype)
+        if self.kind == "dtype":
+            return not _without_norms((self.a.dtype, self.b.dtype), "")
+        return self.kind == "value"
 
     @property
     def kind_without_reading(self) -> str:

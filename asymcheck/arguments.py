@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _RING_BYTES_MAX = 1 << 46
-"""What a process can map of one file, to which a header is added."""
+"""Bytes of one file that a process can map, less room for a header."""
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # pathlib makes one slash of two: to write to such a name is to write beside where one wanted to.

@@ -70,25 +70,26 @@ class Checkpointer:
 
         Args:
             store: an opened, writable store, which stays the caller's.
-            state: as :meth:`Store.save` takes it. Optimizers given as objects make saving cheap: what they own is
-                copied beside the training.
-            every: number of steps between two checkpoints. ``"auto"`` measures what they cost and chooses, see
-                :attr:`interval`; an :class:`asymcheck.AutoInterval` says what it is to aim at. Of several ranks the
-                first chooses, for the slowest.
-            keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, on a
-                thread of its own, the others are deleted and their packs freed, for later saves to overwrite.
-            push: which checkpoints go to a remote location, beside the training; see :attr:`pushed`.
-                ``keep`` leaves alone what is still to be sent, up to ``Push.hold`` checkpoints.
-            run: whose checkpoints.
+            state: as :meth:`Store.save` takes it. Optimizers given as objects make saving cheap: their
+                parameters and state are copied in the background.
+            every: number of steps between two checkpoints. ``"auto"`` measures the costs and chooses, see
+                :attr:`interval`; an :class:`asymcheck.AutoInterval` sets the goals. With several ranks, rank 0 chooses
+                for the slowest.
+            keep: which checkpoints of the run are kept; None, the default, keeps everything. After each commit, a
+                background thread deletes the others and frees their packs, for later saves to overwrite.
+            push: which checkpoints go to a remote location, in the background; see :attr:`pushed`. ``keep`` deletes no
+                checkpoint that is still to be sent, up to ``Push.hold`` of them.
+            run: name of the run.
             on_error: what happens in the training loop when a checkpoint could not be stored, or those that ``keep``
                 does not keep could not be removed.
-            capture: knobs of the background.
-            on_checkpoint: called with what each checkpoint of the background has cost, once it is durable or lost: by
-                the next :meth:`step`, :meth:`wait`, :meth:`save` or :meth:`close`, before that raises what went wrong.
+            capture: configuration of background captures.
+            on_checkpoint: called with a report of each background checkpoint, once it is durable or lost. The next
+                :meth:`step`, :meth:`wait`, :meth:`save` or :meth:`close` calls it, before it raises an error.
                 ``print`` prints one line each.
-            ranks: who saves the state together, or a function without arguments that returns it; ``"auto"``, the ranks
-                of ``torch.distributed`` if it is initialised, else this process alone, as with None. Each of them then
-                makes a Checkpointer like this one and calls the same methods with the same steps.
+            ranks: the ranks that save the state together, or a function without arguments that returns them.
+                ``"auto"`` takes the ranks of ``torch.distributed`` if it is initialised. Otherwise, and with None, this
+                process saves alone. Each rank makes a Checkpointer like this one and calls the same methods with the
+                same steps.
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
@@ -114,21 +115,22 @@ class Checkpointer:
     def restore(self, step: int | None = None) -> Checkpoint | None:
         """Bring the state back from the newest consistent checkpoint, or from that of ``step``.
 
-        Returns None when there is none yet. What a killed process of this store left in memory is made durable first.
+        Returns None if there is no checkpoint yet. First, captures that a killed process left in memory are made
+        durable.
 
-        Opens a new generation before it returns: what lies after the restored checkpoint is abandoned from now on.
+        Opens a new generation before it returns: checkpoints after the restored one are abandoned from now on.
 
         Raises:
             CheckpointNotFoundError: ``step`` was given and is not there.
             LostCheckpointError, PruneError: of earlier checkpoints, unless ``on_error`` is ``"warn"``. The state is
-                that of :attr:`last_step` all the same; of several ranks it is not, until the next call.
+                nevertheless that of :attr:`last_step`; with several ranks, only after the next call.
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`Store.load`.
-            LockTimeoutError: another process takes up what this run left in memory, and does not come to an end.
+            LockTimeoutError: another process is recovering this run's captures from memory, and does not end.
 
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was passed over.
-            UnreachableRemoteWarning: nothing lies in the ``remote`` of the store, either.
+            UnreachableRemoteWarning: the ``remote`` of the store has no checkpoint of the run, either.
         """
         with contextlib.ExitStack() as held:
             if self._together is not None:
@@ -351,12 +353,13 @@ class Checkpointer:
     def wait(self, tier: TierName | Literal["hdfs"] = "nvme") -> None:
         """Wait until every checkpoint begun is durable (``"nvme"``), or survives this process (``"dram"``).
 
-        With ``"hdfs"``, until all of them that ``push`` chooses lie there, too. Of the ranks that save into one store
-        the first pushes, and it alone waits for that; the others return when all is durable.
+        With ``"hdfs"``, wait until all checkpoints that ``push`` chooses are at the remote location, too. The first
+        rank of each store pushes, and it alone waits for that. The other ranks return when all is durable.
 
-        One survives as soon as it is complete in memory, where :meth:`restore` of the next process finds it. One that
-        cannot be found there is waited for until it is durable: when the ring is smaller than the state, when more than
-        64 wait for the store already, and when training began without :meth:`restore` on a run that has checkpoints.
+        A checkpoint survives as soon as it is complete in memory, where :meth:`restore` of the next process finds it.
+        In three cases :meth:`restore` could not find it, and this method waits until it is durable: the ring is smaller
+        than the state, more than 64 checkpoints wait for the store, or training began without :meth:`restore` on a run
+        that has checkpoints.
 
         Raises:
             LostCheckpointError: one could not be stored, unless ``on_error`` is ``"warn"``.
@@ -382,7 +385,7 @@ class Checkpointer:
 
     @property
     def pushed(self) -> PushStatistics:
-        """What ``push`` has done so far, and what waits; of several ranks, on the first of each store."""
+        """Statistics of ``push``, and its backlog; with several ranks, on the first rank of each store."""
         with self._ending:
             return self._beside.statistics()
 
@@ -394,7 +397,7 @@ class Checkpointer:
     def close(self) -> None:
         """Make everything durable and give the memory back. The store stays open: it is the caller's.
 
-        What ``push`` chooses and is not there yet is sent, for at most ``Push.close_s``.
+        Pending uploads of ``push`` continue for at most ``Push.close_s``.
 
         Raises:
             LostCheckpointError: a checkpoint could not be stored, unless ``on_error`` is ``"warn"``.

@@ -28,7 +28,7 @@ class RemoteConfig:
     """Knobs of a remote location: HDFS, a shared file system, or what else pyarrow has a file system for."""
 
     client: Literal["hdfs-native", "libhdfs"] | None = None
-    """What speaks to ``hdfs://``: None takes hdfs-native where it is installed, else libhdfs."""
+    """Client for ``hdfs://``; None takes hdfs-native if it is installed, else libhdfs."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Settings of that client, for instance ``{"dfs.replication": "2"}``; those in the location's query come later."""
     deadline_s: float = 60.0
@@ -154,17 +154,17 @@ class CaptureConfig:
     ring_folder: str = dataclasses.field(default_factory=lambda: str(ring_folder_of(None)))
     """Where the ring lies: a file system in memory; ``ASYMCHECK_RING_FOLDER`` in the environment names another."""
     proof: Literal["full", "sampled", "off"] = "sampled"
-    """How much is digested in ``step()`` and compared with what was captured.
+    """How much is digested in ``step()`` and compared with the captured bytes.
 
-    ``sampled`` digests all bytes of the first two captures, then a sixteenth of what is in host memory in each, and
-    samples of 64 KiB of what is on devices; it also compares version counters and addresses of all tensors. What has
-    changed is copied inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares
-    nothing.
+    ``sampled`` digests all bytes of the first two captures. Later captures digest a sixteenth of the tensors in host
+    memory, and samples of 64 KiB of the tensors on devices. Version counters and addresses of all tensors are compared,
+    too. Tensors that have changed are copied inside ``step()`` from then on. ``full`` digests everything in each
+    capture. ``off`` compares nothing.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
     """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""
     staging_bytes: int = 256 * MIB
     """Memory taken on each GPU for tensors that may change before they are copied, and for copies that come late.
 
-    What finds no room there is copied before ``step()`` returns, or held back for at the next optimizer step.
+    If the memory is full, tensors are copied before ``step()`` returns, or the next optimizer step waits.
     """

@@ -5,7 +5,7 @@
     AsymcheckError
     ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
     │   └── UnsupportedValueError, StateMismatchError, ForeignFileError
-    ├── NotFoundError                  what was asked for is not there
+    ├── NotFoundError                  a requested object does not exist
     │   └── StoreNotFoundError, CheckpointNotFoundError
     ├── FormatError                    stored bytes are not what the format says
     │   ├── BadMagicError, ChecksumError, DigestMismatchError, StructureError, TruncatedError
@@ -22,7 +22,7 @@
     ├── RanksError                     ranks that save or restore together did not come to an end together
     │   └── RanksMissingError, RankFailedError
     ├── GivenUpError                   an upload was ended before it was done; nothing was committed by it
-    └── StorageError                   the place where bytes lie refused
+    └── StorageError                   the place where bytes are stored refused
         ├── OutOfSpaceError, UnsupportedFileSystemError, ReadOnlyStoreError, LockTimeoutError
         └── TooManyFilesError, RemoteUnreachableError, CatalogError, ClosedStoreError, ForkedStoreError
 
@@ -86,11 +86,11 @@ class ForeignFileError(InvalidInputError, kind="foreign-file"):
 
 
 class NotFoundError(AsymcheckError, kind="not-found"):
-    """What was asked for does not exist."""
+    """A requested object does not exist."""
 
 
 class StoreNotFoundError(NotFoundError, kind="store-not-found"):
-    """There is no store at the location; ``is_empty`` unless something else lies there."""
+    """No store is at the location; ``is_empty`` says that nothing else is there, either."""
 
     is_empty: bool = True
 
@@ -157,7 +157,7 @@ class RecoveryError(AsymcheckError, kind="recovery"):
 
 
 class MissingPartitionError(RecoveryError, kind="missing-partition"):
-    """A digest that a manifest names lies in no pack."""
+    """A partition that a manifest names is in no pack."""
 
 
 class DamagedPartitionError(RecoveryError, kind="damaged-partition"):
@@ -203,7 +203,7 @@ class LostCheckpointError(AsymcheckError, kind="lost-checkpoint"):
 
 
 class PruneError(AsymcheckError, kind="prune"):
-    """What retention does not keep could not be removed, see the cause; none was lost. The next checkpoint retries."""
+    """Old checkpoints could not be removed, see the cause; no checkpoint was lost. The next checkpoint retries."""
 
 
 class RanksError(AsymcheckError, kind="ranks"):
@@ -220,7 +220,7 @@ class RanksMissingError(RanksError, kind="ranks-missing"):
 
 
 class RankFailedError(RanksError, kind="rank-failed"):
-    """Another rank failed; the message has its reason. What was begun together was given up by all."""
+    """Another rank failed; the message has its reason. All ranks gave up the common operation."""
 
 
 class StorageError(AsymcheckError, kind="storage"):

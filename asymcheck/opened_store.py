@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class OpenedStore:
-    """What the parts of one opened store share."""
+    """Facts and services that the parts of one opened store share."""
 
     def __init__(self, tier: StoreTier, behind: RemoteLocation | None) -> None:
         """Wrap an opened tier; what is missing or damaged there is read from the location ``behind`` it."""
@@ -43,7 +43,7 @@ class OpenedStore:
         """Return the tier, to be written to.
 
         Raises:
-            ReadOnlyStoreError: it was opened to be read only, or lies in a remote location.
+            ReadOnlyStoreError: the store was opened read-only, or is a remote location.
         """
         if not isinstance(self.tier, NvmeTier):
             raise ReadOnlyStoreError(
@@ -53,7 +53,7 @@ class OpenedStore:
         return self.tier
 
     def catalog(self) -> Catalog:
-        """Return the catalog, opened; one that is missing is made anew."""
+        """Return the catalog, opened; rebuild one that is missing."""
         return self.nvme.open_catalog(self._populate)
 
     def _populate(self, transaction: Transaction) -> None:

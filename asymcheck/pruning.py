@@ -1,4 +1,4 @@
-"""Pruning: retention carried out. What goes is deleted, then the packs that nothing needs any more are freed."""
+"""Pruning: delete the checkpoints that retention does not keep, then free the packs that nothing needs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Held = Callable[[], Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
-    """What pruning did, or with ``dry_run`` would do."""
+    """Result of pruning, or with ``dry_run`` its plan."""
 
     run: str
     verdicts: tuple[Verdict, ...]
     """Every checkpoint of the run, oldest first, with the reasons for which it stays; those without went."""
     collected: Collected
-    """What was freed."""
+    """Result of the garbage collection."""
 
     @property
     def removed(self) -> list[Checkpoint]:
@@ -43,7 +43,7 @@ class Pruned:
 
 
 class _Known(NamedTuple):
-    """What manifests say of a checkpoint, which never changes."""
+    """Facts about a checkpoint from its manifests, which never change."""
 
     checkpoint: Checkpoint
     packs: frozenset[PackId]

@@ -125,7 +125,7 @@ class Store:
         self._tier: StoreTier = tier
         self._opened = OpenedStore(tier, behind)
         self.training = TrainingServices(self._opened)
-        """What :class:`asymcheck.Checkpointer` needs beside the methods of this class."""
+        """Services for :class:`asymcheck.Checkpointer`, beside the methods of this class."""
 
     def __repr__(self) -> str:
         """Name the directory and how it was opened."""
@@ -142,7 +142,7 @@ class Store:
         """The store's directory.
 
         Raises:
-            InvalidInputError: it lies in a remote location, see :attr:`location`.
+            InvalidInputError: the store is at a remote location, see :attr:`location`.
         """
         return self._opened.nvme.root
 
@@ -232,20 +232,19 @@ class Store:
         """Return a stored state, every byte verified: that of ``step``, or the newest consistent one on the line.
 
         A checkpoint that several ranks saved can be read by any number of them. Every tensor of ``into`` gets its bytes
-        from whatever parts were saved, so that a ``DTensor`` may lie on another mesh, with other placements; what is
-        not cut (plain values, states of random number generators) is that of ``rank``, taken modulo the number of
-        ranks that saved. Without ``into`` and ``rank`` the states of all ranks are merged: mappings by key, sequences
-        of one length by item, parts put together to whole tensors; what differs from rank to rank is rank 0's.
+        from the saved parts, so that a ``DTensor`` may have another mesh and other placements. Data that is not cut
+        (plain values, states of random number generators) is that of ``rank``, taken modulo the number of ranks that
+        saved. Without ``into`` and ``rank`` the states of all ranks are merged: mappings by key, sequences of one
+        length by item, and parts into whole tensors. Values that differ between ranks are those of rank 0.
 
         Args:
             step: which one; None for the newest. ``"save:"`` and the first digits of a save id name one of several
                 saves of a step.
             tensors: a glob of dotted names, for instance ``"model.*"``; only what matches is read and returned.
             into: a state whose tensors are filled in place, without a second copy in memory; objects in it get
-                ``load_state_dict``. It may be a part
-                of what is stored, for instance ``{"model": model}``.
+                ``load_state_dict``. It may be a part of the stored state, for instance ``{"model": model}``.
             device: where new tensors are made; CPU by default.
-            run: whose checkpoint.
+            run: name of the run.
             rank: which rank of the present job reads; 0 by default with ``into``. Without it: return what this rank
                 saved, its parts of whole tensors as :class:`asymcheck.TensorShard`.
 
@@ -319,8 +318,8 @@ class Store:
     ) -> Restored:
         """Hand a checkpoint to ``sink`` as it is read, every byte verified, in bounded memory however large it is.
 
-        Of several ranks that is what they have together, with whole tensors, or what ``rank`` saved. The state of the
-        result is what ``sink.finish()`` returned.
+        A checkpoint of several ranks is merged, with whole tensors, unless ``rank`` selects the part of one rank. The
+        state of the result is the return value of ``sink.finish()``.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
@@ -341,13 +340,13 @@ class Store:
         ring_folder: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Restored:
-        """Do as :meth:`stream` does with what killed processes left complete in memory, durable or not.
+        """Do as :meth:`stream` does with captures that killed processes left complete in memory, durable or not.
 
         Only the rings in ``ring_folder`` are read, and they are left as they are. A damaged capture gives way to an
         older one, unless a step was named.
 
         Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, of what lies in memory.
+            CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, for captures in memory.
             LockTimeoutError: the ring is in use, and to read it would race with its process.
         """
         from asymcheck.recovery.ring_stream import stream_from_rings
@@ -360,11 +359,11 @@ class Store:
         return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
 
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
-        """Say, durably, that training goes on from ``parent`` (None: from nothing).
+        """Record durably that training goes on from ``parent`` (None: from nothing).
 
         Returns the number of the new generation.
 
-        What was saved after ``parent`` stays, but is no longer on the line of training.
+        Checkpoints saved after ``parent`` stay, but are no longer on the line of training.
 
         Raises:
             InvalidInputError: ``parent`` is no checkpoint.
@@ -472,12 +471,11 @@ class Store:
         return self._opened.with_catalog(lambda catalog, made: made or reconcile(self._opened.nvme, catalog), anew=True)
 
     def repair(self, progress: Progress | None = None) -> Repaired:
-        """Make whole what is damaged, from what is intact; delete no checkpoint. Reads every byte of the packs.
+        """Repair damaged files from intact copies; delete no checkpoint. Reads every byte of the packs.
 
-        What is lost here is fetched from the location that was given as ``remote`` to :meth:`open`, if any; what cannot
-        be had there stops nothing else. Safe beside saves, loads and collections of other processes. What it cannot
-        repair it names, with what can be done about it.
-        A second repair in a row does nothing.
+        Lost partitions are fetched from the location that was given as ``remote`` to :meth:`open`, if any; one that
+        the location lacks stops nothing else. Safe beside saves, loads and collections of other processes. The result
+        names damage that cannot be repaired, with advice. A second repair in a row does nothing.
 
         Raises:
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
@@ -505,25 +503,25 @@ class Store:
         everything: bool = False,
         progress: Progress | None = None,
     ) -> Moved:
-        """Copy a checkpoint to a remote location: what survives the loss of this machine.
+        """Copy a checkpoint to a remote location, where it survives the loss of this machine.
 
         Partitions that are there already are not sent again, and a push that was interrupted goes on where it was.
         Other processes may save here, and push there, at the same time.
 
         Args:
-            location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; made when
-                nothing is there.
+            location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; created
+                if it is missing.
             step: which checkpoint: a step, or ``save:DIGITS``; None for the newest consistent one.
-            run: whose; ``"default"`` by default.
+            run: name of the run; ``"default"`` by default.
             everything: all complete checkpoints on the line, of ``run`` or of all runs; then no ``step`` is given.
             progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
             FormatError: it cannot be copied.
-            RemoteUnreachableError: the location did not answer in time; nothing is known of what lies there.
-            StorageError: the location refused. What was committed there stays.
-            InvalidInputError: there is another training of that run name, or no client for the location.
+            RemoteUnreachableError: the location did not answer in time; its content is unknown.
+            StorageError: the location refused. Committed checkpoints stay there.
+            InvalidInputError: the location has another training with that run name, or there is no client for it.
         """
         self._tier.check_usable()
         step = _selected_step(step, everything=everything)
@@ -566,16 +564,16 @@ class Store:
         poll_s: float = 0.5,
         prunes: bool = True,
     ) -> Pushing:
-        """Push checkpoints beside a training, as they become durable; use the result in a ``with`` block around it.
+        """Push checkpoints in the background, as they become durable.
 
-        Those of ``run`` whose step is a multiple of ``every``, by default all, or that a :class:`Push` chooses, also
-        those that are in the store already. It goes on by itself after an interruption, and :meth:`Pushing.statistics`
-        says how many are still to be sent. Close it before the store. ``Checkpointer(push=…)`` keeps one for you. Of
-        several stores that push one run to one location, only one ``prunes`` it: removes there what ``Push.keep`` does
-        not keep.
+        Use the result in a ``with`` block around a training. The checkpoints of ``run`` are pushed whose step is a multiple of ``every``, by default all, or that a
+        :class:`Push` chooses. Checkpoints that are in the store already are included. A push goes on by itself after an
+        interruption, and :meth:`Pushing.statistics` has the number that is still to be sent. Close it before the store.
+        ``Checkpointer(push=…)`` manages one for you. If several stores push one run to one location, only one of them
+        ``prunes`` it, which removes checkpoints there that ``Push.keep`` does not keep.
 
         Raises:
-            InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. Nobody is asked there.
+            InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. The location is not contacted.
         """
         self._tier.check_usable()
         layout.check_run(run)
@@ -663,10 +661,10 @@ class Store:
         Args:
             a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
             b: likewise.
-            run: whose checkpoints, where the names do not say.
+            run: name of the run, unless the names contain it.
             tensors: a glob of the dotted names to compare.
             norms: whether to read what changed and say by how much; without, only manifests are read.
-            progress: called with bytes compared so far and in all.
+            progress: called with bytes compared so far and total bytes.
 
         Raises:
             InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
@@ -693,9 +691,9 @@ class Store:
         ring_folder: str | os.PathLike[str] | None = None,
         check: bool = True,
     ) -> list[RingFile]:
-        """Return the rings of this store in memory, of living processes and of killed ones, with what lies in them.
+        """Return the rings of this store in memory, of living and of killed processes, with their captures.
 
-        With ``check`` every frame of what killed processes left is read and verified. Nothing is changed.
+        With ``check``, every frame in rings of killed processes is read and verified. Nothing is changed.
         """
         self._tier.check_usable()
         return survey_rings(self._tier, ring_folder_of(ring_folder), _known_run(run), check=check)
@@ -724,10 +722,10 @@ class Store:
     ) -> list[Finding]:
         """Read and check every byte of the store, or what one step needs.
 
-        Without ``deep`` no frame is read: manifests, records, and header, index and length of each pack are checked,
-        and that every partition lies in one. Damage inside of frames is not seen then.
+        Without ``deep`` no frame is read. Manifests, records, and header, index and length of each pack are checked,
+        and every partition must be in a pack. Damage inside frames is not seen then.
 
-        Returns what is wrong; nothing when all is well.
+        Returns the findings; none if the store is sound.
 
         Raises:
             CheckpointNotFoundError: there is no such step or run.

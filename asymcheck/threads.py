@@ -1,4 +1,4 @@
-"""Threads: every task runs under supervision. What a task raises is carried to whoever waits, and ends no thread early.
+"""Threads: every task runs under supervision. An exception of a task is passed to the waiter, and ends no thread early.
 
 All threads end with the process, whatever they wait for. No executor of ``concurrent.futures`` is used: Python ends
 those before it calls what is registered for the exit, and that flushes checkpoints.

@@ -327,7 +327,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
 def _loaded_from_ring(
     ref: CheckpointRef, captured: Manifest, payload: Callable[[Digest], memoryview], into: object
 ) -> Checkpoint:
-    """Fill a state with a checkpoint that lies in memory.
+    """Fill a state with a checkpoint in memory.
 
     Raises:
         StateMismatchError: it does not fit; nothing was overwritten.

@@ -126,8 +126,9 @@ class TrainingServices:
     ) -> Iterator[list[Adopted]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
-        What is restored in the ``with`` block is read from that memory as far as it lies there, which goes after it.
-        What is left of ``run``, which is to go on, comes first, and is waited for while another process takes it up.
+        A restore in the ``with`` block reads from that memory as far as possible. The memory is released after the
+        block. Captures of ``run``, which is about to resume, come first. If another process is recovering them, this
+        waits.
 
         Raises:
             LockTimeoutError: that process does not come to an end; the message names it.

@@ -9,7 +9,7 @@ import xxhash
 from asymcheck.types import Digest
 
 Buffer = bytes | bytearray | memoryview
-"""What can be hashed without a copy."""
+"""Types that are hashed without a copy."""
 
 ZERO_DIGEST = bytes(16)
 
@@ -30,7 +30,7 @@ def sum8(data: Buffer) -> bytes:
 
 
 def sum8_of(parts: Iterable[Buffer]) -> bytes:
-    """Return the sum8 of bytes that lie in several parts."""
+    """Return the sum8 of bytes in several parts."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)

@@ -33,7 +33,7 @@ _MANIFEST = re.compile(r"([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})\.manifest\Z", r
 
 @dataclasses.dataclass(frozen=True)
 class ManifestName:
-    """What the file name of a manifest says."""
+    """Parsed file name of a manifest."""
 
     rank: int
     world_size: int

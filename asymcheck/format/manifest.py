@@ -176,7 +176,7 @@ class TensorRow:
 
 @dataclasses.dataclass(frozen=True)
 class ManifestHeader:
-    """What a manifest says apart from its rows."""
+    """Header of a manifest."""
 
     run: str
     ref: CheckpointRef

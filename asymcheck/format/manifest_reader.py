@@ -80,9 +80,9 @@ class Alike:
         return {**fields, "tree": self._tree[1]}
 
     def keep(self, name: RowsName, batch: pa.RecordBatch) -> None:
-        """Keep rows that are checked, in memory of their own; columns that those before have, too, in that of them.
+        """Keep checked rows in separate memory; columns that equal those of the rows before share their memory.
 
-        The file that they were read from, and the header that it has twice, are not kept.
+        The file that the rows were read from, and its two headers, are not kept.
         """
         columns = [self._column(name, batch.column(name)) for name in _NAMES]
         extents = batch.column("extents")

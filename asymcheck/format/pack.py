@@ -47,7 +47,7 @@ _INDEX_SUMMED = INDEX_HEADER.size - 8
 
 @dataclasses.dataclass(frozen=True)
 class PackHeader:
-    """What the first block of a pack says."""
+    """Content of the first block of a pack."""
 
     pack_id: PackId
     """This life of the file."""

@@ -117,8 +117,8 @@ def check_version(version: int, what: str) -> None:
 def check_binary_version(summed: bytes, own_sum: bytes, what: str) -> None:
     """Refuse a binary structure (its magic, then its version) outside the readable range.
 
-    A flipped bit in the version is told apart from a newer program's work by the checksum over ``summed``: it is right
-    when a known version stands there.
+    The checksum over ``summed`` distinguishes a flipped bit in the version from a newer program's version: after a flip
+    it matches one of the known versions.
     """
     version = int.from_bytes(summed[_VERSION], "little")
     for known in range(FORMAT_MIN_READ, FORMAT_MAX_READ + 1):

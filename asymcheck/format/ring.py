@@ -27,7 +27,7 @@ _SUMMED = ENTRY_BYTES - 8
 
 @dataclasses.dataclass(frozen=True)
 class RingHeader:
-    """What the record at the beginning of a ring says."""
+    """Content of the record at the beginning of a ring."""
 
     ring_id: bytes
     """16 random bytes, the ``place_id`` of its frames."""

@@ -89,7 +89,7 @@ class UploadQueue:
         return one.save_id not in self.damaged or self.damaged[one.save_id][1] <= now
 
     def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
-        """Return what is there; whether it is on the line the store says, where training goes on."""
+        """Return the checkpoints at the location; the store decides whether each is on the line."""
         own = {one.save_id: one for one in here}
         away = [one for save_id, one in self.sent.items() if save_id not in own]
         present = [own[save_id] for save_id in self.sent if save_id in own]
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 
 
 class Order(NamedTuple):
-    """What is pushed, from which store to which location."""
+    """Subject of a push: the store, the location and the rules."""
 
     store: str
     """The path or URI of the store."""
@@ -125,7 +125,7 @@ class Pushing(abc.ABC):
         """Push from ``here`` as ``order`` says. The subclass starts the thread."""
         self.rules = order.rules
         self.queue = UploadQueue(here, order.run, order.rules)
-        """What it decides by."""
+        """Checkpoints that are still to be sent."""
         self.sending: str | None = None
         """The save id of the checkpoint that is being sent."""
         self._run, self._order = order.run, order
@@ -155,7 +155,7 @@ class Pushing(abc.ABC):
         """
 
     def close(self, timeout_s: float | None = None) -> PushStatistics:
-        """Push what is left, once, and end; return what was done in all. Closing twice is no error.
+        """Push the remaining checkpoints once, and end; return the statistics. Closing twice is no error.
 
         Args:
             timeout_s: give up after so many seconds; None for ``close_s`` of the rules. What is left behind is sent by
@@ -208,8 +208,8 @@ class BackgroundPush:
     def __init__(self, make: Callable[..., Pushing], push: Push | None, ranks: Ranks | None) -> None:
         """Push as ``push`` says, if it does, with what ``make`` returns: what the last training has left goes first.
 
-        Of several ranks those that are to push know it when they have met, and call :meth:`start`. Rank 0 alone
-        removes what is not kept at the location.
+        With several ranks, those that push are known after the rendezvous, and call :meth:`start`. Rank 0 alone
+        removes checkpoints at the location that are not kept.
         """
         self._make, self._push = make, None if push is None else check_push(push)
         self._prunes = ranks is None or ranks.rank == 0

@@ -125,7 +125,7 @@ class CheckpointCache:
 
 
 class RemotePresence:
-    """What lies in a location now. Each index is read once, and no more of them than are needed. For one thread."""
+    """Current content of a location. Each index is read at most once, and only if it is needed. For one thread."""
 
     def __init__(self, there: RemoteTier) -> None:
         self._there = there
@@ -138,7 +138,7 @@ class RemotePresence:
     def has(self, listing: CheckpointFiles) -> bool:
         """Tell whether a checkpoint is whole: its manifests are intact, and all that they name is in sound packs.
 
-        A pack that a collection is about to remove does not count: whoever relies on it has to take that back.
+        A pack that a collection is about to remove does not count: a user of the pack has to reprieve it first.
 
         Raises:
             UnsupportedFormatError: it needs a newer program.

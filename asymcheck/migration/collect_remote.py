@@ -27,7 +27,7 @@ _COLLECT_S = 3600.0
 def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
     """Remove packs that no checkpoint needs and files of interrupted uploads; safe beside uploads of others.
 
-    What is younger than ``grace_s`` is left alone.
+    Files younger than ``grace_s`` stay.
 
     Raises:
         InconsistentCheckpointError: a manifest, or the index of a pack, cannot be read, so that what they need is
@@ -38,7 +38,7 @@ def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
 
 
 class RemoteReachability(Reachability):
-    """What is needed in a remote location. What was seen in one collection counts until its end."""
+    """Reachable partitions of a remote location. A collection reads each fact once."""
 
     tier: RemoteTier
 
@@ -167,9 +167,9 @@ class RemotePruner:
         """Why nothing could be freed the last time; None when it could."""
 
     def prune(self, now_ns: int) -> list[Checkpoint]:
-        """Delete what no rule keeps, and return it; now and then free what nothing needs.
+        """Delete the checkpoints that no rule keeps, and return them; collect garbage from time to time.
 
-        What was left unfinished before the newest that is whole goes, too, when nobody has gone on with it for long.
+        Incomplete checkpoints older than the newest complete one go, too, if no upload has continued them for long.
 
         Raises:
             RemoteUnreachableError, StorageError: the location did not answer, or refused.

@@ -34,7 +34,7 @@ def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Di
 
 
 def begun_first(there: RemoteTier, run: str, left: list[Checkpoint]) -> list[Checkpoint]:
-    """Put in front what other stores of the job have begun to push: only what is there whole can be restored."""
+    """Put the checkpoints first that other stores of the job have begun to push: only complete ones can be restored."""
     begun = set(there.manifests.refs(run)) if len(left) > 1 else set()
     return sorted(left, key=lambda one: one.ref not in begun)
 

@@ -41,7 +41,7 @@ def bring_head(there: RemoteTier, here: NvmeTier, run: str, generation: int) -> 
     """Put a head record here that is missing, or of which no copy is intact.
 
     Raises:
-        InvalidInputError: it is not there, or nothing shows that what is there is of the same training.
+        InvalidInputError: the location has no such record, or none of the same training.
         FormatError: it is damaged there, too.
     """
     found = there.manifests.read_head(run, generation)

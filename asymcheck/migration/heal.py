@@ -27,7 +27,7 @@ def can_be_healed(left: Sequence[Unrepaired]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Healed:
-    """What was brought."""
+    """Partitions and records that were fetched."""
 
     done: tuple[Repair, ...]
     _location: str

@@ -51,9 +51,9 @@ _OLDER_LOOKED_AT = 8
 _LEAST_BYTES = 64 << 20
 """Smaller packs are not made for the sake of more streams."""
 _PROBE_BYTES = 32 << 20
-"""So much goes ahead of the rest while nobody knows what the location takes, for by that it is encoded or not."""
+"""Bytes that are sent first to measure the location's speed, which decides whether the rest is encoded."""
 _MAKE_BYTES_PER_S = 1e9
-"""What one stream is given, as long as that was not measured."""
+"""Speed at which frames are read for one stream, until it was measured."""
 
 
 def encoder_for(there: RemoteTier) -> Encoder:
@@ -163,7 +163,7 @@ _Staging = Callable[[], dict[ManifestName, PurePosixPath]]
 
 
 def _older(here: ReadTier, listing: CheckpointFiles, there: Iterable[CheckpointRef]) -> CheckpointFiles | None:
-    """Return the newest checkpoint before one that lies on both sides."""
+    """Return the newest older checkpoint that exists on both sides."""
     for ref in sorted((ref for ref in there if ref < listing.ref), reverse=True)[:_OLDER_LOOKED_AT]:
         found = here.manifests.listing(listing.run, ref)
         if found.is_complete:
@@ -276,7 +276,7 @@ class _Push:
         return not self.there.reprieve(relied)
 
     def _report(self) -> None:
-        """Say how far it is, to whoever may want to stop it."""
+        """Report the progress to a caller, which may stop the push."""
         if self.progress is not None:
             self.progress(*self.reported)
 

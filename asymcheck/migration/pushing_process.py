@@ -38,7 +38,7 @@ from asymcheck.types import Checkpoint
 _START_S = 30.0
 """It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
 _ANSWER_S = 3.0
-"""So long after its time is over it may have given up, and have said so."""
+"""Seconds that the process may take to give up and to report it, after its time is over."""
 
 _WAIT_S = 0.5
 _POLL_S = 0.05
@@ -84,11 +84,11 @@ class News(NamedTuple):
     """The state of the process; sent when it has changed, and after a :class:`Look`."""
 
     statistics: PushStatistics
-    """What it has done so far."""
+    """Statistics so far."""
     sending: str | None
     """The save id of the checkpoint that is being sent."""
     is_connected: bool
-    """Whether it has looked what is there."""
+    """Whether it has listed the location."""
     is_well: bool
     """Whether it has done what there was to do, and nothing was in the way."""
     generation: int
@@ -102,7 +102,7 @@ class News(NamedTuple):
     has_looked: bool
     """Whether it is the answer to a :class:`Look`."""
     intervals: Sequence[Interval] = ()
-    """What it has told its watchers since the last news; clocks of one machine agree."""
+    """Intervals reported to its watchers since the last news; clocks of one machine agree."""
 
 
 class Waited(NamedTuple):
@@ -350,7 +350,7 @@ def _begin(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> object:
-    """Return the next message; None when the process has ended, whoever still holds its end of the socket."""
+    """Return the next message; None if the process has ended, even if a third process holds its end of the socket."""
     try:
         while not child.poll(_WAIT_S):
             if process.poll() is not None and not child.poll():

@@ -30,9 +30,9 @@ from asymcheck.tiers.remote import RemoteTier, parse_location
 from asymcheck.types import Checkpoint, CheckpointRef
 
 RETRY_S = 15.0
-"""So long after a failure it is tried again."""
+"""Seconds between a failure and the next attempt."""
 GIVE_UP_S = 2.0
-"""What is given up has so long to end, when there is no time left."""
+"""Seconds that an upload has to end after it was given up."""
 _WAIT_S = 0.5
 _LOOKED_AT = 64
 """About so many manifests of those that are there by name are read, the newest: a push that was killed left one."""
@@ -78,7 +78,7 @@ class PushingThread(Pushing):
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has looked what is there."""
+        """Whether it has listed the location."""
         return self._there is not None
 
     def wait(self) -> None:
@@ -288,7 +288,7 @@ class PushingThread(Pushing):
         return moved
 
     def _tidy(self) -> None:
-        """Remove there what is not kept. What is in the way of that is not in the way of what is to be sent."""
+        """Remove checkpoints at the location that are not kept. A failure does not block uploads."""
         if self._pruner is None:
             return
         try:

@@ -275,10 +275,10 @@ def all_needs(here: Sources, manifests: Sequence[Manifest], older: Sequence[Mani
 
 @dataclasses.dataclass(frozen=True)
 class Older:
-    """A checkpoint before the one that is sent, which lies on both sides."""
+    """An older checkpoint that exists on both sides."""
 
     manifests: Sequence[Manifest]
-    """Of all its ranks; none where there is no such checkpoint."""
+    """Manifests of all its ranks; none if there is no such checkpoint."""
     sources: Sources | None
     """Where its partitions lie here."""
 
@@ -353,7 +353,7 @@ class PartitionIndex:
 
 
 def _is_cut_alike(manifest: Manifest, other: Manifest) -> bool:
-    """Tell whether the partitions of two checkpoints lie in the same places."""
+    """Return whether two checkpoints are cut into partitions in the same way."""
     return manifest.names() == other.names() and all(
         np.array_equal(getattr(manifest, column), getattr(other, column))
         for column in ("extent_starts", "extent_offsets", "extent_lengths", "extent_partition_lengths")
@@ -368,7 +368,7 @@ class Reencoder:
     """Decides how frames are stored there."""
     partitions: PartitionIndex
     chooser: Chooser
-    """Knows what is there."""
+    """Chooser of frames, which knows the content of the location."""
     older: Sources | None
     """Where the partitions of an older checkpoint lie here, which frames may be encoded against."""
 

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Moved:
-    """What a push or a pull did."""
+    """Result of a push or a pull."""
 
     location: str
     """The remote location."""
@@ -29,7 +29,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class PushStatistics:
-    """What pushing beside a training has done so far."""
+    """Statistics of the background push so far."""
 
     pushed: int = 0
     """Checkpoints that it has committed there."""

@@ -242,7 +242,7 @@ class Joint:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[int]:
-        """Yield the number of the save that begins in the block. The others are told if this rank fails to begin it."""
+        """Yield the number of the save that begins in the block. A failure to begin it is sent to all."""
         number = self._session.next_number()
         try:
             yield number

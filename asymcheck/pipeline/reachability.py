@@ -240,7 +240,7 @@ class StoreReachability(Reachability):
                 self._bases[pack_id] = {}
 
     def is_current(self, transaction: Transaction, gone: Collection[bytes], but: Collection[PackId] = ()) -> bool:
-        """Tell whether packs may be freed by the last look. Call it in the transaction that frees them.
+        """Return whether packs may be freed by the last look. Call it in the transaction that frees them.
 
         A manifest that came since then may need them. So may a frame in a pack that came by a save or by another
         collection, because it may be encoded against what seems to be garbage.

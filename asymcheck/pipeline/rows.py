@@ -86,7 +86,7 @@ def _describing(described: Columns) -> list[Column]:
 
 
 def _extents_of(cut: Cut, rows: int) -> tuple[npt.NDArray[np.int32], list[npt.NDArray[np.int64]]]:
-    """Return where the bytes of tensors lie in the partitions of a cut.
+    """Return the positions of tensors in the partitions of a cut.
 
     These are the first extent of each row, and a column each of the extents in order: number of the partition, offset
     in it, length, and length of the partition.

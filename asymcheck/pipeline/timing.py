@@ -2,7 +2,7 @@
 
 The first steps are captured by the canonical plan while the windows between module boundaries are measured. Then one
 plan is made of them and kept: a new one would give all deferred bytes new digests. A resumed run goes on with the plan
-of its newest checkpoint. What adapts from step to step is *when* partitions are released, not how they are cut.
+of its newest checkpoint. The release *times* of partitions adapt from step to step; the cut does not.
 
 Windows begin at module boundaries, which hooks report. The hooks only look: the outputs of a block are the very tensors
 they would be without. Therefore the backward pass is observed through hooks on nodes of the graph, not through

@@ -1,4 +1,4 @@
-"""Who the ranks of one training are."""
+"""The ranks of one training."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def is_initialised() -> bool:
 
 
 RanksGiven: TypeAlias = Ranks | Callable[[], Ranks] | Literal["auto"] | None
-"""Who saves together, as users say it. A function is for trainers that initialise ``torch.distributed`` late."""
+"""Ranks that save together, as users pass them. A function is called late, after ``torch.distributed`` is set up."""
 
 
 def find_ranks(given: object) -> Ranks | None:

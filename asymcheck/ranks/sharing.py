@@ -140,7 +140,7 @@ class Sharing:
         self._parity = Parity()
 
     def __call__(self, reports: Sequence[bytes], step: int) -> list[bytes]:
-        """Do as :func:`share_out` does among the ranks of each store: what lies in another one is of no use there.
+        """Apply :func:`share_out` to the ranks of each store, which cannot use partitions of another store.
 
         Among the stores those partitions are shared out, too, that several of them have: one brings each of them to
         where all are together. Also says which are copies on different machines no more.
@@ -173,8 +173,8 @@ class Sharing:
 def share_out(reports: Sequence[bytes]) -> list[bytes]:
     """Choose an owner for each partition that several ranks have, so that each of them writes about as many bytes.
 
-    Partitions that the same ranks have are dealt out to these, the longest first, to and fro. What one rank reports
-    twice counts once. Returns for each rank its owners, four bytes each.
+    Partitions that the same ranks have are dealt out to these, the longest first, to and fro. Duplicates in the report
+    of one rank count once. Returns for each rank its owners, four bytes each.
     """
     if any(len(report) % _ROW.itemsize for report in reports):
         raise StructureError("a rank reported something else than partitions")

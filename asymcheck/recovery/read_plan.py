@@ -67,7 +67,7 @@ class Fill(NamedTuple):
     target: RegionTarget
     """The target."""
     crossing: Crossing | None
-    """What the stored part and the target have in common; None when they are the same."""
+    """Intersection of the stored part and the target; None if they are the same."""
     start: int
     """Position in the stored part."""
     offset: int

@@ -1,6 +1,6 @@
 """Available memory: what the machine has left, and the groups of processes in which a container or a job puts this one.
 
-Pages of a ring count in all of these groups, and whoever takes more than one allows is killed.
+Pages of a ring count in all of these groups. The kernel kills a process that exceeds the limit of one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     """Return how much more memory this process may take; None where nothing says so.
 
     Args:
-        root: what ``proc`` and ``sys`` lie in.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     return min([*_of_machine(root), *_of_groups(root)], default=None)
 

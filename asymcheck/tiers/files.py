@@ -1,7 +1,7 @@
-"""The only door from the tiers on local file systems to the operating system.
+"""The only access of the tiers on local file systems to the operating system.
 
-Tests put another :class:`Files` here, to lose what was not synced or to make a call fail. So everything that changes
-the store on disk goes through it, except LMDB, which has its own I/O.
+Tests replace :class:`Files`, to lose unsynced bytes or to make a call fail. Therefore every change of the store on disk
+goes through it, except those of LMDB, which has its own I/O.
 """
 
 from __future__ import annotations

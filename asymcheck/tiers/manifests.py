@@ -128,7 +128,7 @@ class ManifestReader:
         return None
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Return what lies in the folder of one checkpoint."""
+        """Return the files in the folder of one checkpoint."""
         return listed(run, ref, self._names(self.directory(run, ref)))
 
     def directory(self, run: str, ref: CheckpointRef) -> PurePath:

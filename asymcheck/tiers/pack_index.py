@@ -28,14 +28,14 @@ ReadRange = Callable[[int, int], tuple[memoryview, int]]
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """What a pack holds."""
+    """Frames of a pack."""
 
     header: PackHeader
     """Its header, or what a scan makes of it."""
     entries: Entries
     """One for each frame that was found."""
     damage: FormatError | None
-    """What is wrong with the header or the index, when the frames were found by scanning; else None."""
+    """Damage of the header or the index, if the frames were found by scanning; else None."""
 
 
 def digests_of(entries: Entries) -> list[Digest]:

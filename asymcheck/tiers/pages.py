@@ -29,9 +29,9 @@ _HUGE_SHARE = 0.75
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Have memory lie in huge pages, as far as whole ones lie in it, when it is touched for the first time.
+    """Let the kernel use huge pages for untouched memory, as far as it contains whole ones.
 
-    A kernel that has none refuses; then it is small ones, as ever.
+    A kernel without huge pages refuses, and uses small ones.
     """
     first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     if first < last:
@@ -87,7 +87,8 @@ def map_file(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
     """Map the beginning of the file that is open as ``descriptor``, for reading and, if ``writable``, for writing.
 
     A lock (``flock``) lasts until the last mapping of the open file that holds it is gone: views that somebody still
-    has, or the copy of the mapping in a forked child, would keep it. So the file is opened once more for the mapping.
+    has, or the copy of the mapping in a forked child, would keep it. Therefore the file is opened again for the
+    mapping.
     """
     other = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:

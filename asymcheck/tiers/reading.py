@@ -1,4 +1,4 @@
-"""What the way up asks of a tier that holds packs and manifests, wherever they lie."""
+"""Interfaces of tiers that hold packs and manifests, for reads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class OpenPack(abc.ABC):
     """A complete pack open for reading, wherever its frames lie."""
 
     def __init__(self, index: PackIndex, path: PurePath) -> None:
-        """Read the frames of ``index`` from what lies at ``path``."""
+        """Read the frames of ``index`` from the file at ``path``."""
         self.header = index.header
         """Its header, or what a scan makes of it."""
         self.entries = index.entries
         """One for each frame."""
         self.damage = index.damage
-        """What is wrong with the header or the index, when the frames were found by scanning; else None."""
+        """Damage of the header or the index, if the frames were found by scanning; else None."""
         self.path = path
         """Where it lies."""
 
@@ -117,7 +117,7 @@ class StoreTier(ReadTier):
     """A whole store or remote location, opened. Threads may share it; a forked child must open its own."""
 
     descriptor: Descriptor
-    """What the store says of itself."""
+    """Descriptor of the store."""
     damaged_descriptor_copies: int
     """How many copies of that are damaged."""
 

@@ -238,7 +238,7 @@ class SpanningTier(ReadTier):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return the packs to look into first: all near ones, before them those that a manifest hints at.
 
-        So the remote location is asked only for what does not lie here.
+        The remote location is asked only for partitions that are missing here.
         """
         seen: set[PackId] = set()
         new = [pack_id for pack_id in pack_ids if self._near.pack_bytes(pack_id)]

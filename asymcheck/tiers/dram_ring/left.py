@@ -117,7 +117,7 @@ def _opened(path: Path, patience_s: float) -> tuple[RingReader | None, bool]:
 
 
 def run_of(path: Path) -> tuple[str, str] | None:
-    """Return the run that a ring is of, and where its store was, whoever uses it; None when that cannot be read."""
+    """Return the run of a ring and the path of its store, even if the ring is in use; None if it cannot be read."""
     try:
         with RingReader(path, hold=False) as reader:
             return reader.header.run, reader.header.store
@@ -170,7 +170,7 @@ def _held(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
 
 
 def _may_hold_captures(descriptor: int) -> bool:
-    """Tell whether captures may lie in a ring that cannot be read; in one of another version, they may lie anywhere."""
+    """Return whether an unreadable ring may hold captures; a ring of another version may hold them anywhere."""
     try:
         decode_ring_header(os.pread(descriptor, RECORD_BYTES, 0), "ring")
     except UnsupportedVersionError:
@@ -236,11 +236,11 @@ class RingFile:
     problem: str = ""
     """The damage of the ring itself; empty when there is none."""
     is_unmade: bool = False
-    """Whether its process was killed while it made it, so that nothing can lie in it."""
+    """Whether its process was killed while it created the ring, which is therefore empty."""
 
 
 def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
-    """Return what lies in a ring; None when it is gone. With ``check``, frames of a dead process are verified.
+    """Return the content of a ring; None if it is gone. With ``check``, frames of a dead process are verified.
 
     ``manifests`` of the store say which captures were committed.
 

@@ -210,7 +210,7 @@ def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class RingPack(OpenPack):
-    """A ring that was left, read as if it were a pack: its frames lie in memory; the reader stays its owner's."""
+    """The ring of a dead process, read as if it were a pack of frames in memory; the reader belongs to its owner."""
 
     def __init__(self, reader: RingReader) -> None:
         ring, entries = reader.header, reader.entries

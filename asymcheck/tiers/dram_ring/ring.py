@@ -46,7 +46,7 @@ _GROWS_BY = 64 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RingSlot:
-    """Where one frame lies in a ring."""
+    """Place of one frame in a ring."""
 
     offset: int
     """Bytes from the start of the file."""

@@ -487,7 +487,7 @@ def open_catalog(
 ) -> Catalog:
     """Return this process's catalog for ``path``, opening it if it is not open yet.
 
-    With ``anew`` what is there is dropped first, unless a process, this one too, has it open.
+    With ``anew`` an existing catalog is dropped first, unless a process (also this one) has it open.
 
     Give it back with :func:`release_catalog`.
     """

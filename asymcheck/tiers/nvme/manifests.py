@@ -52,7 +52,7 @@ class ManifestFiles(ManifestReader):
         return names
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Return what lies in the folder of one checkpoint, and whose manifests belong there."""
+        """Return the files in the folder of one checkpoint, and the ranks whose manifests belong there."""
         found = super().listing(run, ref)
         return found if found.is_whole else dataclasses.replace(found, store_ranks=self._store_ranks(found))
 

@@ -33,7 +33,7 @@ class PackFile(OpenPack):
         self._device = os.fstat(file.descriptor).st_dev
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
-        """Read frame ``sequence`` into ``slot`` as it lies on disk, unchecked, and return it.
+        """Read frame ``sequence`` into ``slot`` as it is stored, unchecked, and return it.
 
         Raises:
             TruncatedError: the file ends before the frame does.

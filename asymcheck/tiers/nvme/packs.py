@@ -58,7 +58,7 @@ class PackWriter:
         return self._end
 
     def write(self, slot: Slot, descriptor: FrameDescriptor) -> Location:
-        """Stamp the frame whose payload lies in ``slot`` and write it at the next place; return that place."""
+        """Stamp the frame whose payload is in ``slot`` and write it at the next place; return that place."""
         sequence, offset = self._next_place(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
         self._file.write([frame], offset)

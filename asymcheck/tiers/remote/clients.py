@@ -172,7 +172,7 @@ class _PyarrowClient(Client):
         return self._select(path, recursive=False)
 
     def walk(self, path: str) -> list[Entry]:
-        """Return what lies in a directory and below, by one request where the file system can do that."""
+        """Return the entries in and below a directory, by one request if the file system supports it."""
         return self._select(path, recursive=True)
 
     def _select(self, path: str, *, recursive: bool) -> list[Entry]:

@@ -60,14 +60,14 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def look(self, path: str) -> Entry | None:
-        """Return what lies at a path; None when nothing does."""
+        """Return the entry at a path; None if there is none."""
 
     @abc.abstractmethod
     def children(self, path: str) -> list[Entry]:
-        """Return what lies in a directory; nothing for a file."""
+        """Return the entries in a directory; none for a file."""
 
     def walk(self, path: str) -> list[Entry]:
-        """Return what lies in a directory and below, without directories that go away meanwhile."""
+        """Return the entries in and below a directory, without directories that vanish meanwhile."""
         found = self.children(path)
         folders = [entry.path for entry in found if not entry.is_file]
         while folders:

@@ -3,8 +3,9 @@
 Paths are those of the file system, below that of the location. Nothing here trusts a client further than this: a file
 that was written and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
 
-Clients have no error classes worth the name: hdfs-native gives OSError and RuntimeError, libhdfs what Java printed. So
-the text decides. Any other refusal means "unreachable": an error that stops, and is never taken for damage.
+Clients have no error classes worth the name: hdfs-native gives OSError and RuntimeError, libhdfs prints Java's
+messages. Therefore the text decides. Any other refusal means "unreachable": an error that stops, and is never taken for
+damage.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class RemoteFiles:
             raise StorageError(f"{what}: the client failed: {error}") from error
 
     def stat(self, path: PurePath) -> Entry | None:
-        """Return what lies at ``path``; None when nothing does."""
+        """Return the entry at ``path``; None if there is none."""
         return self._do("look at", path, partial(self._client.look, str(path)))
 
     def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:

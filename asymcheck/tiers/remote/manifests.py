@@ -110,7 +110,7 @@ class RemoteManifests(ManifestReader):
             )
 
     def remove_left(self, run: str, ref: CheckpointRef, before_ns: int) -> bool:
-        """Delete what is there of a checkpoint, unless somebody has brought some of it since; return whether."""
+        """Delete the files of an incomplete checkpoint, unless some are newer than that; return whether it was done."""
         found = [entry for entry in self._files.walk(self.directory(run, ref)) if entry.is_file]
         if not all(entry.is_older(before_ns) for entry in found):
             return False

@@ -35,13 +35,13 @@ class RemoteTier(StoreTier):
     manifests: RemoteManifests
 
     def __init__(self, location: RemoteLocation, config: StoreConfig, *, create: bool = False) -> None:
-        """Open what lies at ``location``; with ``create``, make it when nothing does.
+        """Open the store at ``location``; with ``create``, create it if nothing is there.
 
         Raises:
             StoreNotFoundError: nothing is there and not ``create``; or a directory that holds something else.
             RemoteUnreachableError: nobody answers, so that nothing is known.
             FormatError: the descriptor is damaged or of another version.
-            InvalidInputError: there is no client for it.
+            InvalidInputError: no client supports the location.
         """
         super().__init__()
         check_remote(config.remote)
@@ -146,7 +146,7 @@ class RemoteTier(StoreTier):
         return self.files.rename(entry.path, self.packs / layout.doomed_name(pack_id, collection))
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
-        """Take back that packs will be removed, whoever announced it; return those that are gone."""
+        """Withdraw announced removals of packs, by any process; return the packs that are gone."""
         lasting, doomed = self._packs()
         return {pack_id for pack_id in pack_ids if pack_id not in lasting and not self._kept(pack_id, doomed)}
 
@@ -166,7 +166,7 @@ class RemoteTier(StoreTier):
                 yield found[pack_id].path
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - as another tier takes it
-        """Return no pack: those that a manifest hints at lie in the store that it comes from."""
+        """Return no pack: hints in a manifest name packs of the store that it comes from."""
         return ()
 
     def open_pack(self, pack_id: PackId) -> RemotePack:

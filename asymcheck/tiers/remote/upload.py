@@ -78,10 +78,10 @@ class PackUpload:
         byte: to complete a file takes HDFS half a second, in which the next one is written.
 
         Args:
-            entries: what the pack holds, as :func:`plan_pack` lays it out.
+            entries: the frames of the pack, as :func:`plan_pack` lays them out.
             read: gives it the frames.
-            sent: is told of payload bytes, also of those sent in vain.
-            written: is called when a turn has ended, also in vain.
+            sent: called with payload bytes, also after failed attempts.
+            written: called when a turn has ended, also after a failure.
 
         Raises:
             StorageError: it failed as often as is allowed.
@@ -112,7 +112,7 @@ class PackUpload:
     def _pieces(
         self, header: PackHeader, entries: Entries, read: ReadFrame, sent: Callable[[int], None]
     ) -> Iterator[bytes]:
-        """Yield the bytes of a pack; each frame is read where it lies in its piece, which is copied once."""
+        """Yield the bytes of a pack in pieces; each frame is read into its place in a piece, which is copied once."""
         index = encode_index(header.pack_id, entries)
         groups = _cut(entries, self._files.config.piece_bytes)
         memory = Slot(max(length for _, length in groups)).memory

@@ -566,11 +566,12 @@ class Store:
     ) -> Pushing:
         """Push checkpoints in the background, as they become durable.
 
-        Use the result in a ``with`` block around a training. The checkpoints of ``run`` are pushed whose step is a multiple of ``every``, by default all, or that a
-        :class:`Push` chooses. Checkpoints that are in the store already are included. A push goes on by itself after an
-        interruption, and :meth:`Pushing.statistics` has the number that is still to be sent. Close it before the store.
-        ``Checkpointer(push=…)`` manages one for you. If several stores push one run to one location, only one of them
-        ``prunes`` it, which removes checkpoints there that ``Push.keep`` does not keep.
+        Use the result in a ``with`` block around a training. The checkpoints of ``run`` are pushed whose step is a
+        multiple of ``every``, by default all, or that a :class:`Push` chooses. Checkpoints that are in the store
+        already are included. A push goes on by itself after an interruption, and :meth:`Pushing.statistics` has the
+        number that is still to be sent. Close it before the store. ``Checkpointer(push=…)`` manages one for you. If
+        several stores push one run to one location, only one of them ``prunes`` it, which removes checkpoints there
+        that ``Push.keep`` does not keep.
 
         Raises:
             InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. The location is not contacted.

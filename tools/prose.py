@@ -31,6 +31,7 @@ _BANNED = re.compile(
 _SUBJECT = re.compile(r"[a-z_./, -]+: [a-z]")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)\s+")
 _CODE = re.compile(r"``?[^`]*``?|:[a-z]+:`[^`]*`")
+_LITERAL = re.compile(r"::\n\n(?: +[^\n]*\n+)+")
 _FENCE = re.compile(r"^(```|~~~)")
 
 
@@ -81,7 +82,8 @@ def check_docstrings(path: Path) -> Iterator[Problem]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             # List items, and the entries of Args and Raises, are paragraphs of their own.
-            for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |[\w*, ]+: )", node.value.value.partition("\b")[0]):
+            text = _LITERAL.sub("", node.value.value.partition("\b")[0])
+            for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |[\w*, ]+: )", text):
                 yield from check_text(where, node.lineno, re.sub(r"^\s*(- |[\w*, ]+:\s)", "", paragraph))
 
 

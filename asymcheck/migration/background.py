@@ -158,8 +158,8 @@ class Pushing(abc.ABC):
         """Push the remaining checkpoints once, and end; return the statistics. Closing twice is no error.
 
         Args:
-            timeout_s: give up after so many seconds; None for ``close_s`` of the rules. What is left behind is sent by
-                the next one that pushes this store there; what was sent of it is not sent again.
+            timeout_s: give up after so many seconds; None for ``close_s`` of the rules. The next push of this
+                store to the location sends the rest, but no bytes that were sent already.
 
         Raises:
             InvalidInputError: no thread can wait for so long; nothing was ended.

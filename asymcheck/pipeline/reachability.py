@@ -242,8 +242,8 @@ class StoreReachability(Reachability):
     def is_current(self, transaction: Transaction, gone: Collection[bytes], but: Collection[PackId] = ()) -> bool:
         """Return whether packs may be freed by the last look. Call it in the transaction that frees them.
 
-        A manifest that came since then may need them. So may a frame in a pack that came by a save or by another
-        collection, because it may be encoded against what seems to be garbage.
+        A manifest that came since then may need them. A frame in a pack of a later save or of another collection may
+        need them, too, because it may be encoded against partitions that seem to be garbage.
 
         Args:
             transaction: names the manifests.

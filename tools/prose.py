@@ -29,7 +29,7 @@ _BANNED = re.compile(
     re.IGNORECASE,
 )
 _SUBJECT = re.compile(r"[a-z_./, -]+: [a-z]")
-_SENTENCE_END = re.compile(r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)[*_)\"]*\s+")
 _CODE = re.compile(r"``?[^`]*``?|:[a-z]+:`[^`]*`")
 _LITERAL = re.compile(r"::\n\n(?: +[^\n]*\n+)+")
 _FENCE = re.compile(r"^(```|~~~)")
@@ -56,7 +56,7 @@ def check_text(where: str, line: int, text: str) -> Iterator[Problem]:
 
 
 def check_document(path: Path) -> Iterator[Problem]:
-    """Check the paragraphs, list items and table cells of a Markdown file; code blocks are left out."""
+    """Check the paragraphs, list items and table cells of a Markdown file, not its headings and code blocks."""
     where, in_code, first = str(path.relative_to(ROOT)), False, 1
     paragraph: list[str] = []
     for number, line in enumerate([*path.read_text().splitlines(), ""], 1):
@@ -70,7 +70,7 @@ def check_document(path: Path) -> Iterator[Problem]:
         if text.startswith("|"):
             for cell in text.strip("|").split("|"):
                 yield from check_text(where, number, cell.strip())
-        elif text:
+        elif text and not text.startswith("#"):
             if not paragraph:
                 first = number
             paragraph.append(re.sub(r"^(#+|[-*>]|\d+\.) +", "", text))

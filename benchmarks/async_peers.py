@@ -1,8 +1,8 @@
-"""Saving in a training loop: asymcheck and the libraries that users have instead, synchronous and in the background.
+"""Saving in a training loop: asymcheck and other libraries, synchronous and in the background.
 
-Each saver is told when a step is done and before the optimizer changes the state again, and counts the seconds for
-which it holds the training thread: its *visible stall*. What the peers write is synced beside the training, by a thread
-of ours, so that it is as durable as what asymcheck writes; that thread is not counted as a stall.
+Each saver is called after a step and before the optimizer changes the state again. It counts the seconds for which it
+holds the training thread: its *visible stall*. One of our threads syncs the peers' files beside the training, so that
+they are as durable as those of asymcheck. That thread is not counted as a stall.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Saver:
         """Wait until everything that was begun is durable."""
 
     def finish(self) -> None:
-        """Drain, and end what runs beside the training."""
+        """Drain, and stop all background work."""
         self.drain()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -187,7 +187,7 @@ class Background(Saver):
         self._begin = begin
         self._thread: threading.Thread | None = None
         self.staged: Callable[[], object] | None = None
-        """Waits until the state may change, for libraries that copy beside the training."""
+        """Waits until the state may change, for libraries that copy in the background."""
 
     def save(self, step: int) -> None:
         """Wait for the checkpoint before, then begin one."""
@@ -278,4 +278,4 @@ ASYNC: dict[str, Factory] = {
         "torchsnapshot async": _torchsnapshot,
     }.items()
 }
-"""Libraries that save beside the loop."""
+"""Libraries that save in the background."""

@@ -1,8 +1,9 @@
-"""``batch``: the time until a state is durable against the size of the batches, and where the policy says it is least.
+"""``batch``: time until a state is durable, by batch size, and the batch size that the policy predicts.
 
-A pack is one durable flush: one file, one index, one header, one sync, one name. So ``StoreConfig.pack_bytes`` is the
-size of a batch, and the curve is measured with ``Store.save`` as users call it, into packs that collection freed. Facts
-of the same machine, measured right before, give the predicted curve and its least place, B*, which is measured too.
+A pack is one durable flush: one file, one index, one header, one sync, one name. ``StoreConfig.pack_bytes`` is
+therefore the batch size. The curve is measured with ``Store.save``, as users call it, into packs that garbage
+collection freed. Facts of the same machine, measured right before, give the predicted curve and its minimum, B*, which
+is measured too.
 """
 
 from __future__ import annotations

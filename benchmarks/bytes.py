@@ -25,7 +25,7 @@ from benchmarks.report import Report, Row, rotated, row
 COUNT = 100
 _QUICK_COUNT = 5
 _COMPARED = 40
-"""So many checkpoints are saved twice; the first of them warms up, for both alike."""
+"""Number of checkpoints that are saved twice. The first warms up, for both alike."""
 OURS, TORCH, SAFETENSORS = "asymcheck", "torch.save", "safetensors"
 
 

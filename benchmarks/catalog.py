@@ -58,7 +58,7 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
 
 
 def _reads(where: Path, label: str, rounds: int) -> list[Row]:
-    """Measure what reads only: opening, resolving the newest checkpoint, listing all."""
+    """Measure read-only operations: open, resolve the newest checkpoint, list all."""
     opens, resolves, listings = [], [], []
     for _ in range(rounds):
         opens.append(_seconds(lambda: asymcheck.Store.open(where, read_only=True).close()))
@@ -73,7 +73,7 @@ def _reads(where: Path, label: str, rounds: int) -> list[Row]:
 
 
 def _resolve(where: Path) -> None:
-    """Open the store and find where every partition of its newest checkpoint lies."""
+    """Open the store and locate every partition of its newest checkpoint."""
     tier = NvmeTier(where, StoreConfig(), read_only=True)
     resolved = resolve_one(tier, candidates(tier, synthetic.RUN, None)[0])
     resolved.sources.close()
@@ -81,7 +81,7 @@ def _resolve(where: Path) -> None:
 
 
 def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
-    """Measure milliseconds of small saves in each store in turn; what was saved is deleted again, untimed."""
+    """Measure milliseconds of small saves in each store in turn; delete each saved checkpoint, untimed."""
     times: dict[str, list[float]] = {name: [] for name in stores}
     opened = {name: asymcheck.Store.open(path) for name, path in stores.items()}
     try:
@@ -99,7 +99,7 @@ def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
 
 
 def _sizes(where: Path, label: str, shape: Shape) -> list[Row]:
-    """Say what catalog and manifests take on disk."""
+    """Return the disk usage of catalog and manifests."""
     sizes = [path.stat().st_size for path in (where / "manifests").rglob("*.manifest")]
     catalog = (where / "catalog" / "data.mdb").stat().st_blocks * 512
     return [

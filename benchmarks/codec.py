@@ -1,7 +1,7 @@
-"""``codec``: how much smaller real training states become, and how fast, by our codecs and by those of others.
+"""``codec``: compression ratio and speed of our codecs and of other codecs on real training states.
 
-States are trained on the spot. Of each run the tensors of one role and dtype are taken together and cut into pieces of
-4 MiB, as a store cuts them. Everything is decoded and compared. Deltas are against checkpoints 1, 10 and 100 steps
+The benchmark trains the states itself. It groups the tensors of each run by role and dtype and cuts them into pieces of
+4 MiB, as a store cuts them. It decodes and compares everything. Deltas are against checkpoints 1, 10 and 100 steps
 older.
 """
 
@@ -45,7 +45,7 @@ _MIXED = "mixed"
 
 @dataclasses.dataclass
 class Measured:
-    """What one packer did to one kind."""
+    """Measurements of one packer on one kind of data."""
 
     plain_bytes: int
     ratio: float
@@ -91,7 +91,7 @@ def _states(run: training.Run, gaps: Sequence[int]) -> dict[int, State]:
 
 
 def _kinds(state: State, older: State | None = None) -> dict[str, Kind]:
-    """Return the floats of a state by role and dtype, beside those of an older one."""
+    """Return the floats of a state by role and dtype, with those of an older state."""
     parts: dict[tuple[str, str], list[bytes]] = {}
     for name, tensor in training.tensors_of(state):
         if tensor.is_floating_point() and tensor.numel() > 1:
@@ -132,7 +132,7 @@ def measure(packer: Packer, pieces: Sequence[Kind], rounds: int, workers: int) -
     """Pack and unpack all pieces, and compare.
 
     Raises:
-        RuntimeError: what comes back is something else.
+        RuntimeError: the unpacked bytes differ.
     """
     total = sum(len(piece.plain) for piece in pieces)
     wanted = [digest(piece.plain) for piece in pieces]

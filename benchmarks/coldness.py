@@ -1,4 +1,4 @@
-"""Files made cold: out of the page cache, so that a read comes from the device."""
+"""Drop files from the page cache, so that a read comes from the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_cold(paths: Sequence[Path]) -> str:
 
 
 def cached_bytes(paths: Sequence[Path]) -> int:
-    """Return how many bytes of files lie in the page cache; looking does not bring any there."""
+    """Return how many bytes of files are in the page cache, without bringing any into it."""
     return sum(_cached_pages(path) for path in paths) * mmap.PAGESIZE
 
 

@@ -29,7 +29,7 @@ class Change:
 
 
 def changes(old: Report, new: Report) -> list[Change]:
-    """Return what differs, the worst first; rows that only one report has are left out."""
+    """Return the differing rows, the worst first, without rows that only one report has."""
     before = {(one.system, one.metric, one.unit): one for one in old.results}
     found = []
     for after in new.results:
@@ -59,7 +59,7 @@ def _factor(change: Change) -> float:
 
 
 def main(old_path: Path, new_path: Path) -> int:
-    """Print what differs; return 1 when something became worse, else 0."""
+    """Print the differences; return 1 when a row became worse, else 0."""
     old, new = read_json(old_path), read_json(new_path)
     if old.workload != new.workload:
         message = f"{old_path} is a report of {old.workload}, {new_path} one of {new.workload}"

@@ -28,7 +28,7 @@ _CHILD = "benchmarks.dedupe_child"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is saved, and how often."""
+    """Size of the saved state and number of checkpoints."""
 
     counted: tuple[int, int]
     """Layers and width of the model whose bytes are counted …"""

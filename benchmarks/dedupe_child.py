@@ -51,7 +51,7 @@ class _Layer(nn.Module):
 
 
 class _Adapted(nn.Module):
-    """A matrix that stays as it is, and a low-rank one beside it that learns."""
+    """A frozen matrix, with a trained low-rank adapter."""
 
     def __init__(self, matrix: nn.Linear) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class Training:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, object]:
-        """Return what asymcheck is given."""
+        """Return the state for asymcheck."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def tensors(self) -> Tensors:
-        """Return the same as named tensors, which the others are given."""
+        """Return the same state as named tensors, for the other libraries."""
         found: Tensors = {}
         for name, parameter in self.model.named_parameters():
             found[f"model.{name}"] = parameter.detach()

@@ -1,9 +1,9 @@
 """DeepSpeed's own checkpoint engines, called in the order in which its training engine calls them.
 
-``save_checkpoint`` creates, saves and, but for the decoupled engine, commits; that one's commit waits until the next
-step is about to change the state. Then the name of the checkpoint goes into the file ``latest``. What they write is
-synced here, as of all peers. The writer of the Fast and the Decoupled engine is the one in Python: the other one
-(``"type": "fast"``, by libaio) needs an operator that DeepSpeed has on GPUs alone.
+``save_checkpoint`` creates, saves and commits. The decoupled engine commits later, when the next step is about to
+change the state. Then the name of the checkpoint is written into the file ``latest``. This module syncs the engines'
+files, as for all peers. The Fast and the Decoupled engine use the writer in Python. The other writer (``"type":
+"fast"``, by libaio) needs an operator that DeepSpeed has on GPUs alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Engine(Saver):
         self._began = 0.0
 
     def save(self, step: int) -> None:
-        """Hand the state over; the decoupled engine writes beside what follows."""
+        """Hand the state over; the decoupled engine writes in the background."""
         self.before_optimizer()
         self._began = time.perf_counter()
         self._uncommitted = CheckpointCommitInfo(tag=str(step), save_dir=str(self.where), save_latest=True)
@@ -76,7 +76,7 @@ class Engine(Saver):
         self.durable.append(time.perf_counter() - self._began)
 
     def drain(self) -> None:
-        """Commit what is not yet committed."""
+        """Commit the pending checkpoint, if any."""
         self.before_optimizer()
 
     def finish(self) -> None:

@@ -1,9 +1,9 @@
-"""``goodput``: the share of a training's time that makes progress, by scheme, under failures as they really come.
+"""``goodput``: the share of a training's time that makes progress, by scheme, under a realistic failure rate.
 
-Fed by what ``models`` has measured (``--from FILE``), here or on another machine. Each scheme is taken at its own best
-interval. A job on n GPUs fails n times as often as one GPU; what survives a failure follows from its kind: when only
-the process ends, the ring in memory is left, when the node reboots, its drive, and when it is replaced, only what lies
-elsewhere. The event simulation plays failures one by one, the formula is what renewal theory says.
+The input is a result of ``models`` (``--from FILE``), from this or another machine. Each scheme runs at its own best
+interval. A job on n GPUs fails n times as often as one GPU. The kind of a failure decides which checkpoints survive.
+When only the process ends, the ring in memory survives. When the node reboots, its drive survives. When the node is
+replaced, only copies elsewhere survive. The event simulation plays failures one by one. The formula is renewal theory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TIERS: tuple[Survives, ...] = ("dram", "nvme", "remote")
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one scheme takes on each rank; seconds."""
+    """Costs of one scheme on each rank, in seconds."""
 
     iteration_s: float
     stall_s: float
@@ -92,9 +92,9 @@ def formula(costs: Costs, failures: Failures, every: int) -> float:
     """Return the expected share of time that makes progress, with a checkpoint each ``every`` iterations.
 
     A cycle is the time from one resumption to the next failure, exponential with mean M, and the recovery after it,
-    which begins anew when it fails: M (exp(D / M) - 1) for a recovery of D seconds. Of the cycle's progress that counts
-    which the newest checkpoint has that survives: with a period P and a lag d, the expected number of checkpoints
-    is exp(-d / M) exp(-P / M) / (1 - exp(-P / M)).
+    which starts over when it fails: M (exp(D / M) - 1) for a recovery of D seconds. Only the progress up to the newest
+    surviving checkpoint counts. With a period P and a lag d, the expected number of checkpoints is
+    exp(-d / M) exp(-P / M) / (1 - exp(-P / M)).
     """
     period = every * costs.iteration_s + costs.stall_s
     mean = failures.mean_s
@@ -228,7 +228,7 @@ _REMOTE_SHARE = 4.0
 
 
 def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
-    """Return what the schemes of a report take, for one of its models; the first by default."""
+    """Return the costs of the schemes of a report, for one of its models; the first by default."""
     rows = {(one.system, one.metric): one.median for one in measured.results}
     model = model or next(metric for _, metric in rows if metric.startswith("steps lost, ")).partition(", ")[2]
     costs = {}

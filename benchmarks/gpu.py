@@ -42,7 +42,7 @@ _OURS = "asymcheck asymmetric"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is trained, and how long."""
+    """Model and length of the training."""
 
     gigabytes: float
     """Bytes of the state, about, by 1e9."""
@@ -101,7 +101,7 @@ def pinned_limit(device: torch.device) -> list[float]:
 
 
 def measure(folder: Path | None, shape: Shape, device: torch.device) -> Report:
-    """Measure what needs no link: on any device, so that a test can run it."""
+    """Measure everything that needs no link, on any device, so that a test can run it."""
     loop = _Loop(shape, device)
     results: list[Row] = []
     ratios: dict[str, float] = {}
@@ -173,7 +173,7 @@ def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None
 
 
 class _Mark:
-    """A place in what the device does; on the CPU a time."""
+    """A point in the work of the device; on the CPU a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -194,7 +194,7 @@ class _Mark:
 
 
 class _Loop:
-    """A GPT-2 that learns random tokens: what it learns takes no time to load."""
+    """A GPT-2 that learns random tokens, which take no time to load."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         logging.set_verbosity_error()
@@ -215,7 +215,7 @@ class _Loop:
 
     @property
     def described(self) -> str:
-        """What is saved."""
+        """Description of the saved state."""
         return f"GPT-2 of {self.parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 
     def iterate(self) -> None:

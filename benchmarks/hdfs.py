@@ -54,18 +54,18 @@ _PLAIN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How much is measured."""
+    """Amounts to measure."""
 
     layers: int
     """Layers of the GPT-2 whose state is pushed."""
     rounds: int
-    """How often each is measured, after one round that warms up."""
+    """Rounds of each measurement, after one warm-up round."""
     replicas: tuple[int, ...]
     """Numbers of DataNodes, and of replicas of each block."""
     trained: training.Shape
-    """What is trained, for the bytes and the slowdown."""
+    """Training whose bytes and slowdown are measured."""
     checkpoints: int
-    """How many checkpoints of it are pushed."""
+    """Number of its checkpoints that are pushed."""
 
 
 FULL = Shape(8, 5, (1, 3), training.FULL, 20)
@@ -80,7 +80,7 @@ def run(
     ``shape`` replaces what is measured, ``state`` the one of GPT-2 with AdamW.
 
     Raises:
-        SystemExit: there is no HDFS to be had.
+        SystemExit: no HDFS is available.
     """
     _check_there_is_hdfs()
     shape = shape or (QUICK if quick else FULL)
@@ -114,7 +114,7 @@ def run(
 
 def _check_there_is_hdfs() -> None:
     if shutil.which("java") is None:
-        raise SystemExit("hdfs: this workload starts Hadoop's servers, and there is no java; install Java 11 or 17")
+        raise SystemExit("hdfs: this workload starts Hadoop's servers and found no java; install Java 11 or 17")
     if importlib.util.find_spec("hdfs_native") is None:
         raise SystemExit("hdfs: this workload needs hdfs-native; pip install 'asymcheck[hdfs]'")
 
@@ -151,7 +151,7 @@ class _Throughput:
         """Return the seconds of each, by round.
 
         Raises:
-            RuntimeError: what was restored is not what was saved.
+            RuntimeError: the restored state differs from the saved state.
         """
         times: dict[str, list[float]] = {
             name: [] for name in (PUSH, PUT, PUT_FROM_MEMORY, RESTORE, GET, GET_BY_PACKETS)
@@ -193,7 +193,7 @@ class _Throughput:
         took[GET] = self._reader.get(raw, sizes)
         took[GET_BY_PACKETS] = self._reader.get_by_packets(raw, sizes)
         if differing := states.differing(self._state, states.named_tensors(self._into)):
-            raise RuntimeError(f"restored {len(differing)} tensors that are not what was saved")
+            raise RuntimeError(f"restored {len(differing)} tensors that differ from the saved ones")
         for folder in (f"/ours-{number}", raw, f"{raw}-from-memory"):
             self._raw.remove(folder)
         return took
@@ -213,11 +213,11 @@ class _Throughput:
 
 @dataclasses.dataclass(frozen=True)
 class _Slowed:
-    """By how much iterations beside something take longer than those before and after it."""
+    """Slowdown of iterations beside some work, against the iterations before and after it."""
 
     whole: float
     corrected: float
-    """Without what the servers took."""
+    """The same without the time of the servers."""
     iteration_s: float
 
 
@@ -304,7 +304,7 @@ class _Beside:
         return _Slowed(took / alone, without / alone, took / count)
 
     def _plain(self, count: int) -> float:
-        """Return the seconds of an iteration beside nothing."""
+        """Return the seconds of an iteration without other work."""
         began = time.perf_counter()
         self._run.train(count)
         self._alone.append((time.perf_counter() - began) / count)

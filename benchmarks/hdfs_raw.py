@@ -23,7 +23,7 @@ class RawClient:
         self._streams, self._piece_bytes = streams, piece_bytes
 
     def put(self, folder: str, paths: Sequence[Path]) -> float:
-        """Write what is in these files to files of their own; return the seconds until all are closed."""
+        """Copy each of these files to a file in the folder; return the seconds until all are closed."""
         self._client.mkdirs(folder, create_parent=True)
 
         def put_one(number: int) -> None:
@@ -55,7 +55,7 @@ class RawClient:
         return self._timed(put_one, len(sizes))
 
     def get(self, folder: str, sizes: Sequence[int]) -> float:
-        """Read these files piece by piece, as the client gives them, and drop what was read; return the seconds."""
+        """Read these files piece by piece, as the client gives them, and drop the bytes; return the seconds."""
 
         def get_one(path: str, start: int, count: int) -> None:
             self._client.read(path).read_range(start, count)

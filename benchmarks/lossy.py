@@ -1,8 +1,8 @@
-"""ExCP (Li et al., ICML 2024), made anew: residuals to the checkpoint before, pruned and quantised, with loss.
+"""ExCP (Li et al., ICML 2024), our reimplementation: residuals to the previous checkpoint, pruned and quantised, lossy.
 
-What is stored of each tensor is its difference to what the checkpoint before is restored as; of these differences the
-smaller half becomes zero, the rest one of fifteen values, and zstd packs pairs of them. So the error does not grow from
-checkpoint to checkpoint, and no restored state is that of the training. The loop waits for all of it.
+Each tensor is stored as its difference to the tensor that the previous checkpoint restores. The smaller half of these
+differences becomes zero, the rest one of fifteen values, and zstd packs pairs of them. The error therefore does not
+grow from checkpoint to checkpoint. No restored state equals that of the training. The loop waits for all of this work.
 """
 
 from __future__ import annotations

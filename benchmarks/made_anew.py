@@ -1,12 +1,14 @@
-"""Published schemes that no package here has, made anew from their papers, as fast as the idea allows.
+"""Our reimplementations of published schemes without a package, written from their papers, as fast as the idea allows.
 
-All copy the state to host buffers while the next forward and backward pass run, hold the optimizer until that is done,
-and write in the background; they differ in how many checkpoints are in flight and in how bytes get to the drive.
+All schemes copy the state to host buffers during the next forward and backward pass, hold the optimizer until the copy
+is done, and write in the background. They differ in the number of in-flight checkpoints and in the write path.
 
-- CheckFreq (Mohan et al., FAST 2021): a copy, then its persisting, one checkpoint in flight.
-- DataStates-LLM (Maurya et al., HPDC 2024): two host buffers, and what is copied is written while the rest is copied.
-- PCcheck (Strati et al., ASPLOS 2025): several checkpoints in flight, each written by several threads into a slot of
-  its own, and a pointer that is moved when a slot is durable, never backwards.
+- CheckFreq (Mohan et al., FAST 2021): a copy, then its flush, one in-flight checkpoint.
+
+- DataStates-LLM (Maurya et al., HPDC 2024): two host buffers. Copied bytes are written while the rest is copied.
+
+- PCcheck (Strati et al., ASPLOS 2025): several in-flight checkpoints, each written by several threads into a separate
+  slot. A pointer moves to a slot when that slot is durable, never backwards.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from benchmarks.async_peers import Saver
 CHECKFREQ: dict[str, Any] = {"in_flight": 1, "writers": 1, "streams": False}
 DATASTATES: dict[str, Any] = {"in_flight": 2, "writers": 2, "streams": True}
 PCCHECK: dict[str, Any] = {"in_flight": 2, "writers": 3, "streams": True}
-"""What makes a :class:`Buffered` one of them."""
+"""Options of :class:`Buffered` for each scheme."""
 
 _CHUNK = 8 << 20
 _POINTER = "newest"
 
 
 class Fenced(Saver):
-    """Copies the state beside the training, and holds the optimizer until that is done."""
+    """Copies the state in the background, and holds the optimizer until the copy is done."""
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
         """Begin with nothing to wait for."""
@@ -51,7 +53,7 @@ class Fenced(Saver):
 
 
 class Buffered(Fenced):
-    """Copies into host buffers beside the training, writes from there."""
+    """Copies into host buffers in the background, and writes from these buffers."""
 
     def __init__(
         self, state: dict[str, Any], where: Path, name: str, *, in_flight: int, writers: int, streams: bool

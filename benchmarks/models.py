@@ -1,8 +1,8 @@
-"""``models``: six models that really train, each under every way to checkpoint, at several intervals.
+"""``models``: real trainings of six models, each under every way to checkpoint, at several intervals.
 
-Each cell runs in a process of its own: the model trains without checkpoints, then with them, then once more until the
-process is killed by SIGKILL in the middle of the loop; another process resumes from what is left. What it resumes from
-is compared, bit for bit, with the state that the killed one had after that step.
+Each cell runs in a separate process. The model trains without checkpoints, then with checkpoints, then once more until
+SIGKILL ends the process in the middle of the loop. Another process resumes from the surviving files. The resumed state
+is compared, bit for bit, with the state that the killed process had after that step.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ OURS = "asymcheck +S+O"
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What is measured."""
+    """Models, schemes and intervals of the grid."""
 
     models: Sequence[str]
     """Names of models."""
     size: str
-    """Of all of them."""
+    """Size of all models."""
     steps: dict[int, int]
     """Steps to train in each round, by the number of steps from one checkpoint to the next."""
     schemes: Sequence[str]
     """Names of schemes."""
     kills: int = 1
-    """How often each is killed."""
+    """Number of kills of each cell."""
 
 
 _ALL = tuple(scheme.name for scheme in SCHEMES)
@@ -101,7 +101,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _rows(cell: Cell, measured: Measured) -> list[Row]:
-    """Return what one cell has measured."""
+    """Return the measurements of one cell."""
     label = f"{cell.model}, every {cell.every}"
     rows = [
         row(cell.scheme, f"slowdown, {label}", "x", measured.slowdowns),
@@ -152,7 +152,7 @@ def _removed(where: Path) -> Iterator[None]:
 
 
 def _asked(context: ForkServerContext, work: Any, arguments: tuple[object, ...]) -> object:  # noqa: ANN401 - a function
-    """Return what ``work`` sends when it runs in a process of its own."""
+    """Run ``work`` in a separate process; return the value that it sends."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(*arguments, theirs))
     process.start()
@@ -216,7 +216,7 @@ class _Digests:
         self.durations.append(seconds)
 
     def drain(self, pipe: Connection) -> None:
-        """Take what it had sent when it was killed."""
+        """Return the values that the process had sent when it was killed."""
         try:
             while pipe.poll(0):
                 self.note(pipe.recv())

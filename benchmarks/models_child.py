@@ -1,4 +1,4 @@
-"""One cell of ``models``, in a process of its own: a training with checkpoints, and what becomes of it after a kill."""
+"""One cell of ``models``, in a separate process: a training with checkpoints, and its recovery after a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RING_FOLDER = "ASYMCHECK_RING_FOLDER"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one process does."""
+    """Task of one process."""
 
     model: str
     size: str
@@ -38,14 +38,14 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What checkpoints cost one training."""
+    """Costs of checkpoints for one training."""
 
     parameters: int
     state_bytes: int
     plain_s: float
     """Mean seconds of an iteration without checkpoints, before and after, and in between."""
     slowdowns: list[float]
-    """Of each round, against the iterations without checkpoints before and after it."""
+    """Slowdown of each round, against the iterations without checkpoints before and after it."""
     stalls: list[float]
     durable: list[float]
     errors: list[float]
@@ -58,7 +58,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-    """What a new process found."""
+    """Recovery in a new process."""
 
     step: int
     """The step of the state; -1 for none."""
@@ -76,12 +76,12 @@ def scheme_of(cell: Cell) -> Scheme:
 
 
 def measure(cell: Cell, where: Path, pipe: Connection) -> None:
-    """Train without and with checkpoints; send a :class:`Measured`, or the text of what went wrong."""
+    """Train without and with checkpoints; send a :class:`Measured`, or the text of the error."""
     _answer(pipe, lambda: _measure(cell, where))
 
 
 def recover(cell: Cell, where: Path, digests: dict[int, bytes], pipe: Connection) -> None:
-    """Resume; send a :class:`Recovered`, or the text of what went wrong."""
+    """Resume; send a :class:`Recovered`, or the text of the error."""
     _answer(pipe, lambda: _recover(cell, where, digests))
 
 
@@ -96,7 +96,7 @@ def _answer(pipe: Connection, work: Callable[[], object]) -> None:
 
 
 def _be_silent() -> None:
-    """Keep from the terminal what libraries print there, also those of processes that they start."""
+    """Hide the terminal output of libraries and of the processes that they start."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -156,7 +156,7 @@ class _Plain:
 
 @dataclasses.dataclass(frozen=True)
 class _Round:
-    """What a scheme did once, in an empty folder."""
+    """One round of a scheme, in an empty folder."""
 
     saver: Saver
     slowdown: float
@@ -164,7 +164,7 @@ class _Round:
     processor_s: float
     file_bytes: int
     kept: int | None
-    """How many checkpoints lie there; None for all."""
+    """Number of checkpoints that are kept; None for all."""
 
 
 def _round(cell: Cell, training: Training, where: Path, plain: _Plain) -> _Round:
@@ -192,7 +192,7 @@ def _keep_rings_in(where: Path) -> None:
 
 
 def _kept(where: Path) -> int | None:
-    """Return how many checkpoints lie in a folder of what overwrites: one, or one for each slot; None of all else."""
+    """Return how many checkpoints an overwriting scheme keeps: one, or one per slot; None for others."""
     names = [path.name for path in where.iterdir()]
     if "checkpoint.pt" in names:
         return 1

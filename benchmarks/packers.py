@@ -1,4 +1,4 @@
-"""Everybody who makes tensors smaller: our codecs and the libraries of others, behind one interface."""
+"""Compressors of tensors: our codecs and other libraries, behind one interface."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Packer:
     """As the tables call it."""
 
     def prepared(self, piece: Kind) -> Kind:
-        """Return what :meth:`pack` gets; called outside of what is timed."""
+        """Return the input of :meth:`pack`; called outside of the timed part."""
         return piece
 
     def pack(self, piece: Kind) -> Any:  # noqa: ANN401 - whatever it wants back
@@ -178,7 +178,7 @@ Mapper = Callable[[Callable[[Any], Any], Any], Any]
 
 @contextmanager
 def threads(count: int) -> Iterator[Mapper]:
-    """Lend what maps over pieces on so many threads."""
+    """Yield a function that maps over pieces on a number of threads."""
     if count == 1:
         yield map
         return

@@ -50,7 +50,7 @@ def _of(report: Report, metric: str) -> list[Row]:
 
 
 def _is_wide(rows: dict[str, Row]) -> bool:
-    """Tell whether one takes so much more than the others that little would be seen of them."""
+    """Tell whether one value is so large that the other bars would be hard to see."""
     medians = sorted(one.median for one in rows.values())
     return bool(medians) and max(one.max for one in rows.values()) > 10 * max(medians[len(medians) // 2], 1e-9)
 

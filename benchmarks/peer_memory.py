@@ -1,10 +1,11 @@
-"""Gemini (Wang et al., SOSP 2023), made anew: checkpoints go to the memory of another process, over gloo.
+"""Gemini (Wang et al., SOSP 2023), our reimplementation: checkpoints go to the memory of another process, over gloo.
 
-The authors place copies in the memory of other machines, in the network's idle times. Here the other machine is another
-process: the training copies its state beside forward and backward pass, as all schemes here, and sends it there; there
-the last two stay. Nothing lies on a drive: what it survives is the training's process or node, not both.
+The authors place copies in the memory of other machines, in the network's idle times. This module replaces the other
+machine by a peer process. The training copies its state during the forward and backward pass, as all schemes do, and
+sends it to the peer, which keeps the last two. Nothing is written to a drive: a checkpoint survives the loss of the
+training's process or node, not of both.
 
-``python -m benchmarks.peer_memory FOLDER BYTES`` is the other process.
+``python -m benchmarks.peer_memory FOLDER BYTES`` is the peer process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TIMEOUT = dt.timedelta(seconds=60)
 _TRAINING, _PEER = 0, 1
 _PORT, _PARENT = "port", Path(__file__).parents[1]
 _ASK = -1
-"""Sent instead of a step: what is the newest?"""
+"""Sent instead of a step, to ask for the newest checkpoint."""
 
 
 def _group(store: TCPStore, name: str, rank: int) -> Any:  # noqa: ANN401 - its methods are missing in torch's types
@@ -87,7 +88,7 @@ class PeerMemory(Fenced):
             self._thread.join()
 
     def finish(self) -> None:
-        """Drain; the other process ends with the connection, when nobody asks it any more."""
+        """Drain; the other process ends with the connection, when no process asks it any more."""
         self.drain()
         (self.where / "over").touch()
 
@@ -110,7 +111,7 @@ def recover(state: dict[str, Any], where: Path) -> int:
 
 
 def serve(where: Path, nbytes: int) -> None:
-    """Take what the training sends, until it ends; then give the newest to whoever asks, once."""
+    """Receive checkpoints until the training ends, then send the newest to one process that asks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     temporary = where / "port.tmp"
     temporary.write_text(str(store.port))

@@ -25,13 +25,13 @@ with warnings.catch_warnings():
     from torchsnapshot import Snapshot, StateDict
 
 THREADS = 4
-"""For the peers that ask: as many as asymcheck has frames in flight."""
+"""Threads of peers that take a number: as many as asymcheck has in-flight frames."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Peer:
-    """One library. What it saves at ``where`` is a file or a folder, as it likes."""
+    """One library, which saves a file or a folder at ``where``."""
 
     name = ""
     """As the tables call it."""
@@ -62,7 +62,7 @@ class TorchSave(Peer):
         torch.save(tensors, where)
 
     def loads(self) -> dict[str, Callable[[Path], Tensors]]:
-        """Read the file, or map it and copy what is mapped."""
+        """Read the file, or map it and copy the mapped bytes."""
         return {
             "torch.load": lambda where: _torch_load(where, mapped=False),
             "torch.load mmap": lambda where: {
@@ -71,7 +71,7 @@ class TorchSave(Peer):
         }
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
-        """Map the file and copy from it: what ``load_state_dict`` does with it."""
+        """Map the file and copy from it, as ``load_state_dict`` does."""
         return {"torch.load mmap": lambda where, tensors: _copy(_torch_load(where, mapped=True), tensors)}
 
 

@@ -15,7 +15,7 @@ from benchmarks.report import Report, Row
 
 _OURS, _OTHERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
 _STYLES = ("--", ":", "-.", (0, (7, 2, 1, 2, 1, 2)))
-"""Of the lines of limits, so that four in a panel differ."""
+"""Line styles of limits, so that four limits in a panel differ."""
 _CHOSEN = {
     "durable": ("throughput",),
     "restore": ("throughput",),

@@ -1,7 +1,7 @@
-"""``ranks``: what it takes that many ranks save and find one checkpoint.
+"""``ranks``: time in which many ranks save and find one checkpoint.
 
-Simulated ranks report to a real coordinator through a real key-value store; their manifests lie in a real store. Beside
-it some real ranks save a replicated state.
+Simulated ranks report to a real coordinator through a real key-value store. Their manifests are written to a real
+store. In addition, some real ranks save a replicated state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WAIT_S = 1800.0
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is measured."""
+    """Numbers of ranks and sizes that are measured."""
 
     worlds: tuple[int, ...]
     """Numbers of simulated ranks."""

@@ -67,7 +67,7 @@ def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[st
 
 
 def _resident_bytes() -> int:
-    """Return what is in memory now, and let the kernel's own peak begin there."""
+    """Return the memory in use, and reset the kernel's peak to it."""
     Path("/proc/self/clear_refs").write_text("5")
     return status_of(os.getpid())["VmRSS"]
 
@@ -77,7 +77,7 @@ def _peak_bytes() -> int:
 
 
 def others(port: int, world_size: int, extents: int, saves: int) -> dict[str, object]:
-    """Be all other ranks, by a few threads."""
+    """Simulate all other ranks with a few threads."""
     report = _digests(extents)
 
     def work(first: int) -> None:

@@ -1,4 +1,4 @@
-"""What a workload returns, and how it is printed and written."""
+"""Results of a workload, and their printed and written forms."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Row:
     """One measured quantity, over several runs."""
 
     system: str
-    """What was measured."""
+    """System under test."""
     metric: str
-    """Which quantity."""
+    """Name of the quantity."""
     unit: str
     """Its unit."""
     median: float
@@ -46,9 +46,9 @@ class Report:
     workload: str
     """Its name."""
     environment: dict[str, str]
-    """Where it ran."""
+    """Machine and versions of the run."""
     results: list[Row]
-    """What was measured."""
+    """Measured quantities."""
     ratios: dict[str, float]
     """Named figures of one run, as ``report.schema.json`` says: quotients of medians as a rule."""
 
@@ -103,10 +103,10 @@ class UnreadableReportError(Exception):
 
 
 def read_json(path: Path) -> Report:
-    """Read what :func:`write_json` wrote.
+    """Read a report that :func:`write_json` wrote.
 
     Raises:
-        UnreadableReportError: it is not that.
+        UnreadableReportError: the file is not a report.
     """
     try:
         told = json.loads(path.read_text())

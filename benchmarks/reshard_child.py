@@ -30,7 +30,7 @@ from benchmarks.report import rotated
 
 SYSTEMS = ("asymcheck", "torch DCP")
 _PATTERN = 0x9E3779B1
-"""What numbers are multiplied by, so that no two blocks of a state are alike."""
+"""Multiplier of numbers, so that no two blocks of a state are alike."""
 
 
 def state_of(layers: int, *, empty: bool) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How much memory a process takes while it does something, beyond what it took before."""
+"""Memory that a process takes during an operation, beyond its memory before."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def status_of(pid: int) -> dict[str, int]:
 
 
 def of_operation(arguments: Sequence[object]) -> Peak:
-    """Run ``benchmarks.memory_child`` with ``arguments`` in a process of its own; return what its operation took."""
+    """Run ``benchmarks.memory_child`` with ``arguments`` in a separate process; return the memory of its operation."""
     command = [sys.executable, "-m", "benchmarks.memory_child", *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
         if child.stdin is None or child.stdout is None:
@@ -94,7 +94,7 @@ def of_operation(arguments: Sequence[object]) -> Peak:
 
 
 def of_command(command: Sequence[object]) -> Peak:
-    """Run a command of asymcheck; return what it takes beyond what the program takes that only shows its help."""
+    """Run a command of asymcheck; return its memory beyond that of the same program when it only shows its help."""
     idle, busy = (_command_peak(arguments) for arguments in (["--help"], command))
     return Peak(max(0, busy.resident - idle.resident), max(0, busy.private - idle.private))
 

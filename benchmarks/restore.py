@@ -1,11 +1,11 @@
 """``restore``: seconds from the call until a state's bytes are in memory, read from the device and not from a cache.
 
-Before each read the files are dropped from the page cache, for all alike. asymcheck verifies every byte, as it always
-does; the peers verify none. *Into* fills tensors that are there; the others make new ones. Of new tensors one byte in
-each page is touched inside the time, because some libraries only map their file and read later. The limit is a raw
-O_DIRECT read of as many bytes into memory that is there, in huge pages; beside it stand one into small pages, which
-torch uses by default, and one into new memory. At last it is said where the time goes, from
-each tier (see :mod:`benchmarks.tiers`).
+Before each read the files are dropped from the page cache, for all libraries alike. asymcheck verifies every byte, as
+always. The peers verify none. *Into* fills existing tensors. All other rows allocate new tensors. The timed part
+touches one byte in each page of new tensors, because some libraries only map their file and read later. The limit is a
+raw O_DIRECT read of as many bytes into allocated memory with huge pages. Two more limits read into small pages, which
+torch uses by default, and into new memory. The last part splits the time of a restore, for each tier (see
+:mod:`benchmarks.tiers`).
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class _Restore:
         self.into = states.empty_like(state)
         """A state with tensors to be filled."""
         self.store = scratch / "store"
-        """What asymcheck has saved."""
+        """Store with the checkpoints of asymcheck."""
         self.made_cold: set[str] = set()
         """How the files were dropped from the page cache."""
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Return the seconds of each system's restores.
 
-        A first round warms up memory and checks that each restores what was saved.
+        A first round warms up memory and checks that each system restores the saved state.
 
         Raises:
-            RuntimeError: one restored something else.
+            RuntimeError: one system restored a different state.
         """
         systems = self._systems()
         times: dict[str, list[float]] = {name: [] for name in systems}
@@ -103,7 +103,7 @@ class _Restore:
         wrong = [] if restored is None else states.differing(self._state, states.named_tensors(restored))
         if wrong:
             raise RuntimeError(
-                f"{name} restored {len(wrong)} tensors that are not what was saved, the first: {wrong[0]}"
+                f"{name} restored {len(wrong)} tensors that differ from the saved ones, the first: {wrong[0]}"
             )
 
     def _systems(self) -> dict[str, tuple[Path, Callable[[], tuple[float, object]]]]:
@@ -146,6 +146,6 @@ def _timed(read: Callable[[], object], filled: object = None) -> tuple[float, ob
 
 
 def _touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Look at one byte in each page: what is only mapped is read now."""
+    """Touch one byte in each page, so that mapped files are read."""
     for tensor in tensors:
         tensor.view(-1).view(torch.uint8)[::_PAGE].sum()

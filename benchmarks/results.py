@@ -1,7 +1,8 @@
 """``make report``: runs the quick grid and all workloads, and writes docs/results: tables, plots, raw figures.
 
-``python -m benchmarks.results [--folder DIR] [--full] [--only WORKLOAD …]``. What is not run keeps the figures that it
-has. Where asymcheck is not first is said with the likely cause: what is known of it from the code, not measured here.
+``python -m benchmarks.results [--folder DIR] [--full] [--only WORKLOAD …]``. Workloads that
+are not run keep their figures. The report names each place where asymcheck is not first, with a likely cause, which is
+known from the code and not measured.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ _MEASURES = (
     ("bytes a checkpoint", "MB", f", every {EVERY}"),
 )
 _CAUSES: Mapping[str, str] = {
-    "slowdown": "Threads that capture, digest and write take time from the training's core where there are two cores "
-    "in all. More cores, or a larger model beside which they are small, would change it.",
-    "visible stall p95": "A `step()` walks the state, plans and samples it in Python: some milliseconds, whatever the "
-    "size. A plain copy of a few MB takes less. It pays from some hundred MB on.",
-    "time to durable": "Background writers run at nice 19 and make the index, the catalog and the manifest durable "
-    "beside the bytes: for a few MB that is most of the time. It pays from some hundred MB on.",
-    "recovery": "What is fixed, some 50 ms: after a kill the catalog is made anew from the packs (a third of it, with "
-    "two dozen packs), the manifest is read and checked, each tensor matched, a generation opened, durably, and every "
-    "digest compared. The others map a file. It pays with size, and it is what finds a flipped bit.",
-    "bytes a checkpoint": "Frames are aligned to 4 KiB, and beside them lie manifest, index and catalog: some percent "
+    "slowdown": "With two cores, the threads that capture, digest and write take time from the training's core. "
+    "More cores, or a larger model, would make their share smaller.",
+    "visible stall p95": "A `step()` walks, plans and samples the state in Python: some milliseconds at any size. "
+    "A plain copy of a few MB takes less. asymcheck is faster from some hundred MB on.",
+    "time to durable": "Background writers run at nice 19 and fsync the index, the catalog and the manifest besides "
+    "the bytes. For a few MB that is most of the time. asymcheck is faster from some hundred MB on.",
+    "recovery": "Recovery has a fixed cost of some 50 ms. After a kill asymcheck rebuilds the catalog from the packs "
+    "(a third of the time, with two dozen packs), reads and checks the manifest, matches each tensor, opens a "
+    "generation durably, and compares every digest. The other libraries map a file. The digests find flipped bits, "
+    "and the fixed cost matters less for larger states.",
+    "bytes a checkpoint": "Frames are aligned to 4 KiB, and manifest, index and catalog need some percent "
     'of a few MB. Nothing is compressed where the drive is faster than the codec (`compression="smallest"` does it).',
 }
 _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
@@ -76,7 +78,7 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "slowdown_while_pushing": ("≤", 1.02),
     },
 }
-"""What was to be reached, by workload and ratio."""
+"""Targets by workload and ratio."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -84,8 +86,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
     parser.add_argument("--folder", type=Path, help="measure in this folder's file system")
     parser.add_argument("--full", action="store_true", help="the full grid: hours")
-    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="run these alone")
-    parser.add_argument("--target", type=Path, help="where to write [default: docs/results, or docs/results/full]")
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="run only these workloads")
+    parser.add_argument(
+        "--target", type=Path, help="folder of the reports [default: docs/results, or docs/results/full]"
+    )
     arguments = parser.parse_args(words)
     arguments.target = arguments.target or (TARGET / "full" if arguments.full else TARGET)
     arguments.target.mkdir(parents=True, exist_ok=True)
@@ -93,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"--- {workload}", flush=True)
         command = [sys.executable, "-m", "benchmarks", *_options(workload, arguments)]
         if subprocess.run(command, check=False).returncode:
-            # For instance hdfs, where there is no Java; the others say as much without it.
+            # For instance hdfs fails without Java; the other reports are complete without it.
             print(f"--- {workload} was left out", flush=True)
     write_page(arguments.target, full=arguments.full)
 
@@ -110,7 +114,7 @@ def _options(workload: str, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def write_page(target: Path, *, full: bool) -> None:
-    """Write README.md from the reports that lie beside it: of the full grid, or of the quick one."""
+    """Write README.md from the reports in the same folder: of the full grid, or of the quick grid."""
     reports = {name: read_json(target / f"{name}.json") for name in WORKLOADS if (target / f"{name}.json").exists()}
     manual = os.path.relpath(TARGET.parent / "benchmarks.md", target)
     (target / "README.md").write_text("\n".join(_page(reports, manual, full=full)) + "\n")
@@ -120,7 +124,7 @@ def _page(reports: Mapping[str, Report], manual: str, *, full: bool) -> Iterator
     command = f"python -m benchmarks.results --full --only {' '.join(reports)}" if full else "make report"
     yield "# Results at full size" if full else "# Results"
     yield ""
-    yield f"Written by `{command}`; [benchmarks.md]({manual}) says what each workload does and how to read it."
+    yield f"Written by `{command}`; [benchmarks.md]({manual}) describes each workload and how to read its figures."
     yield "Compare ratios of one run, never absolute figures of two machines."
     yield from _aims(reports, full=full)
     for name, report in reports.items():
@@ -137,7 +141,7 @@ def _page(reports: Mapping[str, Report], manual: str, *, full: bool) -> Iterator
 
 
 def _aims(reports: Mapping[str, Report], *, full: bool) -> Iterator[str]:
-    """Say what was aimed at and what came of it, missed ones first."""
+    """Yield the table of targets and measured values, missed targets first."""
     found = [
         (name, ratio, sign, aim, reports[name].ratios[ratio])
         for name, aims in _AIMS.items()
@@ -146,11 +150,11 @@ def _aims(reports: Mapping[str, Report], *, full: bool) -> Iterator[str]:
     ]
     if not found:
         return
-    yield from ("", "## What was aimed at", "")
-    yield "The aims are for states of full size on a quiet machine" + (
-        "." if full else "; `--quick` takes small ones, for which what is fixed weighs more."
+    yield from ("", "## Targets", "")
+    yield "The targets are for states of full size on a quiet machine" + (
+        "." if full else "; `--quick` takes small states, for which fixed costs weigh more."
     )
-    yield from ("", "| | ratio | aim | found |", "|---|---|---|---|")
+    yield from ("", "| | ratio | target | measured |", "|---|---|---|---|")
     for name, ratio, sign, aim, value in sorted(found, key=lambda one: _is_reached(one[2], one[3], one[4])):
         mark = "reached" if _is_reached(sign, aim, value) else "**missed**"
         yield f"| {mark} | `{ratio}` of [{name}](#{name}) | {sign} {aim:g} | {value:.3g} |"
@@ -187,8 +191,8 @@ def _cell(one: Row | None) -> str:
 
 
 def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:
-    """Say what did not bring back, bit for bit, what was saved: torn, cut short by the kill, or lossy by design."""
-    yield from ("**What did not bring the state back bit for bit** after each of its kills:", "")
+    """Yield the schemes whose restored state was not bit-exact: torn, cut short by the kill, or lossy by design."""
+    yield from ("**Schemes that did not restore the state bit for bit** after each kill:", "")
     rows = {(one.system, one.metric): one for one in report.results}
     found = False
     for scheme in dict.fromkeys(one.system for one in report.results):
@@ -201,20 +205,20 @@ def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:
         if short:
             yield f"- {scheme}: {', '.join(short)}"
             found = True
-    yield from ("" if found else "Nothing.", "")
+    yield from ("" if found else "None.", "")
 
 
 def _losses(report: Report, models: Sequence[str]) -> Iterator[str]:
-    """Say where an upstream library that keeps the state exact is better, and why."""
+    """Yield the measures in which an exact upstream library is better, with the likely cause."""
     rivals = [scheme.name for scheme in SCHEMES if scheme.kind == "upstream"]
     rows = {(one.system, one.metric): one.median for one in report.results}
-    yield from ("**Where asymcheck is not first** among it and the libraries as they are:", "")
-    yield from ("| measure | models | likely cause, and what would change it |", "|---|---|---|")
+    yield from ("**Measures in which asymcheck is not first** against unchanged libraries:", "")
+    yield from ("| measure | models | likely cause and remedy |", "|---|---|---|")
     for metric, unit, suffix in _MEASURES:
         lost = []
         for model in models:
             label = f"{metric}, {model}{suffix}"
-            # What mostly came back wrong, or not at all, is no rival, however soon it did.
+            # A library that mostly restored a wrong state, or none, is no rival, however fast it was.
             exact = [name for name in rivals if rows.get((name, f"bit-exact, {model}"), 1.0) == 1.0]
             there = {name: rows[name, label] for name in exact if (name, label) in rows}
             ours = rows.get((OURS, label))

@@ -1,7 +1,7 @@
-"""The ways to checkpoint a training that ``models`` compares: asymcheck, libraries as they are, ideas made anew.
+"""Checkpoint schemes that ``models`` compares: asymcheck, unchanged libraries, and our reimplementations of papers.
 
-Each is a saver in the loop, and a way back: what fills the state of a new process from the newest checkpoint that a
-killed one left.
+Each scheme is a saver in the loop and a recovery function. The recovery function fills the state of a new process from
+the newest checkpoint of a killed process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.made_anew import CHECKFREQ, DATASTATES, PCCHECK, Buffered, read_
 State = dict[str, Any]
 Kind = Literal["none", "asymcheck", "upstream", "made anew"]
 Recover = Callable[[State, Path], int]
-"""Fills a state from what lies in a folder; returns the step."""
+"""Fills a state from the newest checkpoint in a folder; returns the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Scheme:
     name: str
     """As the tables call it."""
     kind: Kind
-    """Whose it is. What is made anew decides nothing: its authors' own may do better or worse."""
+    """Origin of the scheme. A reimplementation decides nothing: the authors' own code may do better or worse."""
     make: Callable[[State, Path], Saver]
     """Begins to watch a state; saves into a folder."""
     recover: Recover | None
     """The way back; None where there is none."""
     missing: Callable[[], str | None] = lambda: None
-    """Says what it needs and is not here, or None: then it runs."""
+    """Returns the name of a missing requirement, or None if the scheme can run."""
 
 
 class Ladder(Ours):
@@ -72,10 +72,10 @@ class TorchSaveOnly(Saver):
 
 
 class Renamed(Blocking):
-    """A library's file, synced and renamed: what a careful script does."""
+    """A library's file, synced and renamed, as a careful script does."""
 
     def save(self, step: int) -> None:
-        """Save beside the old file, then take its place."""
+        """Save to a temporary file, then rename it over the old file."""
         began = time.perf_counter()
         unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
         temporary = self.where / "new"
@@ -100,7 +100,7 @@ def _recover_torch_save(state: State, where: Path) -> int:
 
 
 def _recover_filled(state: State, where: Path, fill: Callable[[Path, peers.Tensors], None]) -> int:
-    """Take the newest that can be read: what it is cannot be seen from outside."""
+    """Take the newest checkpoint that can be read; its name does not show whether it is complete."""
     for step in sorted((int(path.name) for path in where.iterdir() if path.name.isdigit()), reverse=True):
         path = next(path for path in where.iterdir() if path.name.isdigit() and int(path.name) == step)
         unique = {tensor.data_ptr(): (name, tensor) for name, tensor in flat_tensors(state).items()}
@@ -113,7 +113,7 @@ def _recover_filled(state: State, where: Path, fill: Callable[[Path, peers.Tenso
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what a library says of a damaged file from the terminal."""
+    """Hide a library's messages about a damaged file from the terminal."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

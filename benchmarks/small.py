@@ -63,7 +63,7 @@ class _Trained:
 
     @property
     def state(self) -> dict[str, object]:
-        """What is saved."""
+        """State that is saved."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     @property
@@ -79,7 +79,7 @@ class _Trained:
         self.optimizer.step()
 
     def dicts(self) -> dict[str, object]:
-        """Return what torch.save gets."""
+        """Return the input of torch.save."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 

@@ -1,13 +1,14 @@
 """``stall``: how long checkpoints hold a real training loop, and how much they slow it down.
 
-A GPT-2 with AdamW is trained on the CPU, a checkpoint every so many steps, by every system in turn; between them the
-loop runs without checkpoints. *Visible stall* is all time on the training thread that one checkpoint takes: the call,
-hooks, fences, and waiting for the one before. *Slowdown* is the mean time of an iteration with checkpoints divided by
-the one without. Beside them stand bounds: nobody who copies the state can hold the loop for less than its bytes by the
-bandwidth of memory, less the time in which it may be copied; nor slow it down by less than the copy takes of the cores.
+A GPT-2 with AdamW is trained on the CPU, with a checkpoint at a fixed interval, by every system in turn. In between,
+the loop runs without checkpoints. *Visible stall* is all time on the training thread that one checkpoint takes: the
+call, hooks, fences, and waiting for the one before. *Slowdown* is the mean time of an iteration with checkpoints
+divided by the one without. The report adds lower bounds. A copy of the state holds the loop for at least its bytes
+divided by the bandwidth of memory, less the time in which it may be copied. It slows the loop by at least its share of
+the cores.
 
-Most of it trains on 64 tokens a step, which is nearly all optimizer, the hardest that can be asked; the last part on
-1,024, one text as long as GPT-2 reads, the least that anybody would train it on.
+Most parts train on 64 tokens a step, which is nearly all optimizer and the hardest case. The last part trains on 1,024
+tokens, one text as long as GPT-2 reads and the smallest realistic batch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Plan:
     steps: int
     """Steps to train, of which the first makes a checkpoint; more come before, see :func:`async_peers.train`."""
     rounds: int = 1
-    """How often each system does."""
+    """Rounds of each system."""
     tokens: int = _SHORT
     """Tokens a step."""
     systems: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is trained, and how long."""
+    """Model and length of the training."""
 
     layers: int
     """Layers of the model."""
@@ -123,12 +124,12 @@ def _rows(found: Mapping[str, _Taken], plain: Sequence[float], plan: Plan, copy_
 
 @dataclasses.dataclass
 class _Taken:
-    """What the checkpoints of one system took, in seconds, in all rounds."""
+    """Seconds that the checkpoints of one system took over all rounds."""
 
     stalls: list[float] = dataclasses.field(default_factory=list)
     durable: list[float] = dataclasses.field(default_factory=list)
     slowdowns: list[float] = dataclasses.field(default_factory=list)
-    """Of each round, against the iterations without checkpoints before and after it."""
+    """Slowdown of each round, against the iterations without checkpoints before and after it."""
 
 
 def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Taken], list[float]]:
@@ -191,7 +192,7 @@ class _Loop:
 
     @property
     def described(self) -> str:
-        """What is saved."""
+        """Description of the saved state."""
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         return f"GPT-2 of {parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 

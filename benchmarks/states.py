@@ -21,7 +21,7 @@ _GPT2_LAYER = (
 
 
 def gpt2_shapes(layers: int = 12) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what GPT-2 and AdamW have, by name; with 0 layers, of a few small tensors."""
+    """Return the shapes of the tensors of GPT-2 and AdamW, by name; with 0 layers, of a few small tensors."""
     shapes = [(50257, 768), (1024, 768), *(_GPT2_LAYER * layers), (768,), (768,)]
     if not layers:
         shapes = [(1001, 96), (7, 3), (1,)]

@@ -32,10 +32,10 @@ _FLOATS = PAYLOAD_BYTES // 4
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How large the store is to be."""
+    """Size of the store."""
 
     partitions: int
-    """In all; each checkpoint adds as many as every other."""
+    """Total number; each checkpoint adds the same number."""
     checkpoints: int
     """The newest names every partition of the store, the others only what they added."""
 

@@ -28,7 +28,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is trained, and for how long before the first checkpoint."""
+    """Model, and length of the training before the first checkpoint."""
 
     layers: int
     width: int
@@ -49,7 +49,7 @@ class Run:
         self._text, self._context = text, context
 
     def state(self) -> State:
-        """Return what a user saves: live tensors, as the loop goes on with them."""
+        """Return the state that a user saves: live tensors, which the loop goes on to change."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def train(self, steps: int) -> None:
@@ -77,7 +77,7 @@ class Mixed(Run):
         super().__init__(model.bfloat16(), optimizer, run._text, run._context)  # noqa: SLF001 - the same class
 
     def state(self) -> State:
-        """Add the master to what is saved."""
+        """Add the master weights to the saved state."""
         return {**super().state(), "master": dict(enumerate(self.master))}
 
     def update(self) -> None:
@@ -93,7 +93,7 @@ class Mixed(Run):
 
 
 class _Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter beside it."""
+    """A frozen layer with a low-rank adapter."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -156,11 +156,11 @@ WAYS: dict[str, Callable[[Run], Run]] = {
     "fine-tune": _fine_tuned,
     "lora": _adapted,
 }
-"""How to go on from the pre-training, by name."""
+"""Ways to continue from the pre-training, by name."""
 
 
 def kept(run: Run) -> State:
-    """Return a copy of the state: what a checkpoint of this moment holds."""
+    """Return a copy of the state, as a checkpoint of this moment holds it."""
     state: State = copy.deepcopy(run.state())
     return state
 

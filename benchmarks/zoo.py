@@ -41,7 +41,7 @@ _TEN_CLASSES: dict[str, Any] = {"num_labels": 10}
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large a model is, and how much it sees in one iteration."""
+    """Size of a model and of its batch."""
 
     layers: int
     width: int
@@ -145,7 +145,7 @@ class Training:
         return examples
 
     def iterate(self, step: int, before_optimizer: Callable[[], None] = lambda: None) -> float:
-        """Do one training step; return the loss. What it sees depends on ``step`` alone."""
+        """Do one training step; return the loss. The batch depends on ``step`` alone."""
         chance = torch.Generator().manual_seed(step)
         # Dropout draws from here.
         torch.manual_seed(step)

@@ -460,7 +460,7 @@ def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None
 
 
 def check_part(header: dict[str, Any], what: str) -> None:
-    """Check the keys of a manifest whose checkpoint lies in several stores (SPEC.md 7.3)."""
+    """Check the keys of a manifest whose checkpoint is stored in several stores (SPEC.md 7.3)."""
     spans, bits = header.get("store_ranks", [[0, header["world_size"] - 1]]), header.get("elsewhere", "")
     pairs = type(spans) is list and all(type(span) is list and len(span) == 2 for span in spans)
     numbers = [number for span in spans for number in span] if pairs else []
@@ -525,7 +525,7 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
 
 
 def decode_ring(data: bytes, name: str) -> dict[str, Any]:
-    """Decode the ring (§7.6) of this name: its header, the captures of its entries, and the frames that lie in it."""
+    """Decode the ring (§7.6) of this name: its header, the captures of its entries, and the frames in it."""
     named = re.fullmatch(rf"(?:.*/)?{RING_NAME}", name)
     if named is None:
         raise SpecError(f"{name}: not a ring's name")
@@ -576,7 +576,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 class Store:
-    """One run of a store: where each digest lies, which packs were refused and why, and the checkpoints."""
+    """One run of a store: the location of each digest, the refused packs with reasons, and the checkpoints."""
 
     def __init__(self, path: Path, run: str | None = None) -> None:
         """Read the descriptor, the index of every complete pack, the line, and all manifests of the run."""
@@ -741,7 +741,7 @@ def check_file(kind: str, data: bytes, name: str, row_count: int = 0) -> dict[st
 
 
 def main() -> int:
-    """Print a run of a store, with the newest checkpoint or that of a step; or say what is wrong."""
+    """Print a run of a store, with the newest checkpoint or that of a step, or print the error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store")
     parser.add_argument("--run", help="needed when the store has several")

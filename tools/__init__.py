@@ -1,1 +1,1 @@
-"""Programs that keep the format's promise: they make what the tests compare with."""
+"""Programs that keep the format's promise: they make the files that the tests compare with."""

@@ -30,7 +30,7 @@ class Stored:
     plain: bytes
     """The plain bytes."""
     payload: bytes
-    """What is stored."""
+    """Stored bytes."""
     kind: int
     """Frame kind."""
     codec: int
@@ -42,7 +42,7 @@ class Stored:
 
     @property
     def descriptor(self) -> FrameDescriptor:
-        """What the frame's header says."""
+        """Descriptor in the frame's header."""
         name = Digest(self.name) if self.name else digest(self.plain)
         own = name[8:] if self.codec == 0 else sum8(self.payload)
         lengths = (len(self.plain), len(self.payload))

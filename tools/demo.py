@@ -27,7 +27,7 @@ WHAT_A_KILL_LEAVES = {
 
 
 def run_training(folder: Path, name: str, extra: list[str]) -> tuple[str, dict[str, str]]:
-    """Run one training process; return how it ended and what it said. One that pauses in a save is killed there."""
+    """Run one training process; return its exit status and output. A process that pauses in a save is killed."""
     log = str(folder / f"{name}.jsonl")
     command = [sys.executable, "-m", "tools.demo_train", "--log", log, "--steps", str(STEPS), *extra]
     said: dict[str, str] = {}
@@ -80,7 +80,7 @@ def compare(folder: Path, reference_digest: str, resumed_digest: str) -> bool:
 
 
 def show_store(store: Path) -> bool:
-    """Print what the command line says of the store; return whether verify found it sound."""
+    """Print the output of the command line for the store; return whether verify found the store sound."""
     sound = True
     for command in ("inspect", "verify"):
         print(f"\n$ asymcheck {command} {store}", flush=True)

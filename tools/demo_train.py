@@ -59,7 +59,7 @@ def state_digest(state: dict[str, object]) -> str:
 class PauseInSave:
     """Stops a chosen save half-way on its way to disk, tells the parent, and waits there to be killed.
 
-    Training goes on beside it. The parent is told when the same state is complete in memory, too.
+    Training goes on beside it. The class also tells the parent when the same state is complete in memory.
     """
 
     def __init__(self, name: str, wanted: int) -> None:

@@ -111,7 +111,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _least_disturbed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what belongs to the shortest of the iterations that have a plan."""
+    """Return the events of the shortest iteration that has a plan."""
     spans: dict[int, float] = {}
     for window in records:
         if window.get("cat") == "window" and window["args"]["step"] >= _PLANNED:

@@ -29,7 +29,7 @@ def java_home() -> Path | None:
 
 
 def environment(cluster: LocalHdfs, home: Path) -> dict[str, str]:
-    """Return what a process that is to use libhdfs needs in its environment; build it if it is not there yet."""
+    """Return the environment variables of a process that uses libhdfs; build libhdfs first if it is missing."""
     if not LIBRARY.exists():
         _build(home)
     return {

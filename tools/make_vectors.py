@@ -45,7 +45,7 @@ def all_vectors() -> Iterator[Vector]:
 
 
 def main() -> None:
-    """Parse the command line and make what it asks for."""
+    """Parse the command line and make the requested vectors."""
     parser = argparse.ArgumentParser(prog="python -m tools.make_vectors", description=__doc__)
     parser.add_argument("--out", type=Path, default=FORMAT_SPEC, help="where to write (default: format_spec)")
     parser.add_argument("--stores", action="store_true", help="make the frozen stores instead, with new ids")

@@ -1,4 +1,4 @@
-"""What a golden vector is, and the fixed ids, times and bytes that all of them are made of."""
+"""Definition of a golden vector, and the fixed ids, times and bytes of all vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INVALID = "invalid"
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """Bytes, and what a reader must make of them."""
+    """Bytes, and the result that a reader must decode from them."""
 
     folder: str
     """A structure, or ``invalid``."""

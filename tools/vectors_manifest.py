@@ -47,13 +47,13 @@ def header_for(tree: Node, **changes: object) -> ManifestHeader:
 
 
 def manifest_path(data: bytes, header: ManifestHeader = HEADER) -> str:
-    """Return the path in a store under which these bytes would lie."""
+    """Return the path in a store at which these bytes would be stored."""
     name = ManifestName(header.rank, header.world_size, digest(data))
     return f"manifests/{header.run}/{checkpoint_name(header.ref)}/{name}"
 
 
 def inline_row(name: str, dtype: str, shape: Sequence[int], data: bytes | None = None) -> TensorRow:
-    """Return a tensor whose bytes lie in the manifest."""
+    """Return a tensor whose bytes are in the manifest."""
     nbytes = registry.DTYPE_BYTES[dtype]
     for extent in shape:
         nbytes *= extent
@@ -63,7 +63,7 @@ def inline_row(name: str, dtype: str, shape: Sequence[int], data: bytes | None =
 
 
 def stored_row(name: str, shape: Sequence[int], extents: Sequence[Extent], role: str = "weights") -> TensorRow:
-    """Return a float32 tensor whose bytes lie in partitions."""
+    """Return a float32 tensor whose bytes are in partitions."""
     whole = tuple(shape)
     nbytes = sum(extent.length for extent in extents)
     return TensorRow(name, (), "float32", role, whole, whole, (0,) * len(whole), nbytes, None, tuple(extents))

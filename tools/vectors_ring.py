@@ -48,7 +48,7 @@ _OWNER = Owner(4711, 123456, "01234567-89ab-cdef-0123-456789abcdef", "pid:[40265
 _PARTITION, _LONGER = plain_bytes("ring 0", 1200), plain_bytes("ring 1", 5000)
 
 Parts = Mapping[int, bytes]
-"""What lies at which block of the file."""
+"""Bytes at each block number of the file."""
 
 
 def _header(blocks: int) -> bytes:

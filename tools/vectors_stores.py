@@ -1,4 +1,4 @@
-"""The frozen stores: a small store with everything in it, and what a crash at each step of a save leaves of it.
+"""The frozen stores: a small store with everything in it, and the files that a crash at each step of a save leaves.
 
 A store is written by the library itself, so its ids and times are new in every run: it is made once for a version.
 """
@@ -50,7 +50,7 @@ _STEPS = {
     "manifest.committed": (4, "the same, and the name is durable"),
     "catalog.committed": (5, "nothing is left to do"),
 }
-"""For each event the step of SPEC.md §8.1 and what a crash right after it leaves."""
+"""For each event, the step of SPEC.md §8.1 and the files that a crash right after it leaves."""
 
 
 def make_stores(out: Path) -> list[Path]:
@@ -70,7 +70,7 @@ def make_stores(out: Path) -> list[Path]:
 
 
 def describe(checkpoint: asymcheck.Checkpoint, state: object) -> Facts:
-    """Return what a reader must find: made from the state that was saved, not from what was read back."""
+    """Return the expected result of a reader, made from the saved state, not from the state that was read back."""
     flat = flatten(state)
     tensors = []
     for leaf in flat.leaves:

@@ -86,7 +86,7 @@ def test_what_came_back_wrong_is_named_and_no_rival(tmp_path: Path) -> None:
     write_json(_report(*rows, workload="models"), tmp_path / "models.json")
     results.write_page(tmp_path, full=False)
     page = (tmp_path / "README.md").read_text()
-    wrong = page.partition("did not bring the state back")[2].partition("is not first")[0]
+    wrong = page.partition("did not restore the state")[2].partition("is not first")[0]
     assert [line for line in wrong.splitlines() if line.startswith("-")] == ["- torch DCP: M (at times)"]
     assert "| recovery | M: 50 ms, safetensors 7 |" in page
 

@@ -199,7 +199,7 @@ def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
 def test_without_java_the_workload_hdfs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, before anything is made."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="there is no java"):
+    with pytest.raises(SystemExit, match="found no java"):
         hdfs.run(tmp_path, quick=True)
 
 
@@ -268,7 +268,7 @@ def test_restore_refuses_a_peer_that_restores_something_else(tmp_path: Path, mon
         return {"wrong": lambda where: {name: tensor + 1 for name, tensor in torch.load(where).items()}}
 
     monkeypatch.setattr(peers.TorchSave, "loads", wrong)
-    with pytest.raises(RuntimeError, match=r"wrong restored .* tensors that are not what was saved"):
+    with pytest.raises(RuntimeError, match=r"wrong restored .* tensors that differ from the saved ones"):
         restore.run(tmp_path, quick=True, state=states.small(1))
 
 

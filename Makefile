@@ -40,6 +40,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/mypy --no-error-summary
+	$(PY) -m tools.prose
 
 vectors: $(STAMP)
 	$(PY) -m tools.make_vectors

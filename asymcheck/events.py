@@ -1,8 +1,8 @@
 """Typed events: what happened, in order, and how long it took, for traces, tests and progress bars.
 
-An :class:`Event` is a step that is done; its observers are called synchronously on the thread that
-does the work, right after the step, and one that raises aborts that work. An :class:`Interval` is work with its
-beginning and its end; its watchers are called when it has ended, and cannot abort anything. Keep both short.
+An :class:`Event` is a completed step. Its observers are called synchronously on the thread that does the work, right
+after the step, and an observer that raises aborts that work. An :class:`Interval` is work with its beginning and its
+end. Its watchers are called when it has ended, and cannot abort anything. Keep both short.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,15 @@ def test_docstrings_of_code_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     module = tmp_path / "module.py"
     module.write_text('"""Fine."""\n\nclass A:\n    """What it is."""\n\n    x = 1\n    """Who knows it."""\n')
     assert [one.line for one in prose.check_docstrings(module)] == [4, 7]
+
+
+def test_subjects_of_commits_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each has an area prefix and at most 72 characters; those before the base are left alone."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for subject in ("Whatever came before", "docs: say it plainly", "Say it", f"docs: {'say it ' * 12}"):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
+    first = subprocess.run([*git, "rev-list", "--max-parents=0", "HEAD"], capture_output=True, text=True, check=True)
+    found = [one.what.split(":")[0] for one in prose.check_subjects(first.stdout.strip())]
+    assert found == ["its subject has 89 characters", "its subject has no area prefix"]

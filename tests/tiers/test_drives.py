@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from asymcheck import Store
-from asymcheck.tiers.nvme import Slot, drives
+from asymcheck import Store, StoreConfig
+from asymcheck.tiers import pages
+from asymcheck.tiers.files import Files
+from asymcheck.tiers.nvme import NvmeTier, Slot, drives
 from asymcheck.tiers.nvme.drives import needs_slot
 from asymcheck.tiers.pages import HUGE_PAGE, are_huge
 from tests.tiers.test_pages import needs_huge_pages
@@ -36,6 +40,21 @@ def _huge() -> np.ndarray:
     if not are_huge(array.ctypes.data, SIZE):
         pytest.skip("the kernel gives no huge pages now, or does not tell")
     return array
+
+
+class _Watching(Files):
+    """Counts the bytes that are written from an array's own memory."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._first, self._last = array.ctypes.data, array.ctypes.data + array.nbytes
+        self.direct_bytes = 0
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        """Count and write."""
+        for buffer in filter(len, buffers):
+            address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+            self.direct_bytes += len(buffer) if self._first <= address < self._last else 0
+        super().pwrite(descriptor, buffers, offset, path)
 
 
 @pytest.fixture
@@ -76,6 +95,17 @@ def test_memory_that_nobody_has_touched_is_in_no_pages() -> None:
     assert not are_huge(np.frombuffer(memory, dtype=np.uint8).ctypes.data, 4 * HUGE_PAGE)
 
 
+def test_a_kernel_that_does_not_tell_has_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 6.7 does not know the request."""
+
+    def refuse(*_arguments: object) -> int:
+        raise OSError(errno.ENOTTY, "no such request")
+
+    array = np.frombuffer(Slot(SIZE).memory, dtype=np.uint8)
+    monkeypatch.setattr(pages.fcntl, "ioctl", refuse)
+    assert not are_huge(array.ctypes.data, SIZE)
+
+
 @pytest.mark.parametrize("is_paravirtual", [False, True])
 def test_a_slot_is_needed_for_small_pages_on_a_paravirtual_drive(
     monkeypatch: pytest.MonkeyPatch, is_paravirtual: bool
@@ -90,6 +120,19 @@ def test_no_slot_is_needed_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> No
     """Their requests have few segments."""
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: True)
     assert not needs_slot(0, memoryview(_huge()))
+
+
+@pytest.mark.parametrize("is_paravirtual", [False, True])
+def test_a_save_copies_small_pages_on_a_paravirtual_drive(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, is_paravirtual: bool
+) -> None:
+    """On other drives all but the first and the last block of each partition is written from the tensor."""
+    monkeypatch.setattr(drives, "is_paravirtual", lambda _device: is_paravirtual)
+    weights = _small()
+    files = _Watching(weights)
+    with Store(NvmeTier(store_path, StoreConfig(compression="off"), files=files)) as store:
+        store.save({"w": torch.from_numpy(weights)}, step=1)
+    assert (files.direct_bytes == 0) is is_paravirtual
 
 
 @pytest.mark.parametrize("saved_on", [False, True])

@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from asymcheck.arguments import check_capture, check_on_error, check_state, check_step, check_tier
+from asymcheck.capture.background_saver import BackgroundSaver, Statistics, TierName
+from asymcheck.capture.inflight import Capture, CheckpointReport
+from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import InvalidInputError, RanksError, UnreachableRemoteWarning, warn_user
-from asymcheck.migration.background import BackgroundPush
-from asymcheck.migration.transfer_stats import PushStatistics
-from asymcheck.pipeline.background import Background, Statistics, TierName
-from asymcheck.pipeline.capture import Capture, CheckpointReport
-from asymcheck.pipeline.pacing import pacer_of
-from asymcheck.pipeline.signals import Ending
+from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
-from asymcheck.policies.pushing import Push
+from asymcheck.policies.push_selection import Push
 from asymcheck.policies.retention import Retention, check_retention
-from asymcheck.pruning import Pruner, Upkeep
-from asymcheck.ranks.ranks import RanksGiven, find_ranks
-from asymcheck.save_reporting import SaveReporting, close_after
+from asymcheck.replication.background_push import BackgroundPush
+from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.store import Store
-from asymcheck.together import Returned, Together, restored_alone, rolled_back_alone, saved
+from asymcheck.training.interval_controller import pacer_of
+from asymcheck.training.resume import ResumeCoordinator, ResumePoint, restored_alone, rolled_back_alone, saved
+from asymcheck.training.save_reporting import SaveReporting, close_after
 from asymcheck.types import Checkpoint
+from asymcheck.validation import check_capture, check_on_error, check_state, check_step, check_tier
 
 OnError = Literal["raise", "warn"]
 _NONE_RESTORED = "all are abandoned, so none is restored; restore(step=…) goes on from one of them"
@@ -98,15 +98,15 @@ class Checkpointer:
         self._reporting = SaveReporting(run, on_checkpoint, raises=check_on_error(on_error))
         self._config = check_capture(capture)
         self._generation: int | None = None
-        self._background: Background | None = None
+        self._background: BackgroundSaver | None = None
         self._statistics = Statistics()
-        self._ending = Ending(self.close)
+        self._ending = ExitHandler(self.close)
         found = find_ranks(ranks)
-        self._together = None if found is None else Together(store, run, found, self._ending.is_due, push)
+        self._together = None if found is None else ResumeCoordinator(store, run, found, self._ending.is_due, push)
         self._pacer = pacer_of(every, None if self._together is None else self._together.told)
         # Last: from here on what the training before has left is pushed.
         self._beside = BackgroundPush(partial(store.pushing, run=run, poll_s=_POLL_S), push, found)
-        self._upkeep = None if keep is None else Upkeep(partial(self._pruner, keep))
+        self._upkeep = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
 
     def _pruner(self, keep: Retention) -> Pruner:
         opened = self._store.training.opened
@@ -177,7 +177,7 @@ class Checkpointer:
         adopting = self._store.training.adopting(self._config.ring_folder, run=self._run)
         self._reporting.tell_of_adopted(held.enter_context(adopting))
 
-    def _went_back(self, returned: Returned | None) -> Checkpoint | None:
+    def _went_back(self, returned: ResumePoint | None) -> Checkpoint | None:
         if returned is None:
             self._tell_of_none()
             return None
@@ -276,7 +276,7 @@ class Checkpointer:
         self._reporting.begun(step)
         return capture
 
-    def _started(self) -> Background:
+    def _started(self) -> BackgroundSaver:
         session = None if self._together is None else self._together.session()
         if (
             self._generation is None

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from asymcheck.commit.encoder import Encoder
 from asymcheck.errors import CatalogError, InvalidInputError, ReadOnlyStoreError, RemoteCopyWarning, warn_user
-from asymcheck.pipeline.encoder import Encoder
-from asymcheck.recovery.rebuild import Rebuilt, rebuild
-from asymcheck.tiers.dram_ring import RingPack
-from asymcheck.tiers.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.tiers.reading import ReadTier, StoreTier
-from asymcheck.tiers.remote import RemoteLocation, RemoteTier
-from asymcheck.tiers.spanning import AtHand, Far, SpanningTier
+from asymcheck.fsck.rebuild_catalog import Rebuilt, rebuild
+from asymcheck.storage.fallback_tier import FallbackTier, OverlayTier, RemoteFallback
+from asymcheck.storage.interfaces import ReadTier, StoreTier
+from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.storage.remote import RemoteLocation, RemoteTier
+from asymcheck.storage.shm import RingPack
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,7 @@ class OpenedStore:
         """Wrap an opened tier; what is missing or damaged there is read from the location ``behind`` it."""
         self.tier = tier
         """The store's tier: on a local drive, or in a remote location."""
-        self.far = None if behind is None else Far(str(behind), lambda: RemoteTier(behind, tier.config))
+        self.far = None if behind is None else RemoteFallback(str(behind), lambda: RemoteTier(behind, tier.config))
         """The location behind the store, if any."""
         self.encoder = Encoder(tier.config.compression, "nvme")
         """Encodes what is saved."""
@@ -82,7 +82,7 @@ class OpenedStore:
         if self.far is None:
             yield self.with_memory(self.tier)
             return
-        spanning = SpanningTier(self.nvme, self.far)
+        spanning = FallbackTier(self.nvme, self.far)
         yield self.with_memory(spanning)
         # That parts of other machines lie there is as it should be.
         if spanning.far_packs and not spanning.manifests.has_parts:
@@ -94,7 +94,7 @@ class OpenedStore:
 
     def with_memory(self, tier: ReadTier) -> ReadTier:
         """Return ``tier`` with the packs in memory before its own."""
-        return AtHand(tier, self.in_memory) if self.in_memory else tier
+        return OverlayTier(tier, self.in_memory) if self.in_memory else tier
 
     def close(self) -> None:
         """Close the tier and the location behind it."""

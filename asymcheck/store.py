@@ -15,15 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from asymcheck.arguments import (
-    check_device,
-    check_glob,
-    check_kinds,
-    check_location,
-    check_rank,
-    check_step,
-    check_which,
-)
+from asymcheck.commit.save_request import LineagePosition, SaveRequest
+from asymcheck.commit.transaction import remove
 from asymcheck.config import DEFAULT_RUN, StoreConfig, ring_folder_of
 from asymcheck.errors import (
     CheckpointNotFoundError,
@@ -34,46 +27,53 @@ from asymcheck.errors import (
 )
 from asymcheck.events import timed
 from asymcheck.format import layout
-from asymcheck.measure import NOISE, measure, noise_samples
-from asymcheck.migration.background import Order, Pushing
-from asymcheck.migration.collect_remote import collect_remote
-from asymcheck.migration.heal import can_be_healed, heal
-from asymcheck.migration.pull import pull
-from asymcheck.migration.push import push
-from asymcheck.migration.pushing_process import PushingProcess
-from asymcheck.migration.pushing_thread import PushingThread
-from asymcheck.migration.transfer_plan import selected
-from asymcheck.migration.transfer_stats import Moved
+from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
+from asymcheck.fsck.repair import Repaired, repair
+from asymcheck.fsck.verify import Finding, verify
+from asymcheck.gc.collect import Collected, CollectedRing, collect, collect_rings
+from asymcheck.gc.retention_runner import Pruned, Pruner
+from asymcheck.inspect.diff import CheckpointDiff, compare
+from asymcheck.inspect.disk_usage import DiskUsage, account
+from asymcheck.inspect.history import History, describe, describe_loaded, is_on_line, known_line, read_history
+from asymcheck.inspect.inventory import StoredTensor, StoredValue, inventory, values
+from asymcheck.inspect.sample import sample
+from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.opened_store import OpenedStore
-from asymcheck.pipeline.collect import Collected, CollectedRing, collect, collect_rings
-from asymcheck.pipeline.request import Place, SaveRequest
-from asymcheck.pipeline.transaction import remove
 from asymcheck.policies.advice import Facts
-from asymcheck.policies.pushing import Push, check_seconds
+from asymcheck.policies.push_selection import Push, check_seconds
 from asymcheck.policies.retention import Retention
-from asymcheck.pruning import Pruned, Pruner
-from asymcheck.recovery.accounting import Accounting, account
-from asymcheck.recovery.difference import Difference, compare
-from asymcheck.recovery.history import History, describe, describe_loaded, is_on_line, known_line, read_history
-from asymcheck.recovery.inventory import StoredTensor, StoredValue, inventory, values
-from asymcheck.recovery.line import begin_generation
-from asymcheck.recovery.rebuild import Rebuilt, reconcile
-from asymcheck.recovery.repair import Repaired, repair
-from asymcheck.recovery.resolve import Resolved, candidates, check_run_exists, what_is_there
-from asymcheck.recovery.sample import sample
-from asymcheck.tiers.dram_ring import RingCapture, RingFile, newer_than_stored, survey_rings
-from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.reading import ReadTier, StoreTier
-from asymcheck.tiers.remote import RemoteLocation, RemoteTier, is_uri, parse_location
+from asymcheck.replication.background_push import PushJob, PushWorker
+from asymcheck.replication.collect_remote import collect_remote
+from asymcheck.replication.heal import can_be_healed, heal
+from asymcheck.replication.pull import pull
+from asymcheck.replication.push import push
+from asymcheck.replication.push_process import PushProcess
+from asymcheck.replication.push_thread import PushThread
+from asymcheck.replication.transfer_plan import selected
+from asymcheck.replication.transfer_stats import Moved
+from asymcheck.restore.lineage import begin_generation
+from asymcheck.restore.resolve import Resolved, candidates, check_run_exists, what_is_there
+from asymcheck.storage.interfaces import ReadTier, StoreTier
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
+from asymcheck.storage.shm import RingCapture, RingFile, newer_than_stored, survey_rings
 from asymcheck.training_services import TrainingServices, place
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
-from asymcheck.verify import Finding, verify
+from asymcheck.validation import (
+    check_device,
+    check_glob,
+    check_kinds,
+    check_location,
+    check_rank,
+    check_step,
+    check_which,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from asymcheck.recovery.load import Loaded
-    from asymcheck.recovery.stream import Sink
+    from asymcheck.restore.load import Loaded
+    from asymcheck.restore.tensor_stream import Sink
 
 _SAMPLE_BYTES = 8 << 20
 _QUICK_SAMPLE_BYTES = 1 << 20
@@ -179,8 +179,8 @@ class Store:
             InvalidInputError: another argument cannot be used; nothing was written.
             StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
         """
-        from asymcheck.partition.state import flatten
-        from asymcheck.pipeline.save import save
+        from asymcheck.commit.synchronous_save import save
+        from asymcheck.state.walk import flatten
 
         tier = self._opened.writable()
         request = self.training.request(run, step, metrics, part)
@@ -203,7 +203,7 @@ class Store:
 
     def _placing(
         self, tier: NvmeTier, request: SaveRequest, generation: int | Callable[[], int] | None
-    ) -> Callable[[], Place]:
+    ) -> Callable[[], LineagePosition]:
         run, step = request.run, request.step
         before = request.save_id if request.world_size > 1 else None
         if callable(generation):
@@ -279,10 +279,10 @@ class Store:
         With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
         to the next older one, which overwrites it again; without, that is a PartialRestoreError.
         """
-        from asymcheck.recovery.load import Wanted, load
+        from asymcheck.restore.load import LoadRequest, load
 
         step = self._checked(run, step, tensors)
-        wanted = Wanted(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
+        wanted = LoadRequest(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
         if into is not None:
             self.training.fence()
         with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
@@ -300,7 +300,7 @@ class Store:
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
         """
-        from asymcheck.recovery.load import read_first
+        from asymcheck.restore.load import read_first
 
         step = self._checked(run, step)
         with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
@@ -324,7 +324,7 @@ class Store:
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
         """
-        from asymcheck.recovery.stream import stream
+        from asymcheck.restore.tensor_stream import stream
 
         step = self._checked(run, step, tensors)
         with self._opened.source() as source:
@@ -349,7 +349,7 @@ class Store:
             CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, for captures in memory.
             LockTimeoutError: the ring is in use, and to read it would race with its process.
         """
-        from asymcheck.recovery.ring_stream import stream_from_rings
+        from asymcheck.restore.ring_stream import stream_from_rings
 
         step = self._checked(run, step, tensors)
         loaded = stream_from_rings(self._tier, ring_folder_of(ring_folder), run, step, tensors, sink, progress)
@@ -563,12 +563,12 @@ class Store:
         every: int | None = None,
         poll_s: float = 0.5,
         prunes: bool = True,
-    ) -> Pushing:
+    ) -> PushWorker:
         """Push checkpoints in the background, as they become durable.
 
         Use the result in a ``with`` block around a training. The checkpoints of ``run`` are pushed whose step is a
         multiple of ``every``, by default all, or that a :class:`Push` chooses. Checkpoints that are in the store
-        already are included. A push goes on by itself after an interruption, and :meth:`Pushing.statistics` has the
+        already are included. A push goes on by itself after an interruption, and :meth:`PushWorker.statistics` has the
         number that is still to be sent. Close it before the store. ``Checkpointer(push=…)`` manages one for you. If
         several stores push one run to one location, only one of them ``prunes`` it, which removes checkpoints there
         that ``Push.keep`` does not keep.
@@ -588,11 +588,11 @@ class Store:
             raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
         parse_location(location.location)  # Refused now, not on another thread.
         here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
-        order = Order(here, self._tier.config, location, run, poll_s, prunes)
+        order = PushJob(here, self._tier.config, location, run, poll_s, prunes)
         # A frozen program has no interpreter: what it calls so is itself.
         if location.own_process and sys.executable and not getattr(sys, "frozen", False):
-            return PushingProcess(self._tier, order)
-        return PushingThread(self._tier, order)
+            return PushProcess(self._tier, order)
+        return PushThread(self._tier, order)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -656,7 +656,7 @@ class Store:
         tensors: str = "*",
         norms: bool = True,
         progress: Progress | None = None,
-    ) -> Difference:
+    ) -> CheckpointDiff:
         """Return what changed between two checkpoints, every byte that was read verified.
 
         Args:
@@ -674,7 +674,7 @@ class Store:
         self._tier.check_usable()
         return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
 
-    def accounting(self, run: str | None = None) -> Accounting:
+    def accounting(self, run: str | None = None) -> DiskUsage:
         """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
 
         Reads manifests and the indexes of packs only.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asymcheck.arguments import check_metrics, check_part, check_step
+from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.config import CaptureConfig, ring_folder_of
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.events import timed
@@ -16,22 +16,22 @@ from asymcheck.format import layout
 from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.record import HeadRecord
 from asymcheck.opened_store import OpenedStore
-from asymcheck.pipeline.request import Place, SaveRequest
-from asymcheck.policies.interval import Pace
-from asymcheck.recovery.line import intact_heads, read_line
-from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.remote import RemoteTier
-from asymcheck.tiers.spanning import Far
+from asymcheck.policies.interval import TrainingPace
+from asymcheck.restore.lineage import intact_heads, read_line
+from asymcheck.storage.fallback_tier import RemoteFallback
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Part, SaveId
+from asymcheck.validation import check_metrics, check_part, check_step
 
 if TYPE_CHECKING:
-    from asymcheck.pipeline.adopt import Adopted
-    from asymcheck.pipeline.background import Background
-    from asymcheck.pipeline.capture import Capture
-    from asymcheck.ranks import Session
+    from asymcheck.capture.background_saver import BackgroundSaver
+    from asymcheck.capture.inflight import Capture
+    from asymcheck.commit.orphan_recovery import RecoveredCapture
+    from asymcheck.distributed import Session
 
 
-def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> Place:
+def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
     """Return where on its line a checkpoint goes: in ``generation``, or in the present one.
 
     With ``before``, its save id, it is one of several ranks, of which others may be further than this one.
@@ -47,7 +47,7 @@ def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | Non
     if parent is None:
         head = tier.manifests.read_head(run, generation)
         parent = None if head is None else head[0].parent
-    return Place(generation, parent)
+    return LineagePosition(generation, parent)
 
 
 class TrainingServices:
@@ -57,7 +57,7 @@ class TrainingServices:
         """Serve one opened store."""
         self.opened = opened
         """The opened store."""
-        self._backgrounds: set[Background] = set()
+        self._backgrounds: set[BackgroundSaver] = set()
         # Of these runs the location behind the store was asked for head records.
         self._has_taken_heads: set[str] = set()
 
@@ -67,7 +67,7 @@ class TrainingServices:
         step: int,
         metrics: Mapping[str, float] | None,
         part: Part | None = None,
-        pace: Pace | None = None,
+        pace: TrainingPace | None = None,
     ) -> SaveRequest:
         """Check what a checkpoint, or a rank's part of one, is to be called, and that the store takes one.
 
@@ -87,20 +87,20 @@ class TrainingServices:
 
     def background(
         self, run: str, config: CaptureConfig, generation: Callable[[], int], session: Session | None = None
-    ) -> Background:
+    ) -> BackgroundSaver:
         """Return what saves states of a run in the background; :class:`asymcheck.Checkpointer` keeps it for you.
 
         ``generation`` is asked when a checkpoint is all but committed; of the ranks of ``session``, on rank 0.
         """
-        from asymcheck.pipeline.background import Background
+        from asymcheck.capture.background_saver import BackgroundSaver
 
         tier = self.opened.writable()
         layout.check_run(run)
 
-        def placing(capture: Capture) -> Place:
+        def placing(capture: Capture) -> LineagePosition:
             return place(tier, run, generation(), None if session is None else capture.request.save_id)
 
-        background = Background(tier, self.opened.catalog(), self.opened.encoder, placing, run, config, session)
+        background = BackgroundSaver(tier, self.opened.catalog(), self.opened.encoder, placing, run, config, session)
         self._backgrounds.add(background)
         background.on_close = self._backgrounds.discard
         return background
@@ -123,7 +123,7 @@ class TrainingServices:
     @contextlib.contextmanager
     def adopting(
         self, ring_folder: str | os.PathLike[str] | None = None, *, run: str | None = None
-    ) -> Iterator[list[Adopted]]:
+    ) -> Iterator[list[RecoveredCapture]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
         A restore in the ``with`` block reads from that memory as far as possible. The memory is released after the
@@ -134,11 +134,11 @@ class TrainingServices:
             LockTimeoutError: that process does not come to an end; the message names it.
             StorageError: the device refused; what was left stays there.
         """
-        from asymcheck.pipeline.adopt import adopting
+        from asymcheck.commit.orphan_recovery import adopting
 
         tier = self.opened.writable()
 
-        def placing(header: ManifestHeader) -> Place:
+        def placing(header: ManifestHeader) -> LineagePosition:
             before = header.ref.save_id if header.world_size > 1 else None
             return place(tier, header.run, header.ref.generation, before)
 
@@ -165,7 +165,7 @@ class TrainingServices:
             own += self._heads_behind(self.opened.far, run, {head.generation: head for head in own})
         return sorted(own, key=lambda head: head.generation)
 
-    def _heads_behind(self, far: Far, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
+    def _heads_behind(self, far: RemoteFallback, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
         """Return those head records that only the location has."""
 
         def ask(there: RemoteTier) -> list[HeadRecord]:

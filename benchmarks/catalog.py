@@ -17,8 +17,8 @@ import torch
 
 import asymcheck
 from asymcheck.config import StoreConfig
-from asymcheck.recovery.resolve import candidates, resolve_one
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.restore.resolve import candidates, resolve_one
+from asymcheck.storage.nvme import NvmeTier
 from benchmarks import environment, synthetic
 from benchmarks.report import Report, Row, row
 from benchmarks.synthetic import Shape

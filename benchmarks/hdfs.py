@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck.executor import stand_back
 from asymcheck.format import layout
-from asymcheck.migration.background import Pushing
-from asymcheck.threads import stand_back
+from asymcheck.replication.background_push import PushWorker
 from benchmarks import environment, states, training
 from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row
@@ -341,7 +341,7 @@ class _Putting:
         self._thread.shutdown()
 
 
-def _is_there(pushing: Pushing, count: int) -> bool:
+def _is_there(pushing: PushWorker, count: int) -> bool:
     now = pushing.statistics()
     if now.problem:
         raise RuntimeError(now.problem)

@@ -20,10 +20,11 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
 
 import asymcheck
-from asymcheck import Part, TensorShard
+from asymcheck import TensorShard
 from asymcheck.config import StoreConfig
 from asymcheck.format.manifest import encode
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.types import Part
 from benchmarks import environment
 from benchmarks.report import Report, Row, row
 

@@ -17,12 +17,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 
 from asymcheck import Checkpointer, Ranks, Store
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, StoreConfig
+from asymcheck.distributed import Session
+from asymcheck.distributed.rendezvous import RendezvousResult
+from asymcheck.distributed.replica_assignment import encode_rows, share_out
 from asymcheck.format.spans import spans_of
-from asymcheck.ranks import Session
-from asymcheck.ranks.meeting import Met
-from asymcheck.ranks.sharing import encode_rows, share_out
-from asymcheck.recovery.resolve import candidates, resolve_one
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.restore.resolve import candidates, resolve_one
+from asymcheck.storage.nvme import NvmeTier
 from benchmarks.resident import status_of
 
 _THREADS = 4
@@ -35,7 +35,7 @@ def _sessions(port: int, world_size: int, ranks: Sequence[int]) -> list[Session]
     """Return sessions of some ranks that share a connection."""
     store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     keys = Ranks(0, world_size, store).connect()
-    met = Met("simulated", (spans_of(range(world_size)),), 1)
+    met = RendezvousResult("simulated", (spans_of(range(world_size)),), 1)
     return [Session(Ranks(rank, world_size, store, timeout_s=_WAIT_S), keys, met.name, met, []) for rank in ranks]
 
 

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import asymcheck
-from asymcheck.partition.state import flatten
-from asymcheck.pipeline.encoder import Encoder
-from asymcheck.pipeline.request import Place, SaveRequest, new_save_id
-from asymcheck.pipeline.save import save
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.commit.encoder import Encoder
+from asymcheck.commit.save_request import LineagePosition, SaveRequest, new_save_id
+from asymcheck.commit.synchronous_save import save
+from asymcheck.state.walk import flatten
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import SaveId
 from benchmarks import coldness, peers, states
 from benchmarks.report import rotated
@@ -68,7 +68,7 @@ def _save(where: Path, layers: int) -> dict[str, object]:
     tier = NvmeTier(where / "store", asymcheck.StoreConfig())
     request = SaveRequest("default", 1, {}, dist.get_rank(), dist.get_world_size(), SaveId(save_id[0]))
     encoder = Encoder(tier.config.compression, "nvme")
-    save(tier, tier.open_catalog(lambda _: None), encoder, flatten(state), request, lambda: Place(1, None))
+    save(tier, tier.open_catalog(lambda _: None), encoder, flatten(state), request, lambda: LineagePosition(1, None))
     tier.close()
     save_distributed(dict(state), storage_writer=FileSystemWriter(where / "dcp", thread_count=peers.THREADS))
     if dist.get_rank() == 0:

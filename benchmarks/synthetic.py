@@ -16,12 +16,12 @@ import numpy as np
 import asymcheck
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.format import layout, registry
-from asymcheck.format.catalog import manifest_key
+from asymcheck.format.catalog_records import manifest_key
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, encode_header, frame_length, payload_offset
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.pack import ENTRY_DTYPE, PackHeader, encode_index, encode_pack_header
-from asymcheck.tiers.nvme import Catalog, NvmeTier
+from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.types import CheckpointRef, Digest, Location, PackId, SaveId
 from tools.manifest_files import encode_manifest
 

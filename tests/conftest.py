@@ -42,7 +42,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every drive for one that is attached to the machine, so that tests do the same on each machine."""
-    monkeypatch.setattr("asymcheck.tiers.nvme.drives.is_paravirtual", lambda _device: False)
+    monkeypatch.setattr("asymcheck.storage.nvme.drives.is_paravirtual", lambda _device: False)
 
 
 @pytest.fixture

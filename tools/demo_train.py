@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import asymcheck
 from asymcheck.events import Event, observe
-from asymcheck.partition.state import flatten
+from asymcheck.state.walk import flatten
 
 CONTEXT = 128
 BATCH = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from asymcheck.format import catalog
+from asymcheck.format import catalog_records
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import canonical_json
@@ -109,7 +109,7 @@ def catalog_vectors() -> Iterator[Vector]:
         return valid("catalog", name, data, why, value, database=database, key=key.hex())
 
     at = Location(_PACK, 4096, 300, 300)
-    location = catalog.encode_location(_DIGEST, at)
+    location = catalog_records.encode_location(_DIGEST, at)
     described = {
         "pack_id": _PACK.hex(),
         "offset": 4096,
@@ -121,19 +121,26 @@ def catalog_vectors() -> Iterator[Vector]:
         "digest_algorithm": 1,
     }
     yield entry("partition", "partitions", _DIGEST, location, described, "where a partition lies")
-    live, freed = catalog.encode_pack_entry(_PACK, 1, 3, 86016), catalog.encode_pack_entry(_PACK, 2, 3, 86016)
+    live, freed = (
+        catalog_records.encode_pack_entry(_PACK, 1, 3, 86016),
+        catalog_records.encode_pack_entry(_PACK, 2, 3, 86016),
+    )
     pack = {"state": 1, "frame_count": 3, "pack_length": 86016}
     yield entry("pack-live", "packs", _PACK, live, pack, "a pack in use")
     yield entry("pack-freed", "packs", _PACK, freed, {**pack, "state": 2}, "a pack that collection has marked")
-    key = catalog.manifest_key("gpt2-run1", REF, ManifestName(0, 1, _DIGEST))
-    yield entry("manifest", "manifests", key, catalog.encode_manifest_entry(key, 5000), {"size": 5000}, "a manifest")
-    pin = catalog.pin_key(save_id("pin"), 7)
+    key = catalog_records.manifest_key("gpt2-run1", REF, ManifestName(0, 1, _DIGEST))
+    yield entry(
+        "manifest", "manifests", key, catalog_records.encode_manifest_entry(key, 5000), {"size": 5000}, "a manifest"
+    )
+    pin = catalog_records.pin_key(save_id("pin"), 7)
     packs = sorted([_PACK, pack_id("other")])
     owner = {"pid": 4711, "start_ticks": 123456, "boot_id": _OWNER.boot_id, "pid_namespace": _OWNER.pid_namespace}
     value = {"owner": owner, "packs": [item.hex() for item in packs]}
-    yield entry("pin", "pins", pin, catalog.encode_pin(pin, _OWNER, packs), value, "rank 7 of a save holds two packs")
+    yield entry(
+        "pin", "pins", pin, catalog_records.encode_pin(pin, _OWNER, packs), value, "rank 7 of a save holds two packs"
+    )
     store_id = fixed_bytes("store", 16)
-    sealed = catalog.seal(b"store_id", store_id)
+    sealed = catalog_records.seal(b"store_id", store_id)
     yield entry("store-id", "meta", b"store_id", sealed, {"store_id": store_id.hex()}, "whose catalog it is")
     other = partition_digest("other", 300)
     reserved = patched(location, (59, b"\1"))
@@ -143,7 +150,12 @@ def catalog_vectors() -> Iterator[Vector]:
         ("partition-sum", _DIGEST, flipped(location, 71), "a bit of the checksum is flipped"),
         ("partition-other-key", other, location, "the value of another key"),
         ("partition-short", _DIGEST, location[:-1], "a byte is missing"),
-        ("partition-long", _DIGEST, catalog.seal(_DIGEST, location[:64] + b"\0"), "a byte too many, with its checksum"),
+        (
+            "partition-long",
+            _DIGEST,
+            catalog_records.seal(_DIGEST, location[:64] + b"\0"),
+            "a byte too many, with its checksum",
+        ),
         ("partition-empty", _DIGEST, b"", "no bytes"),
         ("partition-reserved", _DIGEST, reserved, "reserved_a is not zero"),
     ):
@@ -154,18 +166,26 @@ def catalog_vectors() -> Iterator[Vector]:
         ("pack-flipped", flipped(live, 8), "a bit is flipped"),
         ("pack-short", live[:-1], "a byte is missing"),
         ("pack-reserved", reserved, "reserved_a is not zero"),
-        ("pack-long", catalog.seal(_PACK, live[:24] + b"\0"), "a byte too many, with its checksum"),
+        ("pack-long", catalog_records.seal(_PACK, live[:24] + b"\0"), "a byte too many, with its checksum"),
     ):
         yield entry(name, "packs", _PACK, data, None, why)
-    sound = catalog.encode_pin(pin, _OWNER, packs)
+    sound = catalog_records.encode_pin(pin, _OWNER, packs)
     by_name = {"owner": vars(_OWNER), "packs": {item.hex(): 0 for item in packs}}
     for name, data, why in (
         ("pin-flipped", flipped(sound, 10), "a bit is flipped"),
-        ("pin-not-json", catalog.seal(pin, b"{"), "no JSON, with its checksum"),
-        ("pin-space", catalog.seal(pin, sound[:-8].replace(b',"packs"', b', "packs"')), "JSON that is not canonical"),
-        ("pin-key-twice", catalog.seal(pin, sound[:-9] + b',"packs":[]}'), "a key is there twice"),
-        ("pin-packs-object", catalog.seal(pin, canonical_json(by_name)), "packs that are no list"),
-        ("pin-no-owner", catalog.seal(pin, b'{"packs":[]}'), "no owner"),
-        ("pin-pack-short", catalog.seal(pin, sound[:-8].replace(packs[0].hex().encode(), b"00")), "an id of 2 digits"),
+        ("pin-not-json", catalog_records.seal(pin, b"{"), "no JSON, with its checksum"),
+        (
+            "pin-space",
+            catalog_records.seal(pin, sound[:-8].replace(b',"packs"', b', "packs"')),
+            "JSON that is not canonical",
+        ),
+        ("pin-key-twice", catalog_records.seal(pin, sound[:-9] + b',"packs":[]}'), "a key is there twice"),
+        ("pin-packs-object", catalog_records.seal(pin, canonical_json(by_name)), "packs that are no list"),
+        ("pin-no-owner", catalog_records.seal(pin, b'{"packs":[]}'), "no owner"),
+        (
+            "pin-pack-short",
+            catalog_records.seal(pin, sound[:-8].replace(packs[0].hex().encode(), b"00")),
+            "an id of 2 digits",
+        ),
     ):
         yield entry(name, "pins", pin, data, None, why)

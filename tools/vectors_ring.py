@@ -11,7 +11,7 @@ from asymcheck.format.frame import FrameDescriptor, encode_header
 from asymcheck.format.layout import ring_name
 from asymcheck.format.manifest import Extent
 from asymcheck.format.record import encode_record
-from asymcheck.format.ring import (
+from asymcheck.format.ring_records import (
     COMPLETE,
     DATA_OFFSET,
     DURABLE,

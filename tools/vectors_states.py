@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from tools.vectors_base import fixed_bytes
 
 

@@ -16,10 +16,10 @@ import lmdb
 
 import asymcheck
 from asymcheck import events
-from asymcheck.format.catalog import decode_pin, encode_pin
+from asymcheck.format.catalog_records import decode_pin, encode_pin
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import SHIFTED_PAYLOAD
-from asymcheck.partition.state import flatten
+from asymcheck.state.walk import flatten
 from asymcheck.types import Owner
 from tools.vectors_base import json_text
 from tools.vectors_states import everything, training_state

@@ -18,7 +18,7 @@ from asymcheck.cli.options import (
     store_argument,
 )
 from asymcheck.config import StoreConfig
-from asymcheck.measure import planned_bytes
+from asymcheck.measurement import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
 # From here on a time in ms has no decimals.

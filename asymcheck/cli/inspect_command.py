@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_which, places_option, ring_options, store_argument
 from asymcheck.cli.places import Places, note_what_is_only_in_memory, places_of, report_rings
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.recovery.inventory import StoredPartition, StoredTensor, StoredValue
-from asymcheck.recovery.resolve import check_run_exists
-from asymcheck.recovery.values import shortened
+from asymcheck.inspect.inventory import StoredPartition, StoredTensor, StoredValue
+from asymcheck.inspect.values import shortened
+from asymcheck.restore.resolve import check_run_exists
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Usage
 
@@ -80,14 +80,18 @@ def inspect(
         missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
         show = partial(_show_tensors, checkpoint, tensors, missing, where=where)
         document = {"checkpoint": checkpoint, "tensors": tensors}
-        return Report(document, show, exits.WARNINGS if missing else exits.OK)
+        return Report(document, show, exit_status.WARNINGS if missing else exit_status.OK)
 
 
 def _checkpoints(store: Store, run: str | None, places: Places | None) -> Report:
     if run is not None:
         check_run_exists(store.location, run, [*store.runs(), *(() if places is None else places.runs)])
     checkpoints, usage = store.checkpoints(run), store.usage()
-    status = exits.OK if all(item.complete and item.on_line is not None for item in checkpoints) else exits.WARNINGS
+    status = (
+        exit_status.OK
+        if all(item.complete and item.on_line is not None for item in checkpoints)
+        else exit_status.WARNINGS
+    )
     document = {
         "store": store.location,
         "usage": usage,

@@ -18,7 +18,7 @@ from click.shell_completion import get_completion_class
 
 from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
-from asymcheck.cli.exits import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
+from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild, verify
 from asymcheck.cli.reports import diff, du, log

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import (
     Report,
     command,
@@ -23,14 +23,14 @@ from asymcheck.cli.options import (
 from asymcheck.cli.places import collected_ring
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
-from asymcheck.pipeline.collect import Collected
+from asymcheck.fsck.rebuild_catalog import Rebuilt
+from asymcheck.fsck.repair import Repaired
+from asymcheck.fsck.verify import UNCHECKED, Finding, Severity
+from asymcheck.gc.collect import Collected
 from asymcheck.policies.retention import Best, Retention, Verdict
-from asymcheck.recovery.rebuild import Rebuilt
-from asymcheck.recovery.repair import Repaired
+from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
-from asymcheck.tiers.remote import is_uri
 from asymcheck.types import Checkpoint
-from asymcheck.verify import UNCHECKED, Finding, Severity
 
 _INCOMPLETE = "incomplete-checkpoint"
 
@@ -88,7 +88,7 @@ def verify(store: str, run: str | None, step: int | None, repair: bool, remote: 
         "repaired": repaired,
     }
     nothing = step is not None and not any(one.complete for one in checkpoints)
-    status = exits.DAMAGED if nothing else _status(findings)
+    status = exit_status.DAMAGED if nothing else _status(findings)
     return Report(document, partial(_show_verified, repaired, findings, checkpoints, is_deep=is_deep), status)
 
 
@@ -151,8 +151,8 @@ def _consequences(finding: Finding) -> list[str]:
 def _status(findings: list[Finding]) -> int:
     severities = {finding.severity for finding in findings}
     if Severity.ERROR in severities:
-        return exits.DAMAGED
-    return exits.WARNINGS if Severity.WARNING in severities else exits.OK
+        return exit_status.DAMAGED
+    return exit_status.WARNINGS if Severity.WARNING in severities else exit_status.OK
 
 
 @command("Free the packs that no checkpoint needs.")
@@ -256,7 +256,7 @@ def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -
         chosen = opened.delete(step, run=run, generation=generation, dry_run=True)
     if not yes and not _is_confirmed(chosen):
         output.note("nothing was deleted")
-        raise click.exceptions.Exit(exits.USAGE)
+        raise click.exceptions.Exit(exit_status.USAGE)
     with Store.open(store) as opened:
         deleted = opened.delete(step, run=run, generation=generation)
     lines = [f"deleted {_name(item)}" for item in deleted]
@@ -294,7 +294,7 @@ def rebuild(store: str) -> Report:
     """
     with open_existing(store) as opened, output.progress("rebuild"):
         rebuilt = opened.rebuild()
-    status = exits.WARNINGS if rebuilt.left_out else exits.OK
+    status = exit_status.WARNINGS if rebuilt.left_out else exit_status.OK
     return Report({"store": store, "rebuilt": rebuilt}, partial(_show_rebuilt, rebuilt), status)
 
 

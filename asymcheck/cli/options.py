@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import click
 
-from asymcheck.arguments import check_which
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best
 from asymcheck.store import Store
+from asymcheck.validation import check_which
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -50,7 +50,7 @@ class Report:
     """Printed by ``--json``."""
     show: Callable[[], None]
     """Prints the result as text."""
-    status: int = exits.OK
+    status: int = exit_status.OK
     """Exit status."""
 
 
@@ -67,7 +67,7 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]
                 report.show()
             return report.status
 
-        made = click.command(epilog=exits.HELP, short_help=short_help)(run)
+        made = click.command(epilog=exit_status.HELP, short_help=short_help)(run)
         what = "Print one JSON document instead of text."
         made.params.append(click.Option(["--json", "as_json"], is_flag=True, help=what))
         return made

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from asymcheck.recovery.accounting import CheckpointBytes
+from asymcheck.inspect.disk_usage import CheckpointBytes
 from asymcheck.types import Checkpoint, readable_size
 
 # In a pipe nothing is cut or wrapped: the reader there is a program, or a file.

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import click
 
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report
 from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import NotFoundError, StorageError
-from asymcheck.pipeline.collect import CollectedRing
+from asymcheck.gc.collect import CollectedRing
+from asymcheck.storage.local_files import translated
+from asymcheck.storage.shm import RingCapture, RingFile
 from asymcheck.store import Store
-from asymcheck.tiers.dram_ring import RingCapture, RingFile
-from asymcheck.tiers.files import translated
 from asymcheck.types import Checkpoint
 
 
@@ -90,7 +90,7 @@ def report_rings(store: Store, run: str | None, ring_folder: Path) -> Report:
     document = {"store": store.location, "ring_folder": ring_folder, "rings": rings}
     of_run = "" if run is None else f" of run {run}"
     none = f"no rings{of_run} of store {store.location} in {ring_folder}"
-    status = exits.WARNINGS if any(map(_is_damaged, rings)) else exits.OK
+    status = exit_status.WARNINGS if any(map(_is_damaged, rings)) else exit_status.OK
     return Report(document, partial(_show_rings, rings, none), status)
 
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import click
 
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, places_option, store_argument
 from asymcheck.cli.places import Places, places_of
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.recovery.accounting import Accounting, CheckpointBytes
-from asymcheck.recovery.difference import Difference, TensorChange, TensorNorms
-from asymcheck.recovery.history import History, HistoryEntry, Opening
+from asymcheck.inspect.diff import CheckpointDiff, TensorChange, TensorNorms
+from asymcheck.inspect.disk_usage import CheckpointBytes, DiskUsage
+from asymcheck.inspect.history import GenerationStart, History, HistoryEntry
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -40,7 +40,7 @@ def log(store: str, run: str, everything: bool, remote: str | None) -> Report:
         places = None if remote is None else places_of(opened, remote, run)
     there = None if places is None else sorted(places.there)
     document = {"store": store, "history": history, "remote": places and places.location, "there": there}
-    status = exits.WARNINGS if history.line_problem else exits.OK
+    status = exit_status.WARNINGS if history.line_problem else exit_status.OK
     return Report(document, partial(_show_history, history, places), status)
 
 
@@ -105,7 +105,7 @@ def _after(entry: HistoryEntry) -> str:
     return f", {output.duration(abs(entry.since_before_ns))} {order} {before}step {entry.step_before}"
 
 
-def _show_opening(opening: Opening) -> None:
+def _show_opening(opening: GenerationStart) -> None:
     what = f"--- generation {opening.generation}"
     if opening.problem:
         output.print_entry(f"{what}: its head record cannot be read", [opening.problem])
@@ -142,13 +142,13 @@ def du(store: str, run: str | None) -> Report:
     """
     with Store.open(store, read_only=True) as opened:
         accounting = opened.accounting(run)
-    status = exits.WARNINGS if accounting.damaged_packs else exits.OK
+    status = exit_status.WARNINGS if accounting.damaged_packs else exit_status.OK
     if accounting.unreadable_manifests or any(item.missing_partitions for item in accounting.checkpoints):
-        status = exits.DAMAGED
+        status = exit_status.DAMAGED
     return Report({"store": store, "accounting": accounting}, partial(_show_accounting, accounting), status)
 
 
-def _show_accounting(accounting: Accounting) -> None:
+def _show_accounting(accounting: DiskUsage) -> None:
     if accounting.checkpoints:
         _show_checkpoints(accounting.checkpoints)
     else:
@@ -189,7 +189,7 @@ def _standing(item: CheckpointBytes) -> str:
     return "" if item.on_line else "abandoned"
 
 
-def _totals(accounting: Accounting) -> list[dict[str, str]]:
+def _totals(accounting: DiskUsage) -> list[dict[str, str]]:
     rows: list[tuple[str, int, str]] = [
         ("packs", accounting.pack_bytes, output.count(accounting.packs, "pack")),
         ("  live", accounting.live_bytes, "frames that a checkpoint needs"),
@@ -214,7 +214,7 @@ def _totals(accounting: Accounting) -> list[dict[str, str]]:
     ]
 
 
-def _problems(accounting: Accounting) -> list[str]:
+def _problems(accounting: DiskUsage) -> list[str]:
     found = []
     if accounting.unreadable_manifests:
         unreadable = output.count(accounting.unreadable_manifests, "manifest")
@@ -257,7 +257,7 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool) -> Rep
     return Report({"store": store, "difference": difference}, partial(_show_difference, difference))
 
 
-def _show_difference(difference: Difference) -> None:
+def _show_difference(difference: CheckpointDiff) -> None:
     _show_side("A", difference.a, difference.other_saves_a)
     _show_side("B", difference.b, difference.other_saves_b)
     # First of all: the tables may have hundreds of rows.
@@ -343,7 +343,7 @@ def _nonfinite(norms: TensorNorms) -> str:
     return f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
 
 
-def _show_sums(difference: Difference) -> None:
+def _show_sums(difference: CheckpointDiff) -> None:
     words = {
         "added": "added",
         "removed": "removed",

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from asymcheck.arguments import check_step
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument
 from asymcheck.config import DEFAULT_RUN, StoreConfig
+from asymcheck.convert.export_target import format_of, is_store
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning
 from asymcheck.format.layout import check_run
-from asymcheck.interop.target import format_of, is_store
-from asymcheck.migration.transfer_plan import selected
-from asymcheck.migration.transfer_stats import Moved
+from asymcheck.replication.transfer_plan import selected
+from asymcheck.replication.transfer_stats import Moved
+from asymcheck.storage.local_files import translated
+from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
-from asymcheck.tiers.files import translated
-from asymcheck.tiers.remote import RemoteTier, is_uri, parse_location
 from asymcheck.types import Checkpoint
+from asymcheck.validation import check_step
 
 if TYPE_CHECKING:
-    from asymcheck.interop.convert import Exported
+    from asymcheck.convert.convert import Exported
 
 
 def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +173,7 @@ def restore(
       asymcheck restore checkpoints --tier dram --to last.pt
       asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
     """
-    from asymcheck.interop.convert import SHARD_BYTES, Output, export_checkpoint
+    from asymcheck.convert.convert import SHARD_BYTES, Output, export_checkpoint
 
     if rank is not None and tier == "dram":
         raise click.UsageError("--tier dram puts together what all ranks left in memory: leave out --rank")
@@ -203,7 +203,7 @@ def _report_export(done: Exported) -> Report:
         output.note(f"passed over {reason}")
     for hint in done.hints:
         output.note(hint)
-    return Report(done, partial(_show_export, done), exits.WARNINGS if done.skipped else exits.OK)
+    return Report(done, partial(_show_export, done), exit_status.WARNINGS if done.skipped else exit_status.OK)
 
 
 def _show_export(done: Exported) -> None:
@@ -237,7 +237,7 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
     """
-    from asymcheck.interop.convert import Output, export_checkpoint, foreign_state
+    from asymcheck.convert.convert import Output, export_checkpoint, foreign_state
 
     if step is not None:
         check_step(step)

@@ -43,7 +43,7 @@ RowsName = tuple[Digest, Digest]
 """The digests of a message with rows, of its metadata and of its body: what has the same has the same rows."""
 
 
-class Alike:
+class ManifestCache:
     """Parts that the manifests of one checkpoint share, parsed and kept once for all ranks. For one thread.
 
     Sixteen thousand ranks have as many manifests, of which most say the same but for some offsets and digests: kept as
@@ -118,7 +118,7 @@ def decode_manifest(data: Buffer, where: str) -> Manifest:
     return Manifest(header, batch)
 
 
-def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: Alike) -> list[Manifest]:
+def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: ManifestCache) -> list[Manifest]:
     """Do the same for some manifests of one checkpoint at once; what they are alike in is kept once.
 
     Raises:

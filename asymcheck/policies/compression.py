@@ -22,7 +22,7 @@ _OVERHEAD = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class EncodingSample:
     """Results of encoding partitions of one kind."""
 
     ratio: float
@@ -40,7 +40,7 @@ class Choice:
     """One sentence without a full stop."""
 
 
-def choose(mode: Compression, sampled: Mapping[int, Sampled], link_bytes_per_s: float | None) -> Choice:
+def choose(mode: Compression, sampled: Mapping[int, EncodingSample], link_bytes_per_s: float | None) -> Choice:
     """Choose the codec for partitions of a kind.
 
     Args:
@@ -73,6 +73,6 @@ def choose(mode: Compression, sampled: Mapping[int, Sampled], link_bytes_per_s: 
     return Choice(CODEC_IDENTITY, f"the target takes {link / 1e9:.2f} GB/s, sooner than {facts}")
 
 
-def _seconds(sampled: Sampled, link_bytes_per_s: float) -> float:
+def _seconds(sampled: EncodingSample, link_bytes_per_s: float) -> float:
     """Seconds for a byte."""
     return (1 / sampled.bytes_per_s + 1 / (sampled.ratio * link_bytes_per_s)) * (1 + _OVERHEAD)

@@ -43,7 +43,7 @@ class AutoInterval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class TrainingPace:
     """Measurements of a training. Times are in seconds."""
 
     step_s: float
@@ -54,9 +54,9 @@ class Pace:
     """How long one takes until it is durable; the median."""
 
 
-def slowest(paces: Sequence[Pace]) -> Pace:
+def slowest(paces: Sequence[TrainingPace]) -> TrainingPace:
     """Return what holds for ranks that train together: the slowest one holds up the others."""
-    return Pace(
+    return TrainingPace(
         step_s=max(pace.step_s for pace in paces),
         stall_s=max(pace.stall_s for pace in paces),
         durable_s=max(pace.durable_s for pace in paces),
@@ -83,7 +83,7 @@ def young_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
-def choose(aim: AutoInterval, facts: Pace, present: ChosenInterval | None = None) -> ChosenInterval:
+def choose(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | None = None) -> ChosenInterval:
     """Return the interval for these facts, or ``present`` as long as it is near enough."""
     failure_s = aim.mtbf.total_seconds()
     bounds = {

@@ -20,8 +20,8 @@ BUILTIN_EXCEPTIONS = frozenset(
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 )
 
-TORCH_FILES = "asymcheck/interop/torch_file.py"
-DCP_METADATA = "asymcheck/interop/dcp_folder.py"
+TORCH_FILES = "asymcheck/convert/torch_file.py"
+DCP_METADATA = "asymcheck/convert/dcp_folder.py"
 
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")

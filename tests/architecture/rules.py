@@ -36,54 +36,51 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layer:
-    """Rooms of the house on one floor."""
+    """Packages on one layer."""
 
     level: int
-    rooms: tuple[str, ...]
-    siblings_may_meet: bool
-    """Whether a room may import another room of its own floor."""
+    packages: tuple[str, ...]
+    siblings_allowed: bool
+    """Whether a package may import another package of its own layer."""
 
 
 LAYERS = (
-    Layer(7, ("cli", "interop", "__main__"), siblings_may_meet=True),
-    Layer(6, ("checkpointer",), siblings_may_meet=False),
-    # Migration moves checkpoints between stores: it goes up one and down the other.
-    Layer(
-        5,
-        (
-            "store",
-            "opened_store",
-            "training_services",
-            "pruning",
-            "save_reporting",
-            "together",
-            "migration",
-            "verify",
-        ),
-        siblings_may_meet=True,
-    ),
-    # `measure` asks tiers and codecs, and gives facts to policies, which may not meet those.
-    Layer(4, ("pipeline", "recovery", "measure"), siblings_may_meet=False),
-    Layer(3, ("policies", "partition", "tiers", "codecs", "ranks", "arguments", "tracing"), siblings_may_meet=False),
-    Layer(2, ("format",), siblings_may_meet=False),
-    # What may meet on the ground floor is narrower than "anything", see `ground_floor`.
-    Layer(1, ("errors", "types", "config", "events", "threads"), siblings_may_meet=True),
+    Layer(16, ("cli", "__main__"), siblings_allowed=True),
+    Layer(15, ("integrations",), siblings_allowed=False),
+    Layer(14, ("checkpointer", "convert"), siblings_allowed=False),
+    Layer(13, ("training",), siblings_allowed=False),
+    Layer(12, ("store",), siblings_allowed=False),
+    Layer(11, ("training_services",), siblings_allowed=False),
+    # A background save is the largest user of the write path, and no package below needs it.
+    Layer(10, ("opened_store", "capture"), siblings_allowed=False),
+    Layer(9, ("replication",), siblings_allowed=False),
+    Layer(8, ("gc",), siblings_allowed=False),
+    Layer(7, ("inspect",), siblings_allowed=False),
+    Layer(6, ("fsck",), siblings_allowed=False),
+    # The write path and the read path do not know each other.
+    Layer(5, ("commit", "restore"), siblings_allowed=False),
+    # `measurement` asks storage and codecs, and gives facts to policies, which may not meet those.
+    Layer(4, ("measurement", "distributed"), siblings_allowed=False),
+    Layer(3, ("policies", "state", "storage", "codecs", "validation", "tracing"), siblings_allowed=False),
+    Layer(2, ("format",), siblings_allowed=False),
+    # What may meet on the lowest layer is narrower than "anything", see `lowest_layer`.
+    Layer(1, ("errors", "types", "config", "events", "executor"), siblings_allowed=True),
 )
 
-FLOOR_OF = {f"{PACKAGE}.{room}": layer for layer in LAYERS for room in layer.rooms}
+LAYER_OF = {f"{PACKAGE}.{package}": layer for layer in LAYERS for package in layer.packages}
 
 IMPURE = (
     {"torch", "os", "io", "time", "threading", "mmap", "pathlib", "socket", "subprocess"}
     | {"asyncio", "concurrent", "multiprocessing", "shutil", "tempfile"}  # the same by another door
 )
 
-TORCH_FREE = (f"{PACKAGE}.tiers", f"{PACKAGE}.policies")
-TORCH_ALLOWED = (f"{PACKAGE}.tiers.gpu_staging", f"{PACKAGE}.tiers.dram_ring")
+TORCH_FREE = (f"{PACKAGE}.storage", f"{PACKAGE}.policies")
+TORCH_ALLOWED = (f"{PACKAGE}.storage.gpu_staging", f"{PACKAGE}.storage.shm")
 
 ONLY_IMPORTER = {
-    "lmdb": ("asymcheck/tiers/nvme/catalog.py",),
+    "lmdb": ("asymcheck/storage/nvme/catalog.py",),
     "xxhash": ("asymcheck/format/digest.py",),
-    "pyarrow": ("asymcheck/format/manifest*.py", "asymcheck/tiers/remote/*"),
+    "pyarrow": ("asymcheck/format/manifest*.py", "asymcheck/storage/remote/*"),
     "zstandard": ("asymcheck/codecs/zstd.py",),
     "click": ("asymcheck/cli/*",),
     "rich": ("asymcheck/cli/*",),
@@ -97,18 +94,18 @@ def is_inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def room_of(name: str) -> str | None:
-    """`asymcheck.tiers` for `asymcheck.tiers.nvme.catalog`; None for the public face and for strangers."""
+def package_of(name: str) -> str | None:
+    """`asymcheck.storage` for `asymcheck.storage.nvme.catalog`; None for the public face and for strangers."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == PACKAGE and len(parts) > 1 else None
 
 
 def _inner_imports(tree: SourceTree) -> Iterator[tuple[Module, Import, str, str]]:
-    """Each import of one room by another: module, import, importing room, imported room."""
+    """Each import of one package by another: module, import, importing package, imported package."""
     for module in tree.package:
-        here = room_of(module.name)
+        here = package_of(module.name)
         for found in module.imports:
-            there = room_of(tree.resolve(found))
+            there = package_of(tree.resolve(found))
             if here and there and here != there:
                 yield module, found, here, there
 
@@ -116,41 +113,41 @@ def _inner_imports(tree: SourceTree) -> Iterator[tuple[Module, Import, str, str]
 def every_module_has_a_layer(tree: SourceTree) -> Iterator[Violation]:
     """A module or package at the top of `asymcheck/` that no layer lists."""
     for module in tree.package:
-        room = room_of(module.name)
-        if room is not None and room not in FLOOR_OF:
-            yield Violation(module.path, 1, f"{room} is on no floor: give it one in LAYERS, with its reason")
+        package = package_of(module.name)
+        if package is not None and package not in LAYER_OF:
+            yield Violation(module.path, 1, f"{package} is on no layer: give it one in LAYERS, with its reason")
 
 
 def arrows_point_down(tree: SourceTree) -> Iterator[Violation]:
     """An import of a higher layer."""
     for module, found, here, there in _inner_imports(tree):
-        if here in FLOOR_OF and there in FLOOR_OF and FLOOR_OF[there].level > FLOOR_OF[here].level:
-            what = f"{here} (L{FLOOR_OF[here].level}) imports {there} (L{FLOOR_OF[there].level})"
+        if here in LAYER_OF and there in LAYER_OF and LAYER_OF[there].level > LAYER_OF[here].level:
+            what = f"{here} (L{LAYER_OF[here].level}) imports {there} (L{LAYER_OF[there].level})"
             yield Violation(module.path, found.line, what)
 
 
-def siblings_do_not_meet(tree: SourceTree) -> Iterator[Violation]:
-    """An import of another room on the same floor, where the floor does not allow it."""
+def siblings_do_not_import(tree: SourceTree) -> Iterator[Violation]:
+    """An import of another package on the same layer, where the layer does not allow it."""
     for module, found, here, there in _inner_imports(tree):
-        floor = FLOOR_OF.get(here)
-        if floor and floor == FLOOR_OF.get(there) and not floor.siblings_may_meet:
+        layer = LAYER_OF.get(here)
+        if layer and layer == LAYER_OF.get(there) and not layer.siblings_allowed:
             yield Violation(module.path, found.line, f"{here} imports its sibling {there}")
 
 
-def ground_floor(tree: SourceTree) -> Iterator[Violation]:
+def lowest_layer(tree: SourceTree) -> Iterator[Violation]:
     """An import in errors, types, config or events of anything but the standard library and `types`."""
     types = f"{PACKAGE}.types"
     for module in tree.package:
-        floor = FLOOR_OF.get(room_of(module.name) or "")
-        if floor is None or floor.level != 1:
+        layer = LAYER_OF.get(package_of(module.name) or "")
+        if layer is None or layer.level != 1:
             continue
         for found in module.imports:
             own_types = is_inside(tree.resolve(found), types)
             if found.top not in sys.stdlib_module_names and not own_types:
-                yield Violation(module.path, found.line, f"the ground floor imports {found.full_name}")
+                yield Violation(module.path, found.line, f"the lowest layer imports {found.full_name}")
 
 
-def nobody_enters_by_the_public_face(tree: SourceTree) -> Iterator[Violation]:
+def no_import_of_the_public_interface(tree: SourceTree) -> Iterator[Violation]:
     """`from asymcheck import X` or `import asymcheck` inside the package."""
     for module in tree.package:
         for found in module.imports:
@@ -168,7 +165,7 @@ def format_is_pure(tree: SourceTree) -> Iterator[Violation]:
                     yield Violation(module.path, found.line, f"the format layer imports {found.target}")
 
 
-def tiers_and_policies_know_no_torch(tree: SourceTree) -> Iterator[Violation]:
+def storage_and_policies_know_no_torch(tree: SourceTree) -> Iterator[Violation]:
     """An import of torch in a tier or policy other than the two that own device memory."""
     for module in tree.package:
         bound = any(is_inside(module.name, package) for package in TORCH_FREE)
@@ -234,7 +231,7 @@ def _way_back(arrows: dict[str, list[str]], start: str) -> list[str]:
 IMPORT_RULES = (
     Rule(
         "every_module_has_a_layer",
-        "A room that no layer lists is a room without rules. A new one is a decision: say what may import it.",
+        "A package that no layer lists is a package without rules. A new one is a decision: say what may import it.",
         every_module_has_a_layer,
     ),
     Rule(
@@ -244,22 +241,22 @@ IMPORT_RULES = (
         arrows_point_down,
     ),
     Rule(
-        "siblings_do_not_meet",
+        "siblings_do_not_import",
         "The way down, the way up and the look at both share formats and tiers, not code; policies decide about bytes "
-        "that tiers hold and codecs encode, without calling them. What two siblings both need lies a floor below.",
-        siblings_do_not_meet,
+        "that tiers hold and codecs encode, without calling them. What two siblings both need lies a layer below.",
+        siblings_do_not_import,
     ),
     Rule(
-        "ground_floor",
+        "lowest_layer",
         "errors, types, config and events are imported by everyone, so they import nothing of ours except types: "
         "anything more, and importing an error class would load an engine.",
-        ground_floor,
+        lowest_layer,
     ),
     Rule(
-        "nobody_enters_by_the_public_face",
-        "asymcheck/__init__.pyi names something of every room. A module that imports from it depends on what nobody "
+        "no_import_of_the_public_interface",
+        "asymcheck/__init__.pyi names something of every package. A module that imports from it depends on what nobody "
         "sees, and rules about layers cannot be checked.",
-        nobody_enters_by_the_public_face,
+        no_import_of_the_public_interface,
     ),
     Rule(
         "format_is_pure",
@@ -268,10 +265,10 @@ IMPORT_RULES = (
         format_is_pure,
     ),
     Rule(
-        "tiers_and_policies_know_no_torch",
+        "storage_and_policies_know_no_torch",
         "A tier moves bytes and a policy weighs numbers; neither knows what a model is. Only the GPU staging buffer "
         "and the pinned ring own memory that torch must see.",
-        tiers_and_policies_know_no_torch,
+        storage_and_policies_know_no_torch,
     ),
     Rule(
         "one_importer_each",

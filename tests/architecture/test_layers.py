@@ -3,7 +3,7 @@
 import pytest
 
 from tests.architecture.content_rules import CONTENT_RULES
-from tests.architecture.rules import FLOOR_OF, IMPORT_RULES, Rule, room_of
+from tests.architecture.rules import IMPORT_RULES, LAYER_OF, Rule, package_of
 from tests.architecture.source_tree import SourceTree
 
 RULES = (*IMPORT_RULES, *CONTENT_RULES)
@@ -28,11 +28,12 @@ def test_the_tree_keeps_the_rule(tree: SourceTree, rule: Rule) -> None:
     assert not violations, "\n".join([rule.reason, *map(str, violations)])
 
 
-def test_the_layers_name_real_rooms(tree: SourceTree) -> None:
-    """At least the floors that a save and a load need are there, so that the arrows between them are really checked."""
-    rooms = {room_of(module.name) for module in tree.package}
-    needed = {f"asymcheck.{room}" for room in ("cli", "store", "pipeline", "recovery", "tiers", "format", "errors")}
-    assert needed <= rooms & FLOOR_OF.keys()
+def test_the_layers_name_real_packages(tree: SourceTree) -> None:
+    """At least the layers that a save and a load need are there, so that the arrows between them are really checked."""
+    packages = {package_of(module.name) for module in tree.package}
+    names = ("cli", "store", "capture", "commit", "restore", "storage", "format", "errors")
+    needed = {f"asymcheck.{name}" for name in names}
+    assert needed <= packages & LAYER_OF.keys()
 
 
 def test_the_reference_reader_is_there(tree: SourceTree) -> None:

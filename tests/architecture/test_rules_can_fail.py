@@ -17,10 +17,10 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/attic/box.py": ""},
     ],
     "arrows_point_down": [
-        {"asymcheck/format/frame.py": "from asymcheck.tiers.nvme import pack"},
+        {"asymcheck/format/frame.py": "from asymcheck.storage.nvme import pack"},
         {"asymcheck/store.py": "import asymcheck.checkpointer"},
-        {"asymcheck/tiers/nvme/packs.py": "def f():\n    from asymcheck.pipeline.save import save"},
-        {"asymcheck/recovery/resolve.py": "if TYPE_CHECKING:\n    from asymcheck.store import Store"},
+        {"asymcheck/storage/nvme/pack_writer.py": "def f():\n    from asymcheck.commit.synchronous_save import save"},
+        {"asymcheck/restore/resolve.py": "if TYPE_CHECKING:\n    from asymcheck.store import Store"},
         {"asymcheck/codecs/zstd.py": "from ..store import Store"},
         {"asymcheck/codecs/__init__.py": "from ..store import Store"},
         {"asymcheck/errors.py": "import_module('asymcheck.cli.verify')"},
@@ -28,20 +28,20 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/errors.py": "__import__('asymcheck.store')"},
         {"asymcheck/format/a.py": "from asymcheck import store", "asymcheck/store.py": ""},
     ],
-    "siblings_do_not_meet": [
-        {"asymcheck/pipeline/transaction.py": "from asymcheck.recovery.scan import survey"},
-        {"asymcheck/recovery/deep.py": "from asymcheck.measure import measure"},
-        {"asymcheck/policies/batching.py": "from asymcheck.tiers.nvme.packs import Pack"},
-        {"asymcheck/measure.py": "from asymcheck.recovery.sample import sample"},
-        {"asymcheck/codecs/delta.py": "import asymcheck.partition.plan"},
+    "siblings_do_not_import": [
+        {"asymcheck/commit/transaction.py": "from asymcheck.restore.resolve import resolve"},
+        {"asymcheck/distributed/deep.py": "from asymcheck.measurement import measure"},
+        {"asymcheck/policies/batching.py": "from asymcheck.storage.nvme.pack_writer import Pack"},
+        {"asymcheck/checkpointer.py": "from asymcheck.convert.convert import import_checkpoint"},
+        {"asymcheck/codecs/delta.py": "import asymcheck.state.partition_plan"},
     ],
-    "ground_floor": [
+    "lowest_layer": [
         {"asymcheck/errors.py": "import numpy"},
         {"asymcheck/events.py": "from asymcheck.errors import Failure"},
         {"asymcheck/types.py": "from asymcheck.config import Config"},
         {"asymcheck/config.py": "from asymcheck.format.digest import Digest"},
     ],
-    "nobody_enters_by_the_public_face": [
+    "no_import_of_the_public_interface": [
         {"asymcheck/cli/inspect.py": "from asymcheck import Store"},
         {"asymcheck/cli/inspect.py": "from asymcheck import errors", "asymcheck/errors.py": ""},
         {"asymcheck/store.py": "import asymcheck"},
@@ -53,50 +53,53 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/format/frame.py": "from os.path import join"},
         {"asymcheck/format/frame.py": "def f():\n    import time"},
     ],
-    "tiers_and_policies_know_no_torch": [
-        {"asymcheck/tiers/nvme/packs.py": "import torch"},
+    "storage_and_policies_know_no_torch": [
+        {"asymcheck/storage/nvme/pack_writer.py": "import torch"},
         {"asymcheck/policies/interval.py": "from torch import nn"},
-        {"asymcheck/tiers/dram_ring_owner.py": "import torch.cuda"},
+        {"asymcheck/storage/shm_owner.py": "import torch.cuda"},
     ],
     "one_importer_each": [
         {"asymcheck/store.py": "import lmdb"},
-        {"asymcheck/tiers/nvme/packs.py": "import lmdb"},
+        {"asymcheck/storage/nvme/pack_writer.py": "import lmdb"},
         {"asymcheck/format/frame.py": "from xxhash import xxh3_128"},
-        {"asymcheck/recovery/resolve.py": "import pyarrow.ipc as ipc"},
+        {"asymcheck/restore/resolve.py": "import pyarrow.ipc as ipc"},
         {"asymcheck/codecs/planes.py": "def f():\n    import zstandard"},
         {"asymcheck/checkpointer.py": "import click"},
     ],
     "shipped_code_stands_alone": [
         {"asymcheck/store.py": "from tools.demo import main"},
-        {"asymcheck/verify.py": "import format_spec.reference_reader"},
+        {"asymcheck/fsck/verify.py": "import format_spec.reference_reader"},
     ],
     "the_reference_reader_is_independent": [
         {"format_spec/reference_reader.py": "import asymcheck"},
         {"format_spec/v1/reader.py": "from asymcheck.format.frame import decode"},
     ],
     "no_cycles": [
-        {"asymcheck/tiers/a.py": "import asymcheck.tiers.b", "asymcheck/tiers/b.py": "import asymcheck.tiers.a"},
+        {
+            "asymcheck/storage/a.py": "import asymcheck.storage.b",
+            "asymcheck/storage/b.py": "import asymcheck.storage.a",
+        },
         {
             "asymcheck/codecs/a.py": "from asymcheck.codecs import b",
             "asymcheck/codecs/b.py": "def f():\n    from asymcheck.codecs.c import C",
             "asymcheck/codecs/c.py": "if TYPE_CHECKING:\n    from asymcheck.codecs.a import A",
         },
         {
-            "asymcheck/tiers/__init__.py": "from asymcheck.tiers.base import Tier",
-            "asymcheck/tiers/base.py": "from asymcheck.tiers import Place",
+            "asymcheck/storage/__init__.py": "from asymcheck.storage.base import Tier",
+            "asymcheck/storage/base.py": "from asymcheck.storage import Place",
         },
         {
             # The ring is not reachable only from itself: what leads into it must not hide it.
             "asymcheck/cli/a.py": "import asymcheck.store",
-            "asymcheck/store.py": "import asymcheck.verify",
-            "asymcheck/verify.py": "import asymcheck.store",
+            "asymcheck/store.py": "import asymcheck.fsck.verify",
+            "asymcheck/fsck/verify.py": "import asymcheck.store",
         },
     ],
     "names_say_something": [
         {"asymcheck/utils.py": ""},
-        {"asymcheck/tiers/nvme/file_helpers.py": ""},
+        {"asymcheck/storage/nvme/file_helpers.py": ""},
         {"asymcheck/common/__init__.py": ""},
-        {"asymcheck/pipeline/flush_manager.py": ""},
+        {"asymcheck/commit/flush_manager.py": ""},
         {"asymcheck/misc.py": ""},
     ],
     "public_things_are_documented": [
@@ -113,8 +116,8 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "raise KeyError('x') from error"},
         {"asymcheck/store.py": "raise Exception"},
         {"asymcheck/store.py": "def f():\n    raise AssertionError"},
-        {"asymcheck/tiers/base.py": "class A:\n    def read(self):\n        raise OSError(5, 'no')"},
-        {"asymcheck/tiers/base.py": "class A:\n    def read(self):\n        raise NotImplementedError"},
+        {"asymcheck/storage/base.py": "class A:\n    def read(self):\n        raise OSError(5, 'no')"},
+        {"asymcheck/storage/base.py": "class A:\n    def read(self):\n        raise NotImplementedError"},
         {"asymcheck/types.py": "def __dir__():\n    raise AttributeError('x')"},
         {"asymcheck/types.py": "def each():\n    raise StopIteration"},
         {"asymcheck/store.py": "raise SystemExit(1)"},
@@ -125,9 +128,9 @@ BROKEN: dict[str, list[Sources]] = {
     ],
     "errors_have_one_home": [
         {"asymcheck/store.py": "class Busy(Exception): pass"},
-        {"asymcheck/tiers/base.py": "class Gone(OSError): pass"},
-        {"asymcheck/tiers/base.py": "class Gone(errors.StoreError): pass"},
-        {"asymcheck/pipeline/save.py": "def f():\n    class _Stop(BaseException): pass"},
+        {"asymcheck/storage/base.py": "class Gone(OSError): pass"},
+        {"asymcheck/storage/base.py": "class Gone(errors.StoreError): pass"},
+        {"asymcheck/commit/synchronous_save.py": "def f():\n    class _Stop(BaseException): pass"},
     ],
     "nothing_is_unpickled": [
         *({"asymcheck/store.py": f"import {module}"} for module in ("pickle", "marshal", "shelve", "dill")),
@@ -141,14 +144,14 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "import torch.serialization as s\ns.save(1, 'x')"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=True)"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=trusted)"},
-        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x')"},
-        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=False)"},
-        {"asymcheck/interop/torch_file.py": "import pickle\npickle.loads(b'')"},
-        {"asymcheck/interop/dcp_folder.py": "import pickle\npickle.load(file)"},
-        {"asymcheck/interop/dcp_folder.py": "import pickle\nclass U(pickle.Unpickler):\n    pass"},
-        {"asymcheck/interop/dcp_folder.py": "import pickle\npickle.Unpickler(file).load()"},
-        {"asymcheck/interop/dcp_folder.py": "from pickle import loads"},
-        {"asymcheck/interop/dcp_folder.py": "import torch\ntorch.load('x', weights_only=True)"},
+        {"asymcheck/convert/torch_file.py": "import torch\ntorch.load('x')"},
+        {"asymcheck/convert/torch_file.py": "import torch\ntorch.load('x', weights_only=False)"},
+        {"asymcheck/convert/torch_file.py": "import pickle\npickle.loads(b'')"},
+        {"asymcheck/convert/dcp_folder.py": "import pickle\npickle.load(file)"},
+        {"asymcheck/convert/dcp_folder.py": "import pickle\nclass U(pickle.Unpickler):\n    pass"},
+        {"asymcheck/convert/dcp_folder.py": "import pickle\npickle.Unpickler(file).load()"},
+        {"asymcheck/convert/dcp_folder.py": "from pickle import loads"},
+        {"asymcheck/convert/dcp_folder.py": "import torch\ntorch.load('x', weights_only=True)"},
     ],
     "no_star_imports": [
         {"asymcheck/store.py": "from os import *"},
@@ -169,32 +172,34 @@ BROKEN: dict[str, list[Sources]] = {
 }
 
 SOUND: dict[str, list[Sources]] = {
-    "every_module_has_a_layer": [{"asymcheck/__init__.py": "", "asymcheck/tiers/nvme/packs.py": "", "tools/x.py": ""}],
+    "every_module_has_a_layer": [
+        {"asymcheck/__init__.py": "", "asymcheck/storage/nvme/pack_writer.py": "", "tools/x.py": ""}
+    ],
     "arrows_point_down": [
         {"asymcheck/__init__.py": "from asymcheck.checkpointer import Checkpointer"},
         {"asymcheck/cli/main.py": "import torch\nfrom asymcheck.store import Store\nfrom asymcheck.cli.x import x"},
     ],
-    "siblings_do_not_meet": [
-        {"asymcheck/cli/convert.py": "from asymcheck.interop import safetensors"},
-        {"asymcheck/tiers/nvme/packs.py": "from asymcheck.tiers.base import Tier"},
+    "siblings_do_not_import": [
+        {"asymcheck/cli/convert.py": "from asymcheck.integrations import safetensors"},
+        {"asymcheck/storage/nvme/pack_writer.py": "from asymcheck.storage.base import Tier"},
     ],
-    "ground_floor": [{"asymcheck/events.py": "import time\nfrom asymcheck.types import Step\nimport asymcheck.types"}],
-    "nobody_enters_by_the_public_face": [
+    "lowest_layer": [{"asymcheck/events.py": "import time\nfrom asymcheck.types import Step\nimport asymcheck.types"}],
+    "no_import_of_the_public_interface": [
         {"asymcheck/cli/main.py": "from asymcheck.store import Store\nimport asymcheck.errors as errors"},
-        {"asymcheck/tiers/__init__.py": "from . import nvme"},
+        {"asymcheck/storage/__init__.py": "from . import nvme"},
         {"tests/test_store.py": "from asymcheck import Store", "tools/demo.py": "import asymcheck"},
     ],
-    "format_is_pure": [{"asymcheck/format/frame.py": "import struct", "asymcheck/tiers/base.py": "import os"}],
-    "tiers_and_policies_know_no_torch": [
-        {"asymcheck/tiers/gpu_staging.py": "import torch", "asymcheck/tiers/dram_ring/pinned.py": "import torch"},
-        {"asymcheck/partition/flatten.py": "import torch"},
+    "format_is_pure": [{"asymcheck/format/frame.py": "import struct", "asymcheck/storage/base.py": "import os"}],
+    "storage_and_policies_know_no_torch": [
+        {"asymcheck/storage/gpu_staging.py": "import torch", "asymcheck/storage/shm/pinned.py": "import torch"},
+        {"asymcheck/state/flatten.py": "import torch"},
     ],
     "one_importer_each": [
         {
-            "asymcheck/tiers/nvme/catalog.py": "import lmdb",
+            "asymcheck/storage/nvme/catalog.py": "import lmdb",
             "asymcheck/format/digest.py": "import xxhash",
             "asymcheck/format/manifest.py": "import pyarrow as pa",
-            "asymcheck/tiers/remote/client.py": "from pyarrow import fs",
+            "asymcheck/storage/remote/client.py": "from pyarrow import fs",
             "asymcheck/codecs/zstd.py": "import zstandard",
             "asymcheck/cli/verify.py": "import click",
             "tests/test_catalog.py": "import lmdb",
@@ -204,13 +209,13 @@ SOUND: dict[str, list[Sources]] = {
     "the_reference_reader_is_independent": [{"format_spec/reference_reader.py": "import struct, xxhash"}],
     "no_cycles": [
         {
-            "asymcheck/tiers/__init__.py": "from asymcheck.tiers.nvme import Nvme",
-            "asymcheck/tiers/base.py": "",
-            "asymcheck/tiers/nvme.py": "from asymcheck.tiers.base import Tier",
-            "asymcheck/store.py": "import asymcheck.tiers, asymcheck.tiers.base",
+            "asymcheck/storage/__init__.py": "from asymcheck.storage.nvme import Nvme",
+            "asymcheck/storage/base.py": "",
+            "asymcheck/storage/nvme.py": "from asymcheck.storage.base import Tier",
+            "asymcheck/store.py": "import asymcheck.storage, asymcheck.storage.base",
         }
     ],
-    "names_say_something": [{"asymcheck/tiers/nvme/packs.py": "", "asymcheck/commonality.py": ""}],
+    "names_say_something": [{"asymcheck/storage/nvme/pack_writer.py": "", "asymcheck/commonality.py": ""}],
     "public_things_are_documented": [
         {"asymcheck/a.py": '"""Doc."""\ndef _f(): pass\nclass _C:\n    def m(self): pass'},
         {"asymcheck/a.py": '"""Doc."""\nclass C:\n    """Doc."""\n    def __len__(self): return 0'},
@@ -224,7 +229,7 @@ SOUND: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "try:\n    f()\nexcept OSError as error:\n    raise"},
         {"asymcheck/store.py": "raise error\n"},
         {"asymcheck/store.py": "class A:\n    def f(self):\n        raise self._busy()"},
-        {"asymcheck/tiers/base.py": "class A:\n    @abstractmethod\n    def f():\n        raise NotImplementedError"},
+        {"asymcheck/storage/base.py": "class A:\n    @abstractmethod\n    def f():\n        raise NotImplementedError"},
         {"asymcheck/types.py": "def __getattr__(name):\n    raise AttributeError(name)"},
         {"asymcheck/types.py": "class A:\n    def __next__(self):\n        raise StopIteration"},
         {
@@ -241,8 +246,8 @@ SOUND: dict[str, list[Sources]] = {
         {"asymcheck/store.py": "import torch\nself.load('x')\nstore.save(torch.zeros(1))"},
         {"asymcheck/store.py": "import numpy as np\nnp.load('x', allow_pickle=False)"},
         {"benchmarks/rivals.py": "import torch, pickle\ntorch.save(1, 'x')"},
-        {"asymcheck/interop/torch_file.py": "import torch\ntorch.load('x', weights_only=True)\ntorch.save(1, 'x')"},
-        {"asymcheck/interop/dcp_folder.py": "import pickle\nclass U(pickle.Unpickler):\n  def find_class(s): pass"},
+        {"asymcheck/convert/torch_file.py": "import torch\ntorch.load('x', weights_only=True)\ntorch.save(1, 'x')"},
+        {"asymcheck/convert/dcp_folder.py": "import pickle\nclass U(pickle.Unpickler):\n  def find_class(s): pass"},
     ],
     "no_star_imports": [{"asymcheck/store.py": "from os import path"}],
     "suppressions_give_a_reason": [

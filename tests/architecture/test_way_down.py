@@ -25,8 +25,8 @@ SYSTEM_CALLS = frozenset({"pwritev", "pwrite", "fsync", "fdatasync", "rename", "
 """Functions of ``os`` that write, sync and rename, and the one that enters a value in the catalog."""
 CALLS = frozenset(
     {
-        ("partition/leaves.py", "copy_partition"),
-        ("partition/leaves.py", "copy_bytes"),
+        ("state/leaves.py", "copy_partition"),
+        ("state/leaves.py", "copy_bytes"),
         ("format/digest.py", "digest"),
     }
 )
@@ -112,7 +112,7 @@ def test_the_way_down_has_the_modules_that_the_page_lists(way_down: WayDown) -> 
     assert way_down.moves == SYSTEM_CALLS | {name for _, name in CALLS}
     assert way_down.modules - _listed() == set()
     # Which thread copies a partition is a matter of time, so that not all are met in each run.
-    assert {"pipeline/capturer.py", "pipeline/transaction.py", "tiers/nvme/packs.py"} <= way_down.modules
+    assert {"capture/engine.py", "commit/transaction.py", "storage/nvme/pack_writer.py"} <= way_down.modules
 
 
 def test_the_page_lists_few_modules_and_none_that_is_gone() -> None:

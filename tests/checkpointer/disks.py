@@ -9,8 +9,8 @@ from pathlib import Path
 
 from asymcheck import Store
 from asymcheck.errors import OutOfSpaceError
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import NvmeTier
 from tests.checkpointer.loops import CONFIG
 
 

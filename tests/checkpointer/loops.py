@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
+from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
-from asymcheck.partition.plan import Layout, Plan
-from asymcheck.pipeline.timing import Timing
-from asymcheck.tiers.dram_ring import RingReader
+from asymcheck.state.partition_plan import Plan, PlanInput
+from asymcheck.storage.shm import RingReader
 from asymcheck.types import Stateful
 from tests.store.equality import assert_same
 
@@ -61,13 +61,13 @@ def entries(path: Path) -> list[int]:
 
 def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave all deferred copies to the fence, so that whatever changes before it is captured with its change."""
-    plan_of = Timing.plan
+    plan_of = CaptureSchedule.plan
 
-    def late(self: Timing, layout: Layout) -> Plan:
+    def late(self: CaptureSchedule, layout: PlanInput) -> Plan:
         plan = plan_of(self, layout)
         return dataclasses.replace(plan, release=tuple(NEVER if window >= 0 else window for window in plan.release))
 
-    monkeypatch.setattr(Timing, "plan", late)
+    monkeypatch.setattr(CaptureSchedule, "plan", late)
 
 
 def copy_of(value: object) -> object:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
+from asymcheck.capture import background_saver
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     CaptureWarning,
     LostCheckpointWarning,
 )
-from asymcheck.pipeline import background
-from asymcheck.tiers.dram_ring import ring as ring_module
+from asymcheck.storage.shm import ring_writer as ring_module
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -241,7 +241,7 @@ def test_a_ring_that_cannot_be_larger_stays(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short, nothing is made durable for nothing."""
-    monkeypatch.setattr(background, "default_bytes", lambda *_arguments: 8 << 20)
+    monkeypatch.setattr(background_saver, "default_bytes", lambda *_arguments: 8 << 20)
     loop = _grows_in_its_first_step()
     seen = []
     loop.between = lambda _checkpointer: seen.append(rings(tmp_path))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, events
+from asymcheck.capture import engine
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
@@ -22,8 +23,7 @@ from asymcheck.errors import (
     StaleStateWarning,
     UnsupportedValueError,
 )
-from asymcheck.partition.leaves import copy_partition
-from asymcheck.pipeline import capturer
+from asymcheck.state.leaves import copy_partition
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     assert_stored,
@@ -207,7 +207,7 @@ def fail_copy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             raise MemoryError
         copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr(capturer, "copy_partition", fail)
+    monkeypatch.setattr(engine, "copy_partition", fail)
 
 
 def test_a_copy_that_fails_inside_step_frees_its_places(

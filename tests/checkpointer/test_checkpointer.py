@@ -21,8 +21,8 @@ from asymcheck.errors import (
     StepOrderWarning,
     UnsupportedValueError,
 )
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import NvmeTier
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 import asymcheck
+from asymcheck.capture import background_saver
+from asymcheck.capture.background_saver import Statistics
+from asymcheck.capture.device_copy import DeviceQueues
 from asymcheck.config import MIB, CaptureConfig
-from asymcheck.pipeline import background
-from asymcheck.pipeline.transfers import Lanes
-from asymcheck.tiers.gpu_staging import Staging
-from tests.pipeline.simulated_device import SimulatedDevice
+from asymcheck.storage.gpu_staging import Staging
+from tests.capture.simulated_device import SimulatedDevice
 
 STEPS = 12
 
@@ -63,9 +64,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
 
 def train(
     location: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
-) -> asymcheck.Statistics:
+) -> Statistics:
     """Train on the device, one checkpoint a step; buffers change in the forward pass."""
-    monkeypatch.setattr(background, "Lanes", functools.partial(Lanes, find=device.link_of))
+    monkeypatch.setattr(background_saver, "Lanes", functools.partial(DeviceQueues, find=device.link_of))
     large = torch.nn.Parameter(torch.zeros(700_000))
     strided = torch.nn.Parameter(torch.zeros(600, 500).t())
     small = [torch.nn.Parameter(torch.zeros(3 + number)) for number in range(6)]
@@ -103,7 +104,7 @@ def check(location: Path) -> None:
                 assert tensor.eq(step + 1).all(), f"buffer {name} of step {step}: {tensor.unique()}"
 
 
-@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.CaptureWarning")
+@pytest.mark.filterwarnings("ignore:a ring of:CaptureWarning")
 @pytest.mark.parametrize(
     "capture",
     [
@@ -139,7 +140,7 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
             super().__init__(on, size)
             made.append(self)
 
-    monkeypatch.setattr("asymcheck.pipeline.transfers.Staging", Watched)
+    monkeypatch.setattr("asymcheck.capture.device_copy.Staging", Watched)
     train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
     assert [staging.free_bytes for staging in made] == [7 * MIB, MIB]
 

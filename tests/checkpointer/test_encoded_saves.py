@@ -14,12 +14,12 @@ import torch
 
 from asymcheck import CaptureConfig, Checkpointer, Store, StoreConfig
 from asymcheck.codecs.encode import Encoded
+from asymcheck.commit import encoder
 from asymcheck.events import Event, observe
 from asymcheck.format.registry import DELTA_DEPTH_MAX, KIND_DELTA, KIND_DERIVED, KIND_FULL
-from asymcheck.pipeline import encoder
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import Digest
-from asymcheck.verify import Severity
 
 CONFIG = StoreConfig(
     compression="smallest", partition_bytes=1 << 18, bundle_below_bytes=1 << 16, deferred_bytes_min=1 << 16
@@ -186,7 +186,7 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
         assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
 
 
-@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.CaptureWarning")
+@pytest.mark.filterwarnings("ignore:a ring of:CaptureWarning")
 @pytest.mark.parametrize("ring_bytes", [1 << 20, 3 << 20, 5 << 20])
 def test_rings_of_any_size_give_the_same_checkpoints(
     tmp_path: Path,

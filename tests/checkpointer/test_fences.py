@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
+from asymcheck.capture import engine
+from asymcheck.capture.device_copy import DeviceQueues, Transfers
+from asymcheck.capture.tear_detection import SourceDigests, TearDetector
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError
-from asymcheck.pipeline import capturer
-from asymcheck.pipeline.proof import Prover, Witnesses
-from asymcheck.pipeline.transfers import Lanes, Transfers
 from tests.checkpointer.loops import (
     Loop,
     assert_every_step_is_right,
@@ -56,15 +56,15 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
 ) -> None:
     """It waits for the capture that it meets, and the one that is begun meanwhile is still waited for."""
     waits, goes_on = threading.Event(), threading.Event()
-    wait = capturer.Capturer._wait_until_copied
+    wait = engine.CaptureEngine._wait_until_copied
 
-    def slow(self: capturer.Capturer, capture: capturer.Capture) -> None:
+    def slow(self: engine.CaptureEngine, capture: engine.Capture) -> None:
         wait(self, capture)
         if threading.current_thread() is other:
             waits.set()
             assert goes_on.wait(60)
 
-    monkeypatch.setattr(capturer.Capturer, "_wait_until_copied", slow)
+    monkeypatch.setattr(engine.CaptureEngine, "_wait_until_copied", slow)
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     other = threading.Thread(target=torch.optim.SGD([parameter], 0.1).step)
@@ -86,9 +86,9 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
 
 def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None:
     """Else its step would be taken for a change outside an optimizer."""
-    prover, compares, goes_on = Prover("sampled"), threading.Event(), threading.Event()
+    prover, compares, goes_on = TearDetector("sampled"), threading.Event(), threading.Event()
 
-    class Compared(Witnesses):
+    class Compared(SourceDigests):
         def fence(self, *, compare: bool) -> list[str]:
             if not compares.is_set():
                 compares.set()
@@ -96,7 +96,7 @@ def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None
                 assert goes_on.wait(60)
             return []
 
-    witnesses = Compared([], [], Transfers(Lanes(0), [], []), [])
+    witnesses = Compared([], [], Transfers(DeviceQueues(0), [], []), [])
     first, other = (threading.Thread(target=prover.fence, args=(witnesses,)) for _ in range(2))
     first.start()
     assert compares.wait(60)
@@ -112,9 +112,9 @@ def test_an_interrupt_in_a_fence_is_that_of_the_training(
     store: Store, unproven: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is raised where it came, the capture is given up, and training can go on."""
-    copy, raised = capturer.Capturer._copy, threading.Event()
+    copy, raised = engine.CaptureEngine._copy, threading.Event()
 
-    def interrupted(self: capturer.Capturer, capture: capturer.Capture, number: int) -> None:
+    def interrupted(self: engine.CaptureEngine, capture: engine.Capture, number: int) -> None:
         if threading.current_thread() is threading.main_thread():
             raised.set()
             raise KeyboardInterrupt
@@ -127,7 +127,7 @@ def test_an_interrupt_in_a_fence_is_that_of_the_training(
         checkpointer.step(0)
         before = copy_of(model)
         with monkeypatch.context() as patch:
-            patch.setattr(capturer.Capturer, "_copy", interrupted)
+            patch.setattr(engine.CaptureEngine, "_copy", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         assert_same(copy_of(model), before, "before the optimizer's step")

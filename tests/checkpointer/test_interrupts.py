@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.pipeline.signals import INTERRUPTS
+from asymcheck.capture.signals import INTERRUPTS
 from tests.checkpointer.loops import folder_for_rings
 from tests.zygote import REPOSITORY
 
@@ -40,7 +40,7 @@ seen, at = 0, None
 
 def trace(frame, event, _):
     global seen, at
-    if "asymcheck/pipeline/" not in frame.f_code.co_filename and "dram_ring/" not in frame.f_code.co_filename:
+    if "asymcheck/commit/" not in frame.f_code.co_filename and "dram_ring/" not in frame.f_code.co_filename:
         return None
     seen += 1
     if seen == at:

@@ -14,7 +14,7 @@ from asymcheck import AutoInterval, Checkpointer, Retention, Store, events
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AbandonedCheckpointsWarning, InvalidInputError, PruneError, PruneWarning
 from asymcheck.events import Event
-from asymcheck.pruning import Pruner
+from asymcheck.gc.retention_runner import Pruner
 from tests.checkpointer.disks import Disk, open_on
 from tests.checkpointer.loops import assert_stored, copy_of, linear_loop, sized
 

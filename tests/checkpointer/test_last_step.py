@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from asymcheck.save_reporting import SaveReporting
+from asymcheck.training.save_reporting import SaveReporting
 
 
 def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN401 - stands for a capture

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck import Checkpointer, CheckpointReport, Store
+from asymcheck import Checkpointer, Store
+from asymcheck.capture import engine
+from asymcheck.capture.device_copy import Transfers
+from asymcheck.capture.inflight import CheckpointReport
+from asymcheck.commit.transaction import RingTransaction
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     CaptureWarning,
@@ -22,10 +26,7 @@ from asymcheck.errors import (
     StateMismatchError,
     TornCaptureError,
 )
-from asymcheck.pipeline import capturer
-from asymcheck.pipeline.transaction import RingTransaction
-from asymcheck.pipeline.transfers import Transfers
-from asymcheck.tiers.dram_ring import Ring
+from asymcheck.storage.shm import Ring
 from tests.checkpointer.loops import CONFIG, copy_of, folder_for_rings
 from tests.checkpointer.random_loops import RandomLoop, mutate
 from tests.store.equality import assert_same
@@ -52,7 +53,7 @@ class Delays:
             (RingTransaction, "commit_capture"),
         ):
             monkeypatch.setattr(owner, name, self._late(getattr(owner, name)))
-        monkeypatch.setattr(capturer, "copy_partition", self._late(capturer.copy_partition))
+        monkeypatch.setattr(engine, "copy_partition", self._late(engine.copy_partition))
 
     def _late(self, function: Callable[..., object]) -> Callable[..., object]:
         def late(*arguments: object, **options: object) -> object:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from asymcheck import Checkpointer, CheckpointReport, Store
+from asymcheck import Checkpointer, Store
+from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.checkpointer import OnError
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
@@ -190,7 +191,7 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
         raise OutOfSpaceError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("asymcheck.pipeline.ring_flush.RingTransaction", refuse)
+        patch.setattr("asymcheck.capture.ring_flush.RingTransaction", refuse)
         checkpointer.step(0)
         with pytest.raises(LostCheckpointError, match="no memory"):
             checkpointer.wait()

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, events
+from asymcheck.capture import dirty_check, engine
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointWarning
 from asymcheck.format.digest import digest
-from asymcheck.pipeline import capturer, unchanged
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -72,7 +72,7 @@ class Costs:
             self.digested[-1] += len(data)
             return digest(data)
 
-        monkeypatch.setattr(unchanged, "digest", counted)
+        monkeypatch.setattr(dirty_check, "digest", counted)
 
     def watch(self, interval: events.Interval) -> None:
         """Count a copy."""
@@ -159,7 +159,7 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
         assert background._timing._plan is not None
         # Copied and digested, all but what the optimizer owns.
         left[0] = sum(window < 0 for window in background._timing._plan.release)
-        monkeypatch.setattr(capturer, "digest", held)
+        monkeypatch.setattr(engine, "digest", held)
         before = checkpointer.statistics().written_bytes
         costs.begin()
         disk.opened.clear()
@@ -358,7 +358,7 @@ def test_a_comparison_that_fails_takes_no_room(
         assert background._ring is not None
         before = len(background._ring._taken)
         with monkeypatch.context() as patch:
-            patch.setattr(unchanged, "digest", lambda _data: 1 // 0)
+            patch.setattr(dirty_check, "digest", lambda _data: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 checkpointer.step(2)
         background.wait("nvme")
@@ -371,9 +371,9 @@ def test_several_threads_find_the_same_digests(monkeypatch: pytest.MonkeyPatch) 
     sources = [memoryview(np.random.default_rng(number).bytes(1000 + number)) for number in range(23)]
     expected = [digest(source) for source in sources]
     for alone in (1, 5000, 1 << 30):
-        monkeypatch.setattr(unchanged, "_ALONE_BYTES", alone)
-        assert unchanged._digest_all(sources) == expected
-    assert unchanged._digest_all([]) == []
+        monkeypatch.setattr(dirty_check, "_ALONE_BYTES", alone)
+        assert dirty_check._digest_all(sources) == expected
+    assert dirty_check._digest_all([]) == []
 
 
 def test_partitions_here_are_parts_of_tensors() -> None:

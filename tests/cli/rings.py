@@ -8,7 +8,7 @@ from pathlib import Path
 from asymcheck import Store
 from asymcheck.format.layout import parse_checkpoint_name
 from asymcheck.types import SaveId
-from tests.tiers.ring_cases import make_ring, put
+from tests.storage.ring_cases import make_ring, put
 
 
 def leave_ring(store: Path, folder: Path) -> Path:

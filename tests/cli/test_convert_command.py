@@ -12,11 +12,11 @@ import safetensors.torch
 import torch
 
 from asymcheck import Store
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from asymcheck.cli.main import commands
 from asymcheck.cli.options import parse_size
 from tests.cli.conftest import Outcome
-from tests.interop.files import raw
+from tests.convert.files import raw
 
 Call = Callable[..., Outcome]
 
@@ -26,7 +26,7 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(1000), "b": torch.arange(5)}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step", 4)
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     assert "default step 4, 3.9 KiB, of which 3.9 KiB were new" in outcome.out
     outcome = call("convert", tmp_path / "store", tmp_path / "again.safetensors")
     assert "again.safetensors: 2 tensors, 3.9 KiB, from default step 4" in outcome.out
@@ -60,7 +60,7 @@ def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path,
     if content is not None:
         source.write_bytes(content)
     before = list(tmp_path.iterdir())
-    status = exits.NOT_FOUND if content is None else exits.USAGE
+    status = exit_status.NOT_FOUND if content is None else exit_status.USAGE
     assert call("convert", source, tmp_path / "store").status == status
     assert call("convert", source, tmp_path / "m.pt").status == status
     assert list(tmp_path.iterdir()) == before
@@ -80,7 +80,7 @@ def test_what_cannot_be_stored_makes_no_store(call: Call, tmp_path: Path, state:
     """Status 2, with the place in the file, and nothing new in the folder."""
     torch.save(state, tmp_path / "m.pt")
     outcome = call("convert", tmp_path / "m.pt", tmp_path / "store")
-    assert outcome.status == exits.USAGE
+    assert outcome.status == exit_status.USAGE
     assert outcome.err.startswith(f"asymcheck: {tmp_path / 'm.pt'}: ")
     assert problem in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
@@ -94,7 +94,7 @@ def test_a_tensor_of_too_many_dimensions_makes_no_store(call: Call, tmp_path: Pa
     before = sorted(tmp_path.iterdir())
     for name, tensor in (("m.safetensors", "model.a.w"), ("m.pt", "w")):
         outcome = call("convert", tmp_path / name, tmp_path / "store")
-        assert outcome.status == exits.USAGE
+        assert outcome.status == exit_status.USAGE
         place = f"{tmp_path / name}: cannot store state at {tensor}: "
         assert f"{place}tensors of more than 64 dimensions are not supported" in outcome.err
         assert sorted(tmp_path.iterdir()) == before
@@ -104,18 +104,18 @@ def test_a_tensor_of_too_many_dimensions_makes_no_store(call: Call, tmp_path: Pa
 def test_options_that_cannot_be_make_no_store(call: Call, tmp_path: Path, words: tuple[object, ...]) -> None:
     """Status 2, before anything is created."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
-    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store", *words).status == exits.USAGE
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store", *words).status == exit_status.USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
     """No folder of that name, in either direction."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
-    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exits.OK
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
     outcome = call("convert", tmp_path / "store", tmp_path / "a.txt")
-    assert (outcome.status, "ends in .safetensors, .pt, .pth, .bin, or" in outcome.err) == (exits.USAGE, True)
+    assert (outcome.status, "ends in .safetensors, .pt, .pth, .bin, or" in outcome.err) == (exit_status.USAGE, True)
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "a.txt")
-    assert (outcome.status, "a new store has no suffix" in outcome.err) == (exits.USAGE, True)
+    assert (outcome.status, "a new store has no suffix" in outcome.err) == (exit_status.USAGE, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "store"]
 
 
@@ -123,11 +123,11 @@ def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
     """Neither two files nor two stores."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "m.pt")
-    assert (outcome.status, "must be a store" in outcome.err) == (exits.USAGE, True)
+    assert (outcome.status, "must be a store" in outcome.err) == (exit_status.USAGE, True)
     for name in ("a", "b"):
         Store.open(tmp_path / name).close()
     outcome = call("convert", tmp_path / "a", tmp_path / "b")
-    assert (outcome.status, "is a store as well" in outcome.err) == (exits.USAGE, True)
+    assert (outcome.status, "is a store as well" in outcome.err) == (exit_status.USAGE, True)
 
 
 def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: P
         newest = max((store.path / "manifests").rglob("*.manifest"))
     newest.write_bytes(b"x")
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
-    assert outcome.status == exits.WARNINGS
+    assert outcome.status == exit_status.WARNINGS
     assert "from default step 1" in outcome.out
     assert "passed over step 2" in outcome.err
 
@@ -147,7 +147,7 @@ def test_completion_is_a_script_for_the_shell(call: Call) -> None:
     """Each shell's own, with the program's name."""
     for shell in ("bash", "zsh", "fish"):
         outcome = call("completion", shell)
-        assert outcome.status == exits.OK
+        assert outcome.status == exit_status.OK
         assert "_ASYMCHECK_COMPLETE" in outcome.out
 
 
@@ -177,7 +177,7 @@ def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Pa
     """A whole state in a model's file: each name begins with its part, so nothing would find its weights."""
     places = {"store": trained(tmp_path), "out": tmp_path / "out"}
     outcome = call(*(word.format(**places) for word in words))
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     assert "begin with model." in outcome.err
     assert "--part model writes what lies under model" in outcome.err
     assert "begin with" not in outcome.out
@@ -187,7 +187,7 @@ def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Pa
 def test_what_is_as_expected_has_no_hints(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
     """One part by its own names, or a format that keeps the structure."""
     outcome = call("restore", trained(tmp_path), *(word.format(out=tmp_path / "out") for word in words))
-    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert (outcome.status, outcome.err) == (exit_status.OK, "")
 
 
 def test_hints_are_in_the_document(call: Call, tmp_path: Path) -> None:
@@ -212,10 +212,10 @@ def test_a_model_folder_without_configuration_is_told(call: Call, tmp_path: Path
 def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
     """Of a store; of anything else there is none to take."""
     outcome = call("convert", trained(tmp_path), tmp_path / "m.safetensors", "--part", "model.transformer")
-    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert "m.safetensors: 2 tensors" in outcome.out
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "model")
-    assert (outcome.status, "is no store" in outcome.err) == (exits.USAGE, True)
+    assert (outcome.status, "is no store" in outcome.err) == (exit_status.USAGE, True)
     assert not (tmp_path / "other").exists()
 
 
@@ -241,14 +241,14 @@ def test_sizes_have_units(text: str, expected: int) -> None:
 def test_what_is_no_size_is_refused(call: Call, tmp_path: Path, text: str) -> None:
     """With what to give instead."""
     outcome = call("restore", trained(tmp_path), "--to", tmp_path / "o", "--max-shard-size", text)
-    assert outcome.status == exits.USAGE
+    assert outcome.status == exit_status.USAGE
     assert "give bytes, or a number with KB" in outcome.err or "less than one byte" in outcome.err
 
 
 def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> None:
     """Where it has no effect, that is said."""
     words = ("restore", trained(tmp_path), "--part", "model", "--max-shard-size", "0.2KB", "--to")
-    assert call(*words, tmp_path / "o").status == exits.OK
+    assert call(*words, tmp_path / "o").status == exit_status.OK
     assert len(list((tmp_path / "o").glob("*.safetensors"))) == 2
     assert "so --max-shard-size has no effect" in call(*words, tmp_path / "o.safetensors").err
 
@@ -259,7 +259,7 @@ def test_a_step_that_is_there_already_is_told(call: Call, tmp_path: Path) -> Non
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "store")
     assert call(*words).err == ""
     outcome = call(*words)
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     assert "had step 0 of run 'default' already, and has 2 of it now; this one is save:" in outcome.err
     assert call(*words, "--step", "1").err == ""
 
@@ -270,7 +270,7 @@ def test_a_warning_is_a_message(call: Call, tmp_path: Path) -> None:
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step")
     assert call(*words, 5).err == ""
     outcome = call(*words, 3)
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     assert outcome.err.startswith("asymcheck: run 'default' already has step 5, so step 3 will not be its newest")
     assert len(outcome.err.splitlines()) == 1
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Pa
     name = tmp_path / f"{'a' * 300}.pt"
     words = (name, tmp_path / "new") if which == "source" else (store, name)
     outcome = call("convert", *words)
-    assert outcome.status == exits.STORAGE
+    assert outcome.status == exit_status.STORAGE
     assert outcome.err == f"asymcheck: look at {name}: File name too long\n"
 
 
@@ -302,5 +302,5 @@ def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) 
     safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     torch.save({}, folder / "optimizer.pt")
     outcome = call("convert", folder, tmp_path / "store")
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     assert f"left out of {folder}: onnx, optimizer.pt, " in outcome.err

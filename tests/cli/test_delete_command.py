@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import asymcheck
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -29,11 +29,11 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
     with asymcheck.Store.open(store, read_only=True) as opened:
         save_id = opened.checkpoints()[0].save_id
     outcome = call("delete", store, 10, "--yes")
-    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert outcome.out.startswith(f"deleted default step 10 (generation 1, save {save_id[:12]}, ")
     assert outcome.out.endswith(f"\nasymcheck gc {store} frees the bytes that no other checkpoint needs\n")
     assert steps(store) == [20, 30, 25]
-    assert call("verify", store).status == exits.OK
+    assert call("verify", store).status == exit_status.OK
 
 
 def test_what_is_to_be_typed_next_is_quoted(call: Call, store: Path) -> None:
@@ -47,7 +47,7 @@ def test_what_is_to_be_typed_next_is_quoted(call: Call, store: Path) -> None:
 def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
     """In a pipe it takes --yes; the message says what would go."""
     outcome = call("delete", store, 10)
-    assert (outcome.status, outcome.out) == (exits.USAGE, "")
+    assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
     assert "give --yes to delete default step 10 (generation 1, save " in outcome.err
     assert steps(store) == [10, 20, 30, 25]
 
@@ -80,7 +80,7 @@ def test_one_generation_of_a_step(call: Call, store: Path) -> None:
     with asymcheck.Store.open(store) as opened:
         opened.save({"x": 1}, step=30)
     outcome = call("delete", store, 30, "--generation", 3, "--yes")
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert "in generation 3; it has that step in generation 1, 2" in outcome.err
     assert call("delete", store, 30, "--generation", 1, "--yes").out.count("deleted default step 30") == 1
     assert steps(store) == [10, 20, 25, 30]
@@ -92,10 +92,10 @@ def test_one_generation_of_a_step(call: Call, store: Path) -> None:
 
 def test_another_run(call: Call, store: Path) -> None:
     """Only there."""
-    assert call("delete", store, 1, "--yes").status == exits.NOT_FOUND
-    assert call("delete", store, 1, "--run", "other", "--yes").status == exits.OK
+    assert call("delete", store, 1, "--yes").status == exit_status.NOT_FOUND
+    assert call("delete", store, 1, "--run", "other", "--yes").status == exit_status.OK
     assert (steps(store, "other"), steps(store)) == ([], [10, 20, 30, 25])
-    assert call("delete", store, 1, "--run", "no/name", "--yes").status == exits.USAGE
+    assert call("delete", store, 1, "--run", "no/name", "--yes").status == exit_status.USAGE
 
 
 def test_json(call: Call, store: Path) -> None:

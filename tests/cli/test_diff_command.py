@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from asymcheck import Part, Store
-from asymcheck.types import PackId
+from asymcheck import Store
+from asymcheck.types import PackId, Part
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]

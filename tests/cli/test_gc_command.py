@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from asymcheck.cli.maintenance import _sentence
-from asymcheck.pipeline.collect import Collected
+from asymcheck.gc.collect import Collected
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -25,7 +25,7 @@ def steps(store: Path, run: str = "default") -> list[tuple[int, int]]:
 
 def lines(outcome: Outcome) -> list[str]:
     """Return what was printed, without the save ids and the sentence about packs."""
-    assert (outcome.status, outcome.err) == (exits.OK, "")
+    assert (outcome.status, outcome.err) == (exit_status.OK, "")
     return [line.partition(", save ")[0] + line.partition(")")[2] for line in outcome.out.splitlines()[:-1]]
 
 
@@ -48,7 +48,7 @@ def test_a_dry_run_names_what_would_go_and_the_reasons_of_the_rest(call: Call, s
     ]
     assert steps(store) == [(30, 1), (25, 2)]
     assert steps(store, "other") == [(1, 1)]
-    assert call("verify", store).status == exits.OK
+    assert call("verify", store).status == exit_status.OK
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_dry_run_names_what_would_go_and_the_reasons_of_the_rest(call: Call, s
 )
 def test_each_rule_is_an_option(call: Call, store: Path, words: list[object], left: list[int]) -> None:
     """With the meaning that it has in Python."""
-    assert call("gc", store, *words).status == exits.OK
+    assert call("gc", store, *words).status == exit_status.OK
     assert [step for step, _ in steps(store)] == left
 
 
@@ -74,10 +74,10 @@ def test_another_run_is_named(call: Call, store: Path) -> None:
     """Or none is: the default run is, not all of them."""
     with asymcheck.Store.open(store) as opened:
         opened.save({"x": 1}, step=2, run="other")
-    assert call("gc", store, "--keep-last", 1, "--run", "other").status == exits.OK
+    assert call("gc", store, "--keep-last", 1, "--run", "other").status == exit_status.OK
     assert (len(steps(store)), steps(store, "other")) == (4, [(2, 1)])
     outcome = call("gc", store, "--keep-last", 1, "--run", "othr")
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert "has no run 'othr'; it has runs default, other" in outcome.err
 
 
@@ -117,6 +117,6 @@ def test_wrong_words_delete_nothing(call: Call, store: Path, words: list[object]
     """The message says what to give."""
     before = steps(store)
     outcome = call("gc", store, *words)
-    assert outcome.status == exits.USAGE
+    assert outcome.status == exit_status.USAGE
     assert message in " ".join(outcome.err.split())
     assert steps(store) == before

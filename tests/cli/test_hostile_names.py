@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.cli import exits, output
+from asymcheck.cli import exit_status, output
 from tests.cli.conftest import Outcome
-from tests.interop.files import U8, raw
+from tests.convert.files import U8, raw
 
 Call = Callable[..., Outcome]
 
@@ -23,7 +23,7 @@ SHOWN = r"a\x1b]0;owned\x07\x1b[2J\nasymcheck: all is well\r\u202eb\x9bü×"
 def hostile(call: Call, tmp_path: Path) -> Path:
     """A store of a file that somebody else has written, with a second step in which its tensor is another one."""
     (tmp_path / "m.safetensors").write_bytes(raw({HOSTILE: U8}, b"x"))
-    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exits.OK
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
     with Store.open(tmp_path / "store") as store:
         names = {HOSTILE: torch.tensor([9], dtype=torch.float8_e4m3fn), "rest": 1}
         store.save({"model": names, "l": torch.ones(9), HOSTILE: 3}, step=1, metrics={HOSTILE: 1.0})

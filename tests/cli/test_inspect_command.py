@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 import asymcheck
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
+from asymcheck.types import Part
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -108,7 +109,7 @@ def test_tensors_of_a_step(call: Call, store: Path) -> None:
 def test_where_is_about_tensors(call: Call, store: Path) -> None:
     """Of a list of checkpoints it would say nothing."""
     outcome = call("inspect", store, "--where")
-    assert outcome.status == exits.USAGE
+    assert outcome.status == exit_status.USAGE
     assert "--where is about tensors: give --step or --tensors" in outcome.err
 
 
@@ -124,7 +125,7 @@ def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
     for pack in (store / "packs").iterdir():
         pack.unlink()
     outcome = call("inspect", store, "--step", 20)
-    assert outcome.status == exits.WARNINGS
+    assert outcome.status == exit_status.WARNINGS
     assert "MISSING: 7 partitions" in outcome.out
     assert "MISSING" in call("inspect", store, "--step", 20, "--where").out.splitlines()[4]
 
@@ -133,7 +134,7 @@ def test_a_run_that_is_not_there(call: Call, store: Path) -> None:
     """A slip in a name is not an empty store."""
     for name in ("inspect", "verify", "log", "du"):
         outcome = call(name, store, "--run", "nope")
-        assert outcome.status == exits.NOT_FOUND
+        assert outcome.status == exit_status.NOT_FOUND
         assert "default" in outcome.err
 
 
@@ -142,12 +143,12 @@ def test_damage_shows_in_the_status(call: Call, store: Path) -> None:
     manifest = max((store / "manifests" / "default").rglob("*.manifest"))
     manifest.write_bytes(b"x")
     outcome = call("inspect", store)
-    assert outcome.status == exits.WARNINGS
+    assert outcome.status == exit_status.WARNINGS
     assert "asymcheck verify" in outcome.out
     for head in (store / "heads" / "default").iterdir():
         head.write_bytes(bytes(8192))
     outcome = call("inspect", store, "--run", "default")
-    assert outcome.status == exits.WARNINGS
+    assert outcome.status == exit_status.WARNINGS
     assert "a head record is lost" in outcome.out
     assert "newest" not in outcome.out
 
@@ -190,8 +191,8 @@ def test_plain_values(call: Call, store_path: Path) -> None:
         {"name": "epoch", "text": "2", "rank": 0}
     ]
     outcome = call("inspect", store_path, "--values", "--tensors", "nothing")
-    assert (outcome.status, "matches no name in the plain values of" in outcome.err) == (exits.USAGE, True)
-    assert call("inspect", store_path, "--values", "--where").status == exits.USAGE
+    assert (outcome.status, "matches no name in the plain values of" in outcome.err) == (exit_status.USAGE, True)
+    assert call("inspect", store_path, "--values", "--where").status == exit_status.USAGE
 
 
 def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     save_id = f"{time.time_ns():032x}"
     with asymcheck.Store.open(store_path) as opened:
         for rank in range(2):
-            opened.save({"seed": rank + 7}, step=1, part=asymcheck.Part(rank, 2, save_id))
+            opened.save({"seed": rank + 7}, step=1, part=Part(rank, 2, save_id))
     lines = call("inspect", store_path, "--values").out.splitlines()
     assert lines[0] == "default step 1 generation 1: 2 plain values, 2 ranks"
     assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]
@@ -211,7 +212,7 @@ def test_what_several_ranks_have_is_counted_once(call: Call, store_path: Path, t
     with asymcheck.Store.open(store_path) as opened:
         for rank in range(2):
             state = {"model": torch.ones(3000), f"own {rank}": torch.ones(2000)}
-            opened.save(state, step=1, part=asymcheck.Part(rank, 2, save_id))
+            opened.save(state, step=1, part=Part(rank, 2, save_id))
     lines = call("inspect", store_path, "--step", 1).out.splitlines()
     assert lines[0] == "default step 1 generation 1: 3 tensors, 27.3 KiB, 2 ranks"
     assert [re.findall(r"[\d.]+ KiB", line) for line in lines[4:7]] == [["11.7 KiB"], ["7.8 KiB"], ["7.8 KiB"]]

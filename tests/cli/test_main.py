@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from asymcheck.cli.main import commands
 from asymcheck.config import __version__
 from tests.cli.conftest import Outcome
@@ -35,7 +35,15 @@ WORDS = {
 def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
     """Every command's help names each status."""
     text = call(name, "--help").out
-    statuses = [exits.OK, exits.DAMAGED, exits.USAGE, exits.NOT_FOUND, exits.UNREADABLE, exits.STORAGE, exits.WARNINGS]
+    statuses = [
+        exit_status.OK,
+        exit_status.DAMAGED,
+        exit_status.USAGE,
+        exit_status.NOT_FOUND,
+        exit_status.UNREADABLE,
+        exit_status.STORAGE,
+        exit_status.WARNINGS,
+    ]
     assert all(f"\n    {status}  " in text for status in statuses), text
 
 
@@ -43,7 +51,7 @@ def test_the_page_says_the_same_of_each_status() -> None:
     """Whoever reads one of the two knows all that a status may mean."""
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
     shown = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
-    told = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exits.HELP, re.MULTILINE)
+    told = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exit_status.HELP, re.MULTILINE)
     assert [(number, " ".join(meaning.split())) for number, meaning in told] == shown
 
 
@@ -71,14 +79,14 @@ def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
         ("restore", "--to", tmp_path / "o.pt"),
     ):
         outcome = call(words[0], tmp_path / "store", *words[1:])
-        assert (outcome.status, outcome.err.endswith("; it is empty\n")) == (exits.NOT_FOUND, True), outcome.err
+        assert (outcome.status, outcome.err.endswith("; it is empty\n")) == (exit_status.NOT_FOUND, True), outcome.err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "log", "du"])
 def test_a_run_that_is_not_there(call: Call, store: Path, name: str) -> None:
     """All say in the same words which there are."""
     outcome = call(name, store, "--run", "nobody")
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert outcome.err.endswith("has no run 'nobody'; it has runs default, other\n")
 
 
@@ -90,7 +98,7 @@ def test_a_run_that_is_not_there(call: Call, store: Path, name: str) -> None:
 def test_a_glob_that_matches_nothing(call: Call, store: Path, words: tuple[object, ...]) -> None:
     """Status 2, with what could be matched, from every command that takes one."""
     outcome = call(words[0], store, *words[1:], "--tensors", "modle.*")
-    assert (outcome.status, outcome.out) == (exits.USAGE, "")
+    assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
     assert "tensors='modle.*' matches no name in" in outcome.err
     assert "; it has model (try" in outcome.err or "; they have model, optimizer" in outcome.err
     assert "(try 'model*')" in outcome.err
@@ -108,7 +116,7 @@ STORES = sorted(set(NAMES) - {"convert"})
 def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
     """A store that is not there: status 3, the path in the message, and nothing is created."""
     outcome = call(name, tmp_path / "nowhere", *WORDS.get(name, ()))
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
@@ -118,7 +126,7 @@ def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
     """A directory that is not a store: status 3, and it says so."""
     (tmp_path / "photo.jpg").write_bytes(b"x")
     outcome = call(name, tmp_path, *WORDS.get(name, ()))
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert "is not an asymcheck store" in outcome.err
 
 
@@ -127,7 +135,7 @@ def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
     """Both copies of the descriptor destroyed: status 4."""
     (store / "asymcheck.store").write_bytes(bytes(8192))
     outcome = call(name, store, *WORDS.get(name, ()))
-    assert outcome.status == exits.UNREADABLE
+    assert outcome.status == exit_status.UNREADABLE
     assert "both copies" in outcome.err
 
 
@@ -139,13 +147,13 @@ def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
 def test_a_step_that_is_not_there(call: Call, words: tuple[str, ...], store: Path) -> None:
     """Status 3, and the message says which steps there are."""
     outcome = call(words[0], store, *words[1:])
-    assert outcome.status == exits.NOT_FOUND
+    assert outcome.status == exit_status.NOT_FOUND
     assert "it has steps 10, 20, 25, 30" in outcome.err
 
 
 def test_a_wrong_option(call: Call, store: Path) -> None:
     """Status 2, by click."""
-    assert call("inspect", store, "--nonsense").status == exits.USAGE
+    assert call("inspect", store, "--nonsense").status == exit_status.USAGE
 
 
 def test_the_installed_program_runs() -> None:
@@ -168,7 +176,7 @@ def test_a_reader_that_has_seen_enough_is_no_damage(store: Path) -> None:
 def test_output_that_cannot_be_written_is_said(store: Path) -> None:
     """A full disk under a redirected output: status 5, not a traceback and not the status of damage."""
     done = _run(f"{sys.executable} -m asymcheck inspect {store} > /dev/full")
-    assert done.returncode == exits.STORAGE
+    assert done.returncode == exit_status.STORAGE
     assert done.stderr.startswith("asymcheck: cannot write the output: ")
     assert "Traceback" not in done.stderr
 
@@ -176,10 +184,10 @@ def test_output_that_cannot_be_written_is_said(store: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status"),
     [
-        ("log nowhere", exits.NOT_FOUND),
-        ("inspect --nonsense", exits.USAGE),
-        ("inspect {store} --step 20 > /dev/full", exits.STORAGE),
-        ("restore {store} --to {store}.safetensors", exits.OK),
+        ("log nowhere", exit_status.NOT_FOUND),
+        ("inspect --nonsense", exit_status.USAGE),
+        ("inspect {store} --step 20 > /dev/full", exit_status.STORAGE),
+        ("restore {store} --to {store}.safetensors", exit_status.OK),
     ],
 )
 def test_messages_that_cannot_be_written_change_no_status(store: Path, words: str, status: int) -> None:
@@ -192,24 +200,24 @@ def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     """Python's own would be 1, which says that a checkpoint is lost."""
     script = "import asymcheck.store as s, asymcheck.cli; s.Store.checkpoints = None; asymcheck.cli.main()"
     done = _run(f"{sys.executable} -c '{script}' inspect {store}")
-    assert done.returncode == exits.DEFECT
+    assert done.returncode == exit_status.DEFECT
     assert "Traceback" in done.stderr
-    assert _run(f"{sys.executable} -c '{script}' inspect {store} 2> /dev/full").returncode == exits.DEFECT
+    assert _run(f"{sys.executable} -c '{script}' inspect {store} 2> /dev/full").returncode == exit_status.DEFECT
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_defect(store: Path, closed: str) -> None:
     """As services start programs: what would be read is at its end, what would be printed goes nowhere."""
     command = f"{sys.executable} -m asymcheck"
-    assert _run(f"{command} inspect {store} {closed}").returncode == exits.OK
-    assert _run(f"{command} delete {store} 10 {closed}").returncode == exits.USAGE
+    assert _run(f"{command} inspect {store} {closed}").returncode == exit_status.OK
+    assert _run(f"{command} delete {store} 10 {closed}").returncode == exit_status.USAGE
 
 
 def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
     """Or a file of the store would get it, and with it what is printed."""
     script = "import asymcheck.cli, atexit, os; atexit.register(lambda: print(os.readlink('/proc/self/fd/2')))"
     done = _run(f'{sys.executable} -c "{script}; asymcheck.cli.main()" inspect {store} 2>&-')
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (exits.OK, "/dev/null")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (exit_status.OK, "/dev/null")
 
 
 def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
@@ -218,19 +226,19 @@ def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
         opened.save({"ü→": torch.ones(5, 5)}, step=1)
     ascii_only = "PYTHONIOENCODING=ascii PYTHONUTF8=0"
     done = _run(f"{ascii_only} {sys.executable} -m asymcheck inspect {tmp_path}/store --step 1 --tensors '*'")
-    assert (done.returncode, done.stderr) == (exits.OK, "")
+    assert (done.returncode, done.stderr) == (exit_status.OK, "")
     assert r"\xfc\u2192" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, exits.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "status"), [(signal.SIGINT, exit_status.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
     store: Path, tmp_path: Path, number: int, status: int
 ) -> None:
     """Click's status would be 1, which says that a checkpoint is lost."""
     script = (
-        "import asymcheck.interop.target as f, asymcheck.cli, os, time\n"
+        "import asymcheck.convert.export_target as f, asymcheck.cli, os, time\n"
         "def stop(self):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    time.sleep(60)\n"

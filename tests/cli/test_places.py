@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from asymcheck import Store
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from tests.architecture.source_tree import REPOSITORY
 from tests.cli.conftest import Outcome
 
@@ -75,7 +75,7 @@ def test_inspect_finds_a_run_that_lies_only_there(location: str, call: Callable[
     found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
     assert (found.status, rows(found)) == (0, {("default", "10"): "there", ("default", "20"): "there"})
     missing = call("inspect", tmp_path / "new", "--remote", location, "--run", "nobodys")
-    assert missing.status == exits.NOT_FOUND
+    assert missing.status == exit_status.NOT_FOUND
     assert "'nobodys'" in missing.err
     assert "default" in missing.err
 
@@ -85,7 +85,7 @@ def test_a_pull_of_nothing_makes_no_store(
     location: str, call: Callable[..., Outcome], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """The next one goes on."""
-    assert call("pull", location, tmp_path / "new", *words).status == exits.NOT_FOUND
+    assert call("pull", location, tmp_path / "new", *words).status == exit_status.NOT_FOUND
     assert not (tmp_path / "new").exists()
     assert call("pull", location, tmp_path / "new").status == 0
 
@@ -93,9 +93,9 @@ def test_a_pull_of_nothing_makes_no_store(
 def test_what_is_done_to_a_store_alone(location: str, call: Callable[..., Outcome]) -> None:
     """Of a location is refused, with what to do instead."""
     pruned = call("gc", location, "--keep-last", "1")
-    assert (pruned.status, "Push(keep=...)" in pruned.err) == (exits.USAGE, True)
+    assert (pruned.status, "Push(keep=...)" in pruned.err) == (exit_status.USAGE, True)
     repaired = call("verify", location, "--repair")
-    assert (repaired.status, "push it again" in " ".join(repaired.err.split())) == (exits.USAGE, True)
+    assert (repaired.status, "push it again" in " ".join(repaired.err.split())) == (exit_status.USAGE, True)
 
 
 def test_what_cannot_be_asked_together(
@@ -107,7 +107,7 @@ def test_what_cannot_be_asked_together(
     assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0
     words = ("--to", tmp_path / "out.pt", "--tier", "dram", "--ring-folder", tmp_path)
     refused = call("restore", store, *words, "--remote", location)
-    assert (refused.status, "leave out --remote" in " ".join(refused.err.split())) == (exits.USAGE, True)
+    assert (refused.status, "leave out --remote" in " ".join(refused.err.split())) == (exit_status.USAGE, True)
 
 
 def test_a_location_is_checked_without_its_frames(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_a_location_is_checked_without_its_frames(location: str, call: Callable[
     packs[-1].write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
     assert call("verify", location).status == 0
     deep = call("verify", location, "--deep")
-    assert (deep.status, "damaged-frame" in deep.out) == (exits.DAMAGED, True)
+    assert (deep.status, "damaged-frame" in deep.out) == (exit_status.DAMAGED, True)
     packs[-1].write_bytes(whole[: len(whole) // 2])
     cut = call("verify", location)
     assert cut.status != 0
     assert "damaged-pack" in cut.out
     packs[-1].unlink()
     gone = call("verify", location)
-    assert (gone.status, "missing-partition" in gone.out) == (exits.DAMAGED, True)
+    assert (gone.status, "missing-partition" in gone.out) == (exit_status.DAMAGED, True)

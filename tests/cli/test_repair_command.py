@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from tests.cli.conftest import Outcome
 from tests.cli.test_verify_command import flip, largest_pack
 
@@ -17,16 +17,16 @@ def test_all_is_repaired(call: Call, store: Path) -> None:
     """Found, done, and nothing left: status 0; a second repair has nothing to do."""
     flip(store / "asymcheck.store", 20)
     flip(largest_pack(store), 40)
-    assert call("verify", store).status == exits.WARNINGS
+    assert call("verify", store).status == exit_status.WARNINGS
     outcome = call("verify", store, "--repair")
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     lines = outcome.out.splitlines()
     assert "found: asymcheck.store: one of two copies of the record was damaged" in lines
     assert "done:  asymcheck.store: written again with both copies" in lines
     assert any(line.startswith("done:  packs/") and "copied into a new pack" in line for line in lines)
     assert lines[-1] == "5 checkpoints checked: every one can be restored"
     again = call("verify", store, "--repair")
-    assert again.status == exits.OK
+    assert again.status == exit_status.OK
     assert again.out.splitlines()[0] == "nothing to repair"
 
 
@@ -34,7 +34,7 @@ def test_what_is_left(call: Call, store: Path) -> None:
     """A lost partition is named with its checkpoints and what can be done; status 1. In JSON too."""
     flip(largest_pack(store), 4096 + 300)
     outcome = call("verify", store, "--repair")
-    assert outcome.status == exits.DAMAGED
+    assert outcome.status == exit_status.DAMAGED
     left = [line for line in outcome.out.splitlines() if line.startswith("left:")]
     assert len(left) == 3
     assert all("delete that step" in line for line in left)
@@ -51,14 +51,14 @@ def test_a_repair_is_of_the_whole_store(call: Call, store: Path) -> None:
     """With --step or --run it is refused."""
     for words in (("--step", 20), ("--run", "default")):
         outcome = call("verify", store, "--repair", *words)
-        assert outcome.status == exits.USAGE
+        assert outcome.status == exit_status.USAGE
         assert "whole store" in outcome.err
 
 
 def test_a_repair_makes_no_store(call: Call, tmp_path: Path) -> None:
     """Where there is none, status 3, and nothing is created."""
     for words in (("verify", "--repair"), ("rebuild",)):
-        assert call(*words, tmp_path / "nowhere").status == exits.NOT_FOUND
+        assert call(*words, tmp_path / "nowhere").status == exit_status.NOT_FOUND
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,7 +66,7 @@ def test_rebuild(call: Call, store: Path) -> None:
     """It says what the catalog knows afterwards; status 0."""
     shutil.rmtree(store / "catalog")
     outcome = call("rebuild", store)
-    assert outcome.status == exits.OK
+    assert outcome.status == exit_status.OK
     packs = len(list((store / "packs").iterdir()))
     assert outcome.out.startswith(f"the catalog knows {packs} packs, ")
     assert " and 5 manifests; " in outcome.out
@@ -77,7 +77,7 @@ def test_rebuild_leaves_out(call: Call, store: Path) -> None:
     pack = largest_pack(store)
     flip(pack, 40)
     outcome = call("rebuild", store)
-    assert outcome.status == exits.WARNINGS
+    assert outcome.status == exit_status.WARNINGS
     assert f"left out: pack {pack.name}" in outcome.out
     rebuilt = call("rebuild", store, "--json").json["rebuilt"]
     assert isinstance(rebuilt, dict)

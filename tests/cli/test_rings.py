@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck import CaptureConfig, Store
-from asymcheck.cli import exits
+from asymcheck.cli import exit_status
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
 
@@ -19,7 +19,7 @@ Call = Callable[..., Outcome]
 def test_a_folder_of_rings_that_is_not_there_is_said(call: Call, store: Path, tmp_path: Path, words: list[str]) -> None:
     """Who mistypes it would be told that nothing is in memory."""
     outcome = call("inspect", store, "--tier", "dram", "--ring-folder", tmp_path / "nowhere", *words)
-    assert (outcome.status, outcome.out) == (exits.NOT_FOUND, "")
+    assert (outcome.status, outcome.out) == (exit_status.NOT_FOUND, "")
     assert f"{tmp_path / 'nowhere'} does not exist; --ring-folder names where" in outcome.err
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import asymcheck
+from asymcheck.types import Part
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -55,7 +56,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
 def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
     """It is no damage among others, but nobody is told that it can be restored."""
     with asymcheck.Store.open(store) as opened:
-        opened.save({"x": 1}, step=40, part=asymcheck.Part(0, 2, "18" + "0" * 30))
+        opened.save({"x": 1}, step=40, part=Part(0, 2, "18" + "0" * 30))
     outcome = call("verify", store)
     assert outcome.status == 6
     assert outcome.out.endswith("6 checkpoints checked: every complete one can be restored; 1 incomplete\n")

@@ -12,9 +12,9 @@ from asymcheck.checkpointer import Checkpointer
 from asymcheck.events import Event
 from asymcheck.format import layout
 from asymcheck.policies.retention import Retention
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import NvmeTier
 from tests.crash import faults
 from tests.crash.states import CONFIG, Journal, fingerprint, make_state
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from asymcheck.tiers.files import Files, translated
-from asymcheck.tiers.nvme.catalog import Transaction
+from asymcheck.storage.local_files import Files, translated
+from asymcheck.storage.nvme.catalog import Transaction
 
 CHANGES = (
     "open_new",

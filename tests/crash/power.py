@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.format import layout
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme.catalog import Catalog, Populate
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme.catalog import Catalog, Populate
 from tests.crash.states import Journal, Promises, promises
 
 BLOCK = 4096

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 
 from asymcheck.format import layout
+from asymcheck.fsck.verify import Severity
 from asymcheck.store import Store
 from asymcheck.types import Digest
-from asymcheck.verify import Severity
 from tests.crash.actions import open_store
 from tests.crash.states import CONFIG, Promises, fingerprint, make_state
 

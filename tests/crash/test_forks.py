@@ -16,8 +16,8 @@ from asymcheck import events
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.errors import ForkedStoreError
 from asymcheck.events import Event
+from asymcheck.storage.local_files import DESCRIPTORS
 from asymcheck.store import Store
-from asymcheck.tiers.files import DESCRIPTORS
 from tests.crash.actions import open_store, save
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers

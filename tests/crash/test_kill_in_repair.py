@@ -13,7 +13,7 @@ from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, make_state
 from tests.crash.survival import leftovers
 from tests.damage.flips import flip
-from tests.repair.damages import check_idle, flip_header, flip_index, flip_payload, packs, readable
+from tests.fsck.damages import check_idle, flip_header, flip_index, flip_payload, packs, readable
 from tests.zygote import Zygote
 
 Copy = Callable[[Sequence[Action]], Path]

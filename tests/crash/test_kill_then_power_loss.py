@@ -15,11 +15,11 @@ from typing import NoReturn
 
 import pytest
 
+from asymcheck.storage import process_identity
+from asymcheck.storage.local_files import DESCRIPTORS
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.nvme.catalog import Catalog
 from asymcheck.store import Store
-from asymcheck.tiers import owners
-from asymcheck.tiers.files import DESCRIPTORS
-from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.nvme.catalog import Catalog
 from tests.crash.actions import Action, lose_catalog, take
 from tests.crash.faults import CHANGES, Counter, WatchedFiles
 from tests.crash.power import Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
@@ -80,7 +80,7 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
 def _live(base: Path, log: list[Entry], script: Sequence[Action], patch: pytest.MonkeyPatch, at: int = 0) -> list[str]:
     """Go through a script as a process of its own; return the names of its operations."""
     boot_id = str(uuid.uuid4())
-    patch.setattr(owners, "_boot_id", lambda: boot_id)
+    patch.setattr(process_identity, "_boot_id", lambda: boot_id)
     files = _MortalFiles(log, at)
     config = dataclasses.replace(CONFIG, slots=1)
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Pat
         lose_catalog(base / "above" / "store")
     killed_after = log[-1][:3] if log else "the start"
     _live(base, log, second, patch)
-    patch.setattr(owners, "_boot_id", lambda: "the third")
+    patch.setattr(process_identity, "_boot_id", lambda: "the third")
     owed = after_power_loss(base, log, left, loss="names and data", catalog="missing" if at % 2 else "as it was")
     try:
         check_survived(left / "above" / "store", owed)

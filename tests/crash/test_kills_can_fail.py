@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from asymcheck.commit import transaction
+from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline import collect, reachability, transaction
-from asymcheck.pipeline.packing import Packing
+from asymcheck.gc import collect
+from asymcheck.storage import reachability
+from asymcheck.storage.nvme import CheckpointFiles
+from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.store import Store
-from asymcheck.tiers.nvme import CheckpointFiles
-from asymcheck.tiers.nvme.manifests import ManifestFiles
 from asymcheck.types import CheckpointRef
 from tests.crash import faults
 from tests.crash.actions import Action, perform
@@ -47,10 +49,10 @@ def manifests_under_their_final_name() -> None:
 def manifests_before_packs() -> None:
     """The commit comes before what it names is complete."""
 
-    def seal(_self: Packing) -> None:
+    def seal(_self: PackBuilder) -> None:
         return
 
-    Packing.seal = seal  # type: ignore[method-assign]  # as above
+    PackBuilder.seal = seal  # type: ignore[method-assign]  # as above
     transaction._check_stored = lambda _names, _flusher: None
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import AsymcheckError
+from asymcheck.storage import process_identity
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
-from asymcheck.tiers import owners
-from asymcheck.tiers.nvme import NvmeTier
 from tests.crash.actions import Action, take
 from tests.crash.power import CATALOGS, LOSSES, Entry, LoggedJournal, RecordingFiles, after_power_loss, recorded_catalog
 from tests.crash.states import CONFIG
@@ -72,7 +72,7 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def start_again() -> None:
         boot_id = str(uuid.uuid4())
-        monkeypatch.setattr(owners, "_boot_id", lambda: boot_id)
+        monkeypatch.setattr(process_identity, "_boot_id", lambda: boot_id)
 
     return start_again
 

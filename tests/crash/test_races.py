@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from asymcheck import events
+from asymcheck.commit.pack_builder import KnownPartitions
 from asymcheck.errors import RecoveryError, StorageError
 from asymcheck.events import Event
-from asymcheck.pipeline.packing import KnownPartitions
-from asymcheck.pipeline.reachability import StoreReachability
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import Transaction
+from asymcheck.storage.reachability import StoreReachability
 from asymcheck.store import Store
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import Transaction
 from asymcheck.types import Digest, Location
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state

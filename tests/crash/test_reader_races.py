@@ -11,12 +11,12 @@ import torch
 from asymcheck.errors import CheckpointNotFoundError, RecoveryError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.recovery import resolve as resolve_module
-from asymcheck.recovery.resolve import Resolved
+from asymcheck.restore import resolve as resolve_module
+from asymcheck.restore.resolve import Resolved
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.manifests import ManifestReader
+from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.store import Store
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.manifests import ManifestReader
-from asymcheck.tiers.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
@@ -151,8 +151,10 @@ def test_recycling_under_a_reader_is_noticed(store_path: Path, monkeypatch: pyte
 
         def recycle() -> None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("asymcheck.tiers.nvme.packs.try_lock", lambda _descriptor, *, exclusive: exclusive)
-                patch.setattr("asymcheck.tiers.nvme.tier.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                patch.setattr(
+                    "asymcheck.storage.nvme.pack_writer.try_lock", lambda _descriptor, *, exclusive: exclusive
+                )
+                patch.setattr("asymcheck.storage.nvme.tier.try_lock", lambda _descriptor, *, exclusive: exclusive)
                 writer.delete(0)
                 assert writer.gc().freed_packs == 2
                 for step in (2, 4, 6):

@@ -12,9 +12,9 @@ import pytest
 from asymcheck import events
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, ReadOnlyStoreError, SkippedCheckpointWarning
 from asymcheck.events import Event
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.local_files import Files
 from asymcheck.store import Store
-from asymcheck.tiers.files import Files
-from asymcheck.verify import Severity
 from tests.crash import faults
 from tests.crash.actions import open_store
 from tests.crash.faults import LOOKS, Counter, WatchedFiles

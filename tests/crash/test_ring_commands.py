@@ -16,7 +16,7 @@ from asymcheck.errors import CheckpointNotFoundError, FormatError
 from asymcheck.format.frame import HEADER_BYTES, decode_header, encode_header, payload_offset
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.record import RECORD_BYTES
-from asymcheck.format.ring import DATA_OFFSET, decode_ring_header, encode_ring_header
+from asymcheck.format.ring_records import DATA_OFFSET, decode_ring_header, encode_ring_header
 from asymcheck.types import PackId
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.cli.conftest import Outcome, run_command

@@ -17,8 +17,8 @@ from asymcheck.errors import SkippedCheckpointWarning
 from asymcheck.events import COMMIT_ORDER
 from asymcheck.format.frame import payload_offset
 from asymcheck.format.record import RECORD_BYTES
-from asymcheck.format.ring import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
-from asymcheck.tiers.dram_ring import RingReader, left
+from asymcheck.format.ring_records import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
+from asymcheck.storage.shm import RingReader, orphaned_rings
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, copied, flip, kill_when_ready, partition_of_newest
@@ -193,7 +193,7 @@ def test_a_ring_that_somebody_looks_at_is_taken_up(folder: Path, monkeypatch: py
     def meanwhile(_seconds: float) -> None:
         looking.close()
 
-    monkeypatch.setattr(left, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=meanwhile))
+    monkeypatch.setattr(orphaned_rings, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=meanwhile))
     assert_restored(folder, CAPTURED - 1)
     assert rings(folder) == []
 

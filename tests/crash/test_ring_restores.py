@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Checkpointer, Store
-from asymcheck.tiers.dram_ring import RingPack
-from asymcheck.tiers.nvme.pack_files import PackFile
-from asymcheck.tiers.slots import Slot
+from asymcheck.storage.nvme.pack_reader import PackFile
+from asymcheck.storage.shm import RingPack
+from asymcheck.storage.slots import Slot
 from tests.checkpointer.loops import copy_of, linear_loop
 from tests.crash.dead_rings import CAPTURED
 from tests.crash.states import Journal, fingerprint

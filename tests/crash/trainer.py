@@ -12,13 +12,13 @@ from types import FrameType
 import pytest
 
 from asymcheck import Checkpointer, Push, Store, events
+from asymcheck.capture.engine import CaptureEngine
 from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
-from asymcheck.migration.checkpoint_cache import CheckpointCache
-from asymcheck.pipeline.capturer import Capturer
+from asymcheck.fsck.verify import Severity
+from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.tracing import Trace
 from asymcheck.types import Checkpoint
-from asymcheck.verify import Severity
 from tests.checkpointer.disks import Disk, open_on
 from tests.checkpointer.loops import Loop, copy_late, copy_of, folder_for_rings, linear_loop
 from tests.crash import faults
@@ -191,8 +191,8 @@ class _Terminating:
 
 
 _TERMINATES_IN: dict[str, tuple[type, str]] = {
-    "fence": (Capturer, "_copy_released"),
-    "window": (Capturer, "_release"),
+    "fence": (CaptureEngine, "_copy_released"),
+    "window": (CaptureEngine, "_release"),
     "pushed": (CheckpointCache, "look"),
     "trace": (Trace, "_write"),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asymcheck.format.pack import decode_pack_header
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.tiers.nvme import Files
+from asymcheck.storage.nvme import Files
 
 
 class FlippingFiles(Files):

@@ -13,8 +13,8 @@ import torch
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, HeadRecordError, StepOrderWarning
+from asymcheck.fsck.verify import Finding, Severity
 from asymcheck.store import Store
-from asymcheck.verify import Finding, Severity
 
 CONFIG = StoreConfig(
     partition_bytes=4096,

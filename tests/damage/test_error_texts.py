@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import SkippedCheckpointWarning, Store
+from asymcheck import Store
 from asymcheck.errors import (
     UNKNOWING,
     AsymcheckError,
@@ -19,10 +19,11 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     PartialRestoreError,
     RefusedStateError,
+    SkippedCheckpointWarning,
 )
-from asymcheck.recovery import fetch
-from asymcheck.tiers.files import translated
-from asymcheck.tiers.nvme import Files, NvmeTier
+from asymcheck.restore import frame_reader
+from asymcheck.storage.local_files import translated
+from asymcheck.storage.nvme import Files, NvmeTier
 from tests.damage.flips import content, flip, flipped
 from tests.damage.small_store import CONFIG, SmallStore, make_store, same
 
@@ -237,7 +238,7 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
 ) -> None:
     """The same error, for nothing is wrong with the checkpoint; and no older one takes its place."""
     state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(6)}
-    whole, calls = fetch.read_checked, itertools.count()
+    whole, calls = frame_reader.read_checked, itertools.count()
 
     def read_checked(*arguments: object) -> memoryview:
         if next(calls) == 3:
@@ -248,7 +249,7 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
         store.save(state, step=1)
         store.save(state, step=2)
         target = {name: torch.zeros(1000) for name in state}
-        monkeypatch.setattr(fetch, "read_checked", read_checked)
+        monkeypatch.setattr(frame_reader, "read_checked", read_checked)
         with pytest.raises(kind, match=r"it went away\. 3 tensors were overwritten already: t\d, .* is a mixture"):
             store.restore(into=target, fall_back=True)
         assert sum(bool(tensor.any()) for tensor in target.values()) == 3

@@ -7,10 +7,10 @@ import pytest
 from asymcheck.codecs.decode import base_reader
 from asymcheck.errors import BadMagicError, ChecksumError, FormatError
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.recovery.fetch import read_checked
-from asymcheck.recovery.locate import Copy
+from asymcheck.restore.frame_reader import read_checked
+from asymcheck.restore.partition_locator import PartitionCopy
+from asymcheck.storage.nvme import NvmeTier, Slot
 from asymcheck.store import Store
-from asymcheck.tiers.nvme import NvmeTier, Slot
 from asymcheck.types import PackId
 from tests.damage.flips import FlippingFiles, covered_bits
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store
@@ -64,7 +64,7 @@ def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(
         try:
             if starts[0] <= byte < starts[-1]:
                 sequence = sum(start <= byte for start in starts) - 1
-                read_checked(Copy(pack, sequence), names[sequence], slot, NO_BASES)
+                read_checked(PartitionCopy(pack, sequence), names[sequence], slot, NO_BASES)
             elif _damage(tier, pack.header.pack_id) is not None:
                 continue
         except FormatError:
@@ -87,7 +87,7 @@ def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: F
         assert pack.path.name in str(damage)
         files.bit = (int(pack.entries[0]["offset"]) + offset) * 8
         with pytest.raises(kind, match=f"frame 0 of pack {pack.header.pack_id.hex()}"):
-            read_checked(Copy(pack, 0), pack.digests()[0], Slot(2 * CONFIG.partition_bytes), NO_BASES)
+            read_checked(PartitionCopy(pack, 0), pack.digests()[0], Slot(2 * CONFIG.partition_bytes), NO_BASES)
     pack.close()
 
 

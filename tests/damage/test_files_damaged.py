@@ -11,7 +11,7 @@ import pytest
 
 from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, HeadRecordError, StorageError
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.tiers.nvme import Files
+from asymcheck.storage.nvme import Files
 from tests.damage.flips import content, covered_bits
 from tests.damage.small_store import SmallStore, check_findings, load_all, make_store, same, small_state
 

@@ -10,8 +10,8 @@ import torch
 from asymcheck.config import StoreConfig
 from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.fsck.verify import Severity
 from asymcheck.store import Store
-from asymcheck.verify import Severity
 from tests.damage.flips import covered_bits, flipped
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store, same
 

@@ -11,10 +11,10 @@ import torch
 from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.local_files import translated
+from asymcheck.storage.nvme import Files, NvmeTier, Slot
 from asymcheck.store import Store
-from asymcheck.tiers.files import translated
-from asymcheck.tiers.nvme import Files, NvmeTier, Slot
-from asymcheck.verify import Severity
 from tests.damage.flips import flip
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, same
 

@@ -3,7 +3,7 @@
 import torch
 
 from asymcheck.format import registry
-from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 
 def test_supported_numbers_have_names() -> None:

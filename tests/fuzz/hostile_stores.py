@@ -13,8 +13,8 @@ from asymcheck.format.layout import ManifestName, pack_name
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.pack import PackHeader, encode_pack_header
 from asymcheck.format.tree import Node
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
-from asymcheck.tiers.nvme import NvmeTier
 from asymcheck.types import PackId
 from tests.damage.zygote import limit_memory, unlimit_memory
 from tools.manifest_files import encode_manifest

@@ -12,7 +12,7 @@ import numpy as np
 
 from asymcheck.codecs.decode import decode as decode_payload
 from asymcheck.errors import FormatError
-from asymcheck.format import catalog, frame, layout, pack, record
+from asymcheck.format import catalog_records, frame, layout, pack, record
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.record import parse_json
 from asymcheck.format.registry import BLOCK_BYTES
@@ -177,9 +177,9 @@ def _read_either_record(data: bytes) -> object:
 def _catalog_values() -> list[bytes]:
     owner = Owner(1234, 56789, "ef572891-d4e8-4612-81a2-e25cafa25b28", "pid:[4026531836]")
     return [
-        catalog.encode_location(KEY, Location(PACK_ID, 4096, 100, 100)),
-        catalog.encode_pack_entry(KEY, 1, 7, 1 << 20),
-        catalog.encode_pin(KEY, owner, [PACK_ID, PackId(KEY)]),
+        catalog_records.encode_location(KEY, Location(PACK_ID, 4096, 100, 100)),
+        catalog_records.encode_pack_entry(KEY, 1, 7, 1 << 20),
+        catalog_records.encode_pin(KEY, owner, [PACK_ID, PackId(KEY)]),
     ]
 
 
@@ -189,17 +189,17 @@ def _change_catalog_value(data: bytes, dice: random.Random) -> bytes:
         body = mutate.dumps(mutate.json_of(json.loads(body), dice))
     else:
         body = mutate.bytes_of(body, dice)
-    return body + data[-8:] if dice.random() < 0.2 else catalog.seal(KEY, body)
+    return body + data[-8:] if dice.random() < 0.2 else catalog_records.seal(KEY, body)
 
 
 def _read_catalog_value(data: bytes) -> object:
-    location = catalog.decode_location(KEY, data)
+    location = catalog_records.decode_location(KEY, data)
     if location is not None:
-        assert catalog.encode_location(KEY, location) == data
-    pin = catalog.decode_pin(KEY, data)
+        assert catalog_records.encode_location(KEY, location) == data
+    pin = catalog_records.decode_pin(KEY, data)
     if pin is not None:
-        assert catalog.decode_pin(KEY, catalog.encode_pin(KEY, *pin)) == (pin[0], sorted(pin[1]))
-    state = catalog.decode_pack_state(KEY, data)
+        assert catalog_records.decode_pin(KEY, catalog_records.encode_pin(KEY, *pin)) == (pin[0], sorted(pin[1]))
+    state = catalog_records.decode_pack_state(KEY, data)
     if location is pin is state is None:
         raise RefusedError
     return location or pin or state

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Part
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.tree import Node
-from asymcheck.types import PackId
-from asymcheck.verify import Severity
+from asymcheck.fsck.verify import Severity
+from asymcheck.types import PackId, Part
 from tests.damage.zygote import Zygote
 from tests.fuzz.hostile_stores import PACK_ID, STATE, new_store, put_manifest
 from tests.fuzz.manifests import row

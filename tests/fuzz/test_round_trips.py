@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asymcheck.format import catalog, frame, layout, pack, record, registry
+from asymcheck.format import catalog_records, frame, layout, pack, record, registry
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.manifest_reader import decode_manifest
@@ -85,22 +85,22 @@ def test_catalog_values(
 ) -> None:
     """A location and a pack entry come back; under another key they count as damaged."""
     at = Location(PackId(pack_id), offset, stored, plain, *numbers, base_digest=base)
-    value = catalog.encode_location(key, at)
-    assert catalog.decode_location(key, value) == at
-    assert catalog.decode_location(digest(key), value) is None
-    entry = catalog.encode_pack_entry(key, numbers[0], stored, plain)
-    assert catalog.decode_pack_state(key, entry) == numbers[0]
-    assert catalog.decode_pack_state(digest(key), entry) is None
+    value = catalog_records.encode_location(key, at)
+    assert catalog_records.decode_location(key, value) == at
+    assert catalog_records.decode_location(digest(key), value) is None
+    entry = catalog_records.encode_pack_entry(key, numbers[0], stored, plain)
+    assert catalog_records.decode_pack_state(key, entry) == numbers[0]
+    assert catalog_records.decode_pack_state(digest(key), entry) is None
 
 
 @given(IDS, st.integers(0, 99_999), st.integers(1, 1 << 22), U64, TEXT, TEXT, st.lists(IDS, max_size=5))
 def test_pins(save_id: bytes, rank: int, pid: int, ticks: int, boot: str, space: str, packs: list[bytes]) -> None:
     """A pin comes back with its owner and its packs."""
-    key = catalog.pin_key(SaveId(save_id), rank)
+    key = catalog_records.pin_key(SaveId(save_id), rank)
     owner = Owner(pid, ticks, boot, space)
-    value = catalog.encode_pin(key, owner, [PackId(one) for one in packs])
-    assert catalog.decode_pin(key, value) == (owner, sorted(packs))
-    assert catalog.decode_pin(digest(key), value) is None
+    value = catalog_records.encode_pin(key, owner, [PackId(one) for one in packs])
+    assert catalog_records.decode_pin(key, value) == (owner, sorted(packs))
+    assert catalog_records.decode_pin(digest(key), value) is None
 
 
 @given(RUNS, REFS, IDS, st.integers(1, registry.WORLD_SIZE_MAX), st.data())

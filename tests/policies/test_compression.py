@@ -6,11 +6,11 @@ import pytest
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY
-from asymcheck.policies.compression import Sampled, choose
+from asymcheck.policies.compression import EncodingSample, choose
 
-PLANES = Sampled(1.2, 1e9)
-DELTA = Sampled(1.6, 0.8e9)
-DERIVED = Sampled(32768, 2e9)
+PLANES = EncodingSample(1.2, 1e9)
+DELTA = EncodingSample(1.6, 0.8e9)
+DERIVED = EncodingSample(32768, 2e9)
 
 
 def test_off_encodes_nothing() -> None:
@@ -21,14 +21,14 @@ def test_off_encodes_nothing() -> None:
 @pytest.mark.parametrize("mode", ["auto", "smallest"])
 def test_what_does_not_become_smaller_is_left_as_it_is(mode: str) -> None:
     """Noise costs no time on the way back."""
-    assert choose(mode, {CODEC_BYTE_PLANES: Sampled(1.01, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
-    assert choose(mode, {CODEC_DERIVED: Sampled(0.0, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
+    assert choose(mode, {CODEC_BYTE_PLANES: EncodingSample(1.01, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
+    assert choose(mode, {CODEC_DERIVED: EncodingSample(0.0, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
     assert choose(mode, {}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
 
 
 def test_smallest_takes_the_smallest_whatever_it_costs() -> None:
     """Even by the slowest encoder, to the fastest drive."""
-    slow = Sampled(1.2, 1e6)
+    slow = EncodingSample(1.2, 1e6)
     assert choose("smallest", {CODEC_BYTE_PLANES: slow}, 1e10).codec == CODEC_BYTE_PLANES
     assert choose("smallest", {CODEC_BYTE_PLANES: slow, CODEC_DELTA: DELTA}, None).codec == CODEC_DELTA
     everything = {CODEC_BYTE_PLANES: PLANES, CODEC_DELTA: DELTA, CODEC_DERIVED: DERIVED}
@@ -37,7 +37,7 @@ def test_smallest_takes_the_smallest_whatever_it_costs() -> None:
 
 def test_a_delta_that_hardly_pays_is_none() -> None:
     """It would have to be read with its base: first moments are stored whole."""
-    sampled = {CODEC_BYTE_PLANES: Sampled(1.19, 1e9), CODEC_DELTA: Sampled(1.20, 1e9)}
+    sampled = {CODEC_BYTE_PLANES: EncodingSample(1.19, 1e9), CODEC_DELTA: EncodingSample(1.20, 1e9)}
     assert choose("smallest", sampled, None).codec == CODEC_BYTE_PLANES
 
 
@@ -64,14 +64,14 @@ def test_auto_derives_only_what_is_made_sooner_than_it_is_written() -> None:
 
 def test_auto_takes_the_soonest_of_several() -> None:
     """Not the smallest: a delta that takes long to make is none for a drive that is hardly too slow."""
-    sampled = {CODEC_BYTE_PLANES: Sampled(1.5, 2e9), CODEC_DELTA: Sampled(1.6, 0.2e9)}
+    sampled = {CODEC_BYTE_PLANES: EncodingSample(1.5, 2e9), CODEC_DELTA: EncodingSample(1.6, 0.2e9)}
     assert choose("auto", sampled, 0.3e9).codec == CODEC_BYTE_PLANES
     assert choose("auto", sampled, 1e6).codec == CODEC_DELTA
 
 
 @pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
-@pytest.mark.parametrize("sampled", [PLANES, DELTA, DERIVED, Sampled(1.03, 5e9)])
-def test_auto_never_makes_it_later(link: float, sampled: Sampled) -> None:
+@pytest.mark.parametrize("sampled", [PLANES, DELTA, DERIVED, EncodingSample(1.03, 5e9)])
+def test_auto_never_makes_it_later(link: float, sampled: EncodingSample) -> None:
     """By the facts it was given, encoding and writing takes less than writing."""
     if choose("auto", {CODEC_BYTE_PLANES: sampled}, link).codec != CODEC_IDENTITY:
         assert 1 / sampled.bytes_per_s + 1 / (sampled.ratio * link) < 1 / link

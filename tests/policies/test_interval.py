@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.interval import AutoInterval, ChosenInterval, Pace, choose, span
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, span
 
 THREE_HOURS = 3 * 3600.0
 
 facts = st.builds(
-    Pace,
+    TrainingPace,
     step_s=st.floats(1e-4, 100),
     stall_s=st.floats(1e-5, 50),
     durable_s=st.floats(0, 1000),
@@ -27,7 +27,7 @@ aims = st.builds(
 )
 
 
-def bounds(aim: AutoInterval, measured: Pace) -> list[float]:
+def bounds(aim: AutoInterval, measured: TrainingPace) -> list[float]:
     """The seconds that Young, the store and the budget ask for."""
     return [
         math.sqrt(2 * measured.stall_s * aim.mtbf.total_seconds()),
@@ -37,7 +37,7 @@ def bounds(aim: AutoInterval, measured: Pace) -> list[float]:
 
 
 @given(aims, facts)
-def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, measured: Pace) -> None:
+def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, measured: TrainingPace) -> None:
     """Rounded up, and at least one step."""
     steps = choose(aim, measured).steps
     seconds = max(bounds(aim, measured))
@@ -47,7 +47,7 @@ def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, me
 
 
 @given(aims, facts, facts)
-def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: Pace, after: Pace) -> None:
+def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: TrainingPace, after: TrainingPace) -> None:
     """And then it is what the new facts alone would give."""
     old, new = choose(aim, before), choose(aim, after)
     chosen = choose(aim, after, old)
@@ -58,14 +58,14 @@ def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: Pace, 
 @pytest.mark.parametrize(
     ("measured", "aim", "steps", "words"),
     [
-        (Pace(0.5, 0.02, 2.0), AutoInterval(), 42, "20.8 s at 500 ms a step, for Young's interval for 20 ms"),
-        (Pace(0.5, 0.02, 90.0), AutoInterval(), 180, "1.5 min at 500 ms a step, for the store takes so long"),
-        (Pace(0.5, 2.0, 2.0), AutoInterval(0.001), 4000, "2 s of stall may take 0.001 of the time"),
-        (Pace(500.0, 0.02, 2.0), AutoInterval(), 1, "a failure every 3 h"),
-        (Pace(0.5, 0.02, 2.0), AutoInterval(mtbf=timedelta(days=30)), 644, "a failure every 720 h"),
+        (TrainingPace(0.5, 0.02, 2.0), AutoInterval(), 42, "20.8 s at 500 ms a step, for Young's interval for 20 ms"),
+        (TrainingPace(0.5, 0.02, 90.0), AutoInterval(), 180, "1.5 min at 500 ms a step, for the store takes so long"),
+        (TrainingPace(0.5, 2.0, 2.0), AutoInterval(0.001), 4000, "2 s of stall may take 0.001 of the time"),
+        (TrainingPace(500.0, 0.02, 2.0), AutoInterval(), 1, "a failure every 3 h"),
+        (TrainingPace(0.5, 0.02, 2.0), AutoInterval(mtbf=timedelta(days=30)), 644, "a failure every 720 h"),
     ],
 )
-def test_it_says_why(measured: Pace, aim: AutoInterval, steps: int, words: str) -> None:
+def test_it_says_why(measured: TrainingPace, aim: AutoInterval, steps: int, words: str) -> None:
     """In one sentence, with the figures that decided."""
     chosen = choose(aim, measured)
     assert chosen.steps == steps
@@ -77,13 +77,13 @@ def test_what_is_not_chosen_yet_says_so() -> None:
     """And stands in nobody's way."""
     early = ChosenInterval(0, "1 of 3 checkpoints were measured")
     assert str(early) == "not chosen yet: 1 of 3 checkpoints were measured"
-    assert choose(AutoInterval(), Pace(1.0, 0.5, 1.0), early).steps == math.ceil(math.sqrt(THREE_HOURS))
+    assert choose(AutoInterval(), TrainingPace(1.0, 0.5, 1.0), early).steps == math.ceil(math.sqrt(THREE_HOURS))
 
 
 def test_steps_of_no_time_are_no_division_by_zero() -> None:
     """A loop that does nothing gets an interval, too."""
-    assert choose(AutoInterval(), Pace(0.0, 0.0, 0.0)).steps == 1
-    assert choose(AutoInterval(), Pace(0.0, 0.1, 0.0)).steps > 10**6
+    assert choose(AutoInterval(), TrainingPace(0.0, 0.0, 0.0)).steps == 1
+    assert choose(AutoInterval(), TrainingPace(0.0, 0.1, 0.0)).steps > 10**6
 
 
 @pytest.mark.parametrize(

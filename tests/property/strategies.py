@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from asymcheck import StoreConfig
-from asymcheck.partition.dtypes import TORCH_DTYPES
-from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.state.dtypes import TORCH_DTYPES
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = st.one_of(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
-from asymcheck.migration.pushing_process import PushingProcess
+from asymcheck.replication.push_process import PushProcess
 from tools.local_hdfs import LocalHdfs
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
@@ -72,10 +72,10 @@ def check_location(location: str, *steps: int) -> None:
         assert [one for one in there.verify() if one.checkpoints] == []
 
 
-def by_process(store: Store, location: str, **rules: object) -> PushingProcess:
+def by_process(store: Store, location: str, **rules: object) -> PushProcess:
     """Push as :meth:`Store.pushing` does."""
     pushing = store.pushing(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
-    assert isinstance(pushing, PushingProcess)
+    assert isinstance(pushing, PushProcess)
     return pushing
 
 

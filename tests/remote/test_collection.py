@@ -15,10 +15,10 @@ import torch
 from asymcheck import Store, events
 from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format import layout
-from asymcheck.pipeline.collect import Collected
-from asymcheck.tiers.remote import RemoteTier, parse_location
-from asymcheck.tiers.remote.contract import Entry
-from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.gc.collect import Collected
+from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import PackId
 from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import InconsistentCheckpointError, SkippedCheckpointWarning
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.location import parse_location
-from asymcheck.verify import Severity
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.remote.location import parse_location
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state
 
 

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck import RemoteCopyWarning, SkippedCheckpointWarning, Store
+from asymcheck import Store
 from asymcheck.cli.main import commands
+from asymcheck.commit.save_request import new_save_id
+from asymcheck.commit.transaction import CommitTransaction
 from asymcheck.errors import (
     DamagedPartitionError,
     InconsistentCheckpointError,
     InvalidInputError,
     RecoveryError,
+    RemoteCopyWarning,
     RemoteUnreachableError,
+    SkippedCheckpointWarning,
 )
-from asymcheck.migration.pull import pull
-from asymcheck.pipeline.request import new_save_id
-from asymcheck.pipeline.transaction import CommitTransaction
-from asymcheck.tiers.nvme import ManifestFiles
-from asymcheck.tiers.remote import RemoteTier, parse_location
+from asymcheck.replication.pull import pull
+from asymcheck.storage.nvme import ManifestFiles
+from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Part
 from tests.cli.conftest import run_command
 from tests.remote.conftest import CONFIG, check_state, lose_packs, packs_of, save_steps, state_of
@@ -195,8 +197,8 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
 
     with Store.open(tmp_path / "new", config=CONFIG) as opened, pytest.MonkeyPatch.context() as patched:
         catalog = opened._opened.catalog()
-        patched.setattr("asymcheck.migration.pull.read_manifests", away)
-        patched.setattr("asymcheck.tiers.manifests.ManifestReader.runs", away)
+        patched.setattr("asymcheck.replication.pull.read_manifests", away)
+        patched.setattr("asymcheck.storage.manifests.ManifestReader.runs", away)
         there = RemoteTier(parse_location(folder), CONFIG)
         listings = there.manifests.checkpoints("default")
         with pytest.raises(RemoteUnreachableError):

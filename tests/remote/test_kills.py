@@ -9,8 +9,8 @@ import pytest
 
 from asymcheck import Store, events
 from asymcheck.errors import InconsistentCheckpointError, StoreNotFoundError
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.location import parse_location
+from asymcheck.storage.remote.location import parse_location
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.child import push, push_and_die, push_and_lose
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config
 from tests.zygote import Zygote

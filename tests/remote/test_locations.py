@@ -9,7 +9,7 @@ from pyarrow import fs
 
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StoreNotFoundError, StructureError
-from asymcheck.tiers.remote import clients, parse_location
+from asymcheck.storage.remote import clients, parse_location
 from tests.remote.conftest import CONFIG, check_location, check_state, config
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from asymcheck import Checkpointer, Push, Ranks, Store, TensorShard
 from asymcheck.config import CaptureConfig
-from asymcheck.migration import cross_node_dedup
-from tests.ranks.test_session import each
+from asymcheck.replication import cross_node_dedup
+from tests.distributed.test_coordinator import each
 from tests.remote.conftest import CONFIG
 
 _ROWS = 20_000

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from asymcheck import Store
-from asymcheck.tiers.remote.deadline import within
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.location import parse_location
-from asymcheck.tiers.remote.ranges import Kept, Memory
+from asymcheck.storage.remote.deadline import within
+from asymcheck.storage.remote.location import parse_location
+from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, REMOTE, check_state
 
 CONTENT = bytes(range(256)) * 1024
@@ -43,7 +43,7 @@ def address(view: memoryview) -> int:
 
 def test_memory_is_taken_up_again_when_the_last_view_of_it_goes() -> None:
     """And not before, whichever part of it that is of."""
-    memory = Memory(4096, 2)
+    memory = RangeMemory(4096, 2)
     whole = memory.take(4096)
     first, part = address(whole), whole[100:200][10:]
     del whole
@@ -55,7 +55,7 @@ def test_memory_is_taken_up_again_when_the_last_view_of_it_goes() -> None:
 
 def test_no_more_memory_is_kept_than_was_asked_for() -> None:
     """What is more goes back to the system, and what is larger than a piece is never kept."""
-    memory = Memory(4096, 2)
+    memory = RangeMemory(4096, 2)
     views = [memory.take(10) for _ in range(5)]
     assert len(memory.take(5000)) == 5000
     views.clear()
@@ -66,7 +66,7 @@ def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) ->
     """What a restore read stays for the next one, until then."""
     with Store.open(folder, config=CONFIG) as there:
         check_state(there.load(), 2)
-        (memory,) = (one for one in gc.get_objects() if type(one) is Memory and one._free)
+        (memory,) = (one for one in gc.get_objects() if type(one) is RangeMemory and one._free)
     assert memory._free == []
     view = memory.take(10)
     del view
@@ -75,7 +75,7 @@ def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) ->
 
 def test_a_read_that_fails_keeps_no_memory() -> None:
     """Not even until garbage is collected."""
-    memory = Memory(4096, 2)
+    memory = RangeMemory(4096, 2)
 
     def fail() -> None:
         view = memory.take(10)
@@ -91,11 +91,11 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("memory", [None, Memory(1 << 14, 2)])
-def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: Memory | None) -> None:
+@pytest.mark.parametrize("memory", [None, RangeMemory(1 << 14, 2)])
+def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
     """Inside, at the end, past it, and more than a piece; all kept at once."""
     ranges = [(start, 5000) for start in range(0, 40_000, 5000)] + [(260_000, 5000), (300_000, 10), (0, len(CONTENT))]
-    kept = Kept()
+    kept = OpenedFile()
     found = [files.read_range(path_in(files), start, length, kept, memory) for start, length in ranges]
     for (start, length), (data, size) in zip(ranges, found, strict=True):
         assert data == CONTENT[start : start + length]
@@ -116,7 +116,7 @@ def test_the_namenode_is_asked_once_where_the_blocks_of_a_file_lie(
         return whole(self, path)
 
     monkeypatch.setattr(hdfs_native_client.Client, "read", read)
-    kept = Kept()
+    kept = OpenedFile()
     for start in range(0, 1000, 100):
         files.read_range(path_in(files), start, 100, kept)
     assert opened == [str(path_in(files))]
@@ -134,7 +134,7 @@ def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> N
         def read_into(self, memory: memoryview, offset: int) -> int:
             raise OSError(f"{len(memory)} bytes from {offset}: all DataNodes failed")
 
-    kept = Kept()
+    kept = OpenedFile()
     kept.file = Failing()
     assert files.read_range(path_in(files), 10, 20, kept)[0] == CONTENT[10:30]
     assert not isinstance(kept.file, Failing)
@@ -151,7 +151,7 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
             memory[: len(data)] = data
             return len(data)
 
-    kept = Kept()
+    kept = OpenedFile()
     kept.file = Scanty()
     assert files.read_range(path_in(files), 10, 50, kept) == (CONTENT[10:60], 100)
     assert files.read_range(path_in(files), 60, 50, kept) == (CONTENT[60:90], 100)
@@ -161,7 +161,7 @@ def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
     """Of a file that is opened anew; half of the time it has goes to the first attempt."""
     found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
     assert found.put_small(path_in(found), CONTENT)
-    asked, kept, over = list[int](), Kept(), threading.Event()
+    asked, kept, over = list[int](), OpenedFile(), threading.Event()
 
     class Silent:
         size = len(CONTENT)

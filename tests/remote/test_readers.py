@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import ClosedStoreError, StorageError
-from asymcheck.tiers.remote.packs import Readers
+from asymcheck.storage.remote.pack_reader import Readers
 from tests.zygote import REPOSITORY
 
 HANGS = """
 import sys, threading
 from asymcheck import StoreConfig
-from asymcheck.tiers.remote import RemoteTier, parse_location
-from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.storage.remote.remote_files import RemoteFiles
 
 there = RemoteTier(parse_location(sys.argv[1]), StoreConfig())
 packs = there.pack_ids()

@@ -14,9 +14,9 @@ import torch
 from asymcheck import Checkpointer, Push, RemoteConfig, Store, StoreConfig
 from asymcheck.errors import DamagedPartitionError
 from asymcheck.format import registry
-from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.remote import RemoteTier, parse_location
-from asymcheck.tiers.remote.pace import Speed
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.storage.remote.throughput import ThroughputMeter
 from asymcheck.types import PackId
 from tests.store.deltas import entries_of
 
@@ -182,7 +182,7 @@ def test_what_the_location_takes_decides(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, mode: str, bytes_per_s: float, is_encoded: bool
 ) -> None:
     """A location that takes a byte sooner than it can be encoded gets it as it lies."""
-    monkeypatch.setattr(Speed, "bytes_per_s", bytes_per_s)
+    monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
     with Store.open(store, config=changed(compression=mode)) as opened:
         done = opened.push(folder)
     assert (done.moved_bytes < done.plain_bytes) == is_encoded
@@ -194,10 +194,10 @@ def test_the_speed_is_measured_before_most_is_sent(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a part that goes ahead, plain; the rest is encoded when that was slow, in the same push."""
-    monkeypatch.setattr("asymcheck.migration.push._PROBE_BYTES", MIB)
-    monkeypatch.setattr("asymcheck.tiers.remote.pace._ENOUGH_BYTES", MIB // 2)
-    noted = Speed.note
-    monkeypatch.setattr(Speed, "note", lambda self, count, _seconds: noted(self, count, count / 1e6))
+    monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", MIB)
+    monkeypatch.setattr("asymcheck.storage.remote.throughput._ENOUGH_BYTES", MIB // 2)
+    noted = ThroughputMeter.note
+    monkeypatch.setattr(ThroughputMeter, "note", lambda self, count, _seconds: noted(self, count, count / 1e6))
     with Store.open(store_path, config=changed(compression="auto", pack_bytes=1 << 30)) as opened:
         opened.save(state_of(0), step=0)
         done = opened.push(folder)
@@ -211,7 +211,7 @@ def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One encoder serves all pushes."""
-    monkeypatch.setattr(Speed, "bytes_per_s", 1e6)
+    monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 1e6)
     rules = Push(folder, own_process=False)
     with Store.open(store, config=changed(compression="auto")) as opened, opened.pushing(rules) as pushing:
         pass

@@ -11,7 +11,7 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import ReadOnlyStoreError, RemoteUnreachableError, StorageError, TooManyFilesError
-from asymcheck.tiers.remote.files import RemoteFiles, refusal
+from asymcheck.storage.remote.remote_files import RemoteFiles, refusal
 from tests.remote.conftest import CONFIG
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Store
+from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.errors import (
     CheckpointNotFoundError,
     DamagedPartitionError,
@@ -19,14 +20,13 @@ from asymcheck.errors import (
     StoreNotFoundError,
 )
 from asymcheck.format.manifest import Manifest
-from asymcheck.pipeline.packing import Packing
-from asymcheck.tiers.manifests import CheckpointFiles, ManifestReader
-from asymcheck.tiers.nvme import PackFile, Slot
-from asymcheck.tiers.nvme.manifests import ManifestFiles
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
+from asymcheck.storage.nvme import PackFile, Slot
+from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.types import Digest
-from tests.recovery.test_bases import delta_of, plain_of, swap, weights
-from tests.recovery.test_bases import save_steps as save_weights
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
+from tests.restore.test_bases import delta_of, plain_of, swap, weights
+from tests.restore.test_bases import save_steps as save_weights
 
 
 def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, place: str, tmp_path: Path) -> None:
@@ -311,14 +311,14 @@ def test_a_pull_fetches_what_collection_takes_while_the_pull_looks(
         opened.push(place, 1)
         for step in (1, 2):
             opened.delete(step)
-        claim, collected = Packing.claim, list[object]()
+        claim, collected = PackBuilder.claim, list[object]()
 
-        def claim_after_collection(packing: Packing, name: Digest) -> bool:
+        def claim_after_collection(packing: PackBuilder, name: Digest) -> bool:
             if not collected:
                 collected.append(opened.gc())
             return claim(packing, name)
 
-        monkeypatch.setattr(Packing, "claim", claim_after_collection)
+        monkeypatch.setattr(PackBuilder, "claim", claim_after_collection)
         done = opened.pull(place, 1)
         assert collected
         assert done.reused_partitions == 0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import asymcheck.migration.pushing_thread as module
-from asymcheck import Checkpointer, Push, Retention, Store, UnreachableRemoteWarning
-from asymcheck.errors import InvalidInputError, RemoteUnreachableError
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.spanning import Far
+import asymcheck.replication.push_thread as module
+from asymcheck import Checkpointer, Push, Retention, Store
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, UnreachableRemoteWarning
+from asymcheck.storage.fallback_tier import RemoteFallback
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 from tests.zygote import wait_until
 
@@ -287,8 +287,8 @@ def test_a_rollback_does_not_wait_for_the_location(
         def refuse(*_arguments: object) -> None:
             pytest.fail("the location was asked")
 
-        monkeypatch.setattr(Far, "ask", refuse)
-        monkeypatch.setattr(Far, "tier", refuse)
+        monkeypatch.setattr(RemoteFallback, "ask", refuse)
+        monkeypatch.setattr(RemoteFallback, "tier", refuse)
         assert checkpointer.rollback().step == 1
         monkeypatch.undo()
         assert [head.generation for head in store.training.heads("default")] == [2, 3]

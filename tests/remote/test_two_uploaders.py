@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asymcheck import Store, events
-from asymcheck.tiers.remote import RemoteTier
-from asymcheck.tiers.remote.contract import Entry
-from asymcheck.tiers.remote.files import RemoteFiles
+from asymcheck.storage.remote import RemoteTier
+from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import PackId
 from tests.remote.child import push
 from tests.remote.conftest import CONFIG, announce, check_location, config, save_steps, state_of

@@ -11,8 +11,8 @@ import pytest
 from asymcheck import Store
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
-from asymcheck.tiers.remote import parse_location
-from asymcheck.tiers.remote.clients import connect
+from asymcheck.storage.remote import parse_location
+from asymcheck.storage.remote.clients import connect
 
 AT_ONCE_S = 10.0
 """Far below what the clients take by themselves: 60 s and more."""

@@ -10,16 +10,16 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
 
-from asymcheck import Part, RemoteConfig, Store, StoreConfig
+from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
 from asymcheck.format.layout import ManifestName
-from asymcheck.pipeline.request import new_save_id
-from asymcheck.tiers.remote.deadline import within
-from asymcheck.tiers.remote.files import RemoteFiles
-from asymcheck.tiers.remote.manifests import RemoteManifests
-from asymcheck.tiers.remote.pace import Rate
-from asymcheck.tiers.remote.ranges import Kept, Memory
-from asymcheck.types import CheckpointRef
+from asymcheck.storage.remote.deadline import within
+from asymcheck.storage.remote.manifests import RemoteManifests
+from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.remote.throughput import RateLimit
+from asymcheck.types import CheckpointRef, Part
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 
 Write = Callable[[RemoteFiles, PurePath, Iterable[bytes], "Callable[[], None] | None"], int]
@@ -147,7 +147,7 @@ def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other packs wait until it shows what the location takes."""
-    monkeypatch.setattr("asymcheck.migration.push._PROBE_BYTES", 8192)
+    monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (
         Store.open(store, config=config(attempts=2)) as opened,
@@ -164,7 +164,7 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
     whole = RemoteFiles.read_range
 
     def read(
-        self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: Kept | Memory | None
+        self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: OpenedFile | RangeMemory | None
     ) -> tuple[memoryview, int]:
         if path.parent.name == "packs":
             reads.append(length)
@@ -203,11 +203,11 @@ def test_a_limit_is_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) ->
     slept: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", slept.append)
-    rate = Rate(10)
+    rate = RateLimit(10)
     for count in (10, 15, 5):
         rate.wait(count)
     assert slept == [1.0, 2.5, 3.0]
-    Rate(None).wait(1 << 40)
+    RateLimit(None).wait(1 << 40)
     assert len(slept) == 3
 
 

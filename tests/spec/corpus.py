@@ -23,13 +23,13 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE
 from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor, parse_json
-from asymcheck.format.ring import CaptureEntry, RingHeader
-from asymcheck.recovery.fetch import read_checked
-from asymcheck.recovery.fetch import read_frame as read_frame_of
-from asymcheck.recovery.locate import Copy
-from asymcheck.recovery.shape import RowRef, read_shape
-from asymcheck.tiers.dram_ring import RingReader
-from asymcheck.tiers.nvme import NvmeTier, PackFile, Slot
+from asymcheck.format.ring_records import CaptureEntry, RingHeader
+from asymcheck.restore.frame_reader import read_checked
+from asymcheck.restore.frame_reader import read_frame as read_frame_of
+from asymcheck.restore.partition_locator import PartitionCopy
+from asymcheck.restore.state_template import RowRef, read_shape
+from asymcheck.storage.nvme import NvmeTier, PackFile, Slot
+from asymcheck.storage.shm import RingReader
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 FORMAT_SPEC = Path(__file__).resolve().parents[2] / "format_spec"
@@ -106,7 +106,7 @@ def read_frame(data: bytes, facts: dict[str, Any], _scratch: Path) -> bytes:
     """The plain bytes of a frame that should lie at the place that the facts say."""
     pack = cast(PackFile, _OnePack(PackId(bytes.fromhex(facts["place_id"])), data, facts["sequence"]))
     name = Digest(data[16:32])
-    return bytes(read_checked(Copy(pack, facts["sequence"]), name, Slot(0), base_reader(lambda _name: [])))
+    return bytes(read_checked(PartitionCopy(pack, facts["sequence"]), name, Slot(0), base_reader(lambda _name: [])))
 
 
 def bases_in(pack: PackFile) -> BaseReader:
@@ -114,7 +114,7 @@ def bases_in(pack: PackFile) -> BaseReader:
 
     def copies_of(name: Digest) -> list[FrameReader]:
         return [
-            partial(read_frame_of, Copy(pack, sequence), Slot(int(pack.entries["stored_length"][sequence])))
+            partial(read_frame_of, PartitionCopy(pack, sequence), Slot(int(pack.entries["stored_length"][sequence])))
             for sequence, found in enumerate(pack.digests())
             if found == name
         ]
@@ -127,7 +127,8 @@ def read_plains(pack: PackFile) -> list[bytes]:
     slot = Slot(int(pack.entries["stored_length"].max()))
     read_base = bases_in(pack)
     return [
-        bytes(read_checked(Copy(pack, sequence), name, slot, read_base)) for sequence, name in enumerate(pack.digests())
+        bytes(read_checked(PartitionCopy(pack, sequence), name, slot, read_base))
+        for sequence, name in enumerate(pack.digests())
     ]
 
 

@@ -11,7 +11,7 @@ import lmdb
 
 import asymcheck
 from asymcheck.format.digest import digest
-from asymcheck.partition.state import flatten
+from asymcheck.state.walk import flatten
 from tests.spec.corpus import FORMAT_SPEC
 
 STORES = FORMAT_SPEC / "stores"

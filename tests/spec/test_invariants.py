@@ -7,11 +7,11 @@ import lmdb
 import pytest
 
 import asymcheck
-from asymcheck import Severity
 from asymcheck.errors import ChecksumError, HeadRecordError, InconsistentCheckpointError, UnsupportedFeatureError
-from asymcheck.format import catalog
+from asymcheck.format import catalog_records
 from asymcheck.format.pack import decode_index, decode_pack_header, encode_index
 from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.fsck.verify import Severity
 from asymcheck.types import Location
 from tests.spec.frozen import check_everything, found_tensors, whole_stores
 from tools.vectors_stores import CONFIG
@@ -211,10 +211,10 @@ def test_i8_a_catalog_that_lies(store_path: Path) -> None:
         with environment.begin(write=True) as transaction:
             for key in map(bytes.fromhex, FROZEN.catalog["partitions"]):
                 # Every partition, the one with `absent`'s length included, is said to lie in one pack.
-                old = catalog.decode_location(key, transaction.get(key, db=partitions))
+                old = catalog_records.decode_location(key, transaction.get(key, db=partitions))
                 assert old is not None
                 wrong = Location(header.pack_id, 4096, old.stored_length, old.plain_length)
-                transaction.put(key, catalog.encode_location(key, wrong), db=partitions)
+                transaction.put(key, catalog_records.encode_location(key, wrong), db=partitions)
     assert absent not in held
     with asymcheck.Store.open(store_path, config=CONFIG) as opened:
         check_everything(opened, FROZEN)

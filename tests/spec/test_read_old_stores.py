@@ -14,6 +14,7 @@ from asymcheck.events import COMMIT_ORDER
 from asymcheck.format import layout, registry
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.pack import decode_pack_header
+from asymcheck.fsck.verify import Severity
 from tests.spec.corpus import FORMAT_SPEC
 from tests.spec.frozen import STORES, Frozen, check_everything, found_tensors, torn_stores, whole_stores
 from tools.vectors_stores import CONFIG, dump_catalog
@@ -62,7 +63,7 @@ def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
     frozen.copy_to(store_path)
     with asymcheck.Store.open(store_path, read_only=True) as store:
         findings = store.verify()
-    assert all(finding.severity is asymcheck.Severity.HINT for finding in findings), findings
+    assert all(finding.severity is Severity.HINT for finding in findings), findings
     temporary = any(path.suffix == ".tmp" for path in (store_path / "packs").iterdir())
     assert ("stale-temporary" in {finding.kind for finding in findings}) == temporary
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from asymcheck.codecs import container, derived
-from asymcheck.format import registry, ring
+from asymcheck.format import registry, ring_records
 from tests.spec import spec_text
 from tests.spec.corpus import FORMAT_SPEC
 from tests.spec.spec_text import code, table
@@ -33,7 +33,7 @@ def test_numbers_of_other_sections_are_in_the_registry() -> None:
     """What §7.6, §12.2 and §12.4 number is in registry.json, and in the code."""
     (state,) = (row["meaning"] for row in table("ring_capture") if row["field"] == "state")
     assert state.partition(":")[0] == _listed(REGISTRY["capture_states"])
-    assert REGISTRY["capture_states"] == {str(ring.COMPLETE): "complete", str(ring.DURABLE): "durable"}
+    assert REGISTRY["capture_states"] == {str(ring_records.COMPLETE): "complete", str(ring_records.DURABLE): "durable"}
     assert {row["encoding"]: row["name"] for row in table("planes_encodings")} == REGISTRY["plane_encodings"]
     encodings = {"raw": container.RAW, "zstd": container.ZSTD, "constant": container.CONSTANT}
     assert {name: int(number) for number, name in REGISTRY["plane_encodings"].items()} == encodings

@@ -9,7 +9,7 @@ import pytest
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import parse_ring_name, ring_name
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.ring import (
+from asymcheck.format.ring_records import (
     CAPTURES_OFFSET,
     ENTRY_BYTES,
     CaptureEntry,

@@ -13,11 +13,11 @@ import pytest
 
 from asymcheck import errors
 from asymcheck.codecs import container, derived
-from asymcheck.format import catalog, frame, layout, pack, ring, tree
+from asymcheck.format import catalog_records, frame, layout, pack, ring_records, tree
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest import SCHEMA
 from asymcheck.format.record import RECORD_BYTES, encode_record
-from asymcheck.tiers.nvme import catalog as lmdb_catalog
+from asymcheck.storage.nvme import catalog_records as lmdb_catalog
 from asymcheck.types import CheckpointRef, Digest, Location, PackId, SaveId
 from tests.spec import spec_text
 from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
@@ -42,9 +42,9 @@ STRUCTS = {
     "frame_header": frame.DESCRIPTOR.format + frame.PLACEMENT.format.removeprefix("<"),
     "pack_header": pack.PACK_HEADER.format,
     "pack_index_header": pack.INDEX_HEADER.format,
-    "catalog_partition": catalog.PARTITION.format,
-    "catalog_pack": catalog.PACK.format,
-    "ring_capture": ring._ENTRY.format,
+    "catalog_partition": catalog_records.PARTITION.format,
+    "catalog_pack": catalog_records.PACK.format,
+    "ring_capture": ring_records._ENTRY.format,
     "planes_header": container.HEADER.format,
     "derived_payload": derived.SOURCE.format,
 }
@@ -183,11 +183,11 @@ def test_no_two_fields_are_confused() -> None:
     entry = {"offset": 29, "stored_length": 70_000, "plain_length": 5, "kind": 8, "codec": 9, "payload_shift": 28}
     assert {field: found[field] for field in entry} == entry
     at = Location(place, 16, 17, 18, 19, 20, 21, base)
-    found = parse("catalog_partition", catalog.encode_location(key, at))
+    found = parse("catalog_partition", catalog_records.encode_location(key, at))
     assert {field: found[field] for field in dataclasses.asdict(at)} == dataclasses.asdict(at)
-    found = parse("catalog_pack", catalog.encode_pack_entry(key, 22, 23, 24))
+    found = parse("catalog_pack", catalog_records.encode_pack_entry(key, 22, 23, 24))
     assert [found[name] for name in ("state", "frame_count", "pack_length")] == [22, 23, 24]
-    found = parse("ring_capture", ring.encode_entry(ring.CaptureEntry(25, SaveId(b"\x1a" * 16), 27)))
+    found = parse("ring_capture", ring_records.encode_entry(ring_records.CaptureEntry(25, SaveId(b"\x1a" * 16), 27)))
     assert [found[name] for name in ("offset", "save_id", "state")] == [25, b"\x1a" * 16, 27]
 
 
@@ -216,19 +216,21 @@ def test_the_columns_are_the_schema() -> None:
 def test_a_ring_begins_as_the_table_says() -> None:
     """Header, entries and data of a ring follow one another, where the code looks for them."""
     rows = [(int(row["offset"]), row["size"], row["field"]) for row in table("ring_layout")]
-    entries = ring.CAPTURES_MAX * ring.ENTRY_BYTES
+    entries = ring_records.CAPTURES_MAX * ring_records.ENTRY_BYTES
     assert rows == [
         (0, str(RECORD_BYTES), "header"),
-        (ring.CAPTURES_OFFSET, str(entries), "captures"),
-        (ring.DATA_OFFSET, "-", "data"),
+        (ring_records.CAPTURES_OFFSET, str(entries), "captures"),
+        (ring_records.DATA_OFFSET, "-", "data"),
     ]
-    assert ring.CAPTURES_OFFSET == RECORD_BYTES
-    assert ring.CAPTURES_OFFSET + entries == ring.DATA_OFFSET
-    assert table("ring_layout")[1]["meaning"] == f"{ring.CAPTURES_MAX} entries of {ring.ENTRY_BYTES} bytes"
+    assert ring_records.CAPTURES_OFFSET == RECORD_BYTES
+    assert ring_records.CAPTURES_OFFSET + entries == ring_records.DATA_OFFSET
+    assert (
+        table("ring_layout")[1]["meaning"] == f"{ring_records.CAPTURES_MAX} entries of {ring_records.ENTRY_BYTES} bytes"
+    )
     offset, size, *_ = fields("ring_capture")[-1]
-    assert offset + size == ring.ENTRY_BYTES
+    assert offset + size == ring_records.ENTRY_BYTES
     meaning = next(row["meaning"] for row in table("ring_capture") if row["field"] == "state")
-    assert meaning.startswith(f"{ring.COMPLETE} complete, {ring.DURABLE} durable")
+    assert meaning.startswith(f"{ring_records.COMPLETE} complete, {ring_records.DURABLE} durable")
 
 
 def _types(value: object) -> set[str]:

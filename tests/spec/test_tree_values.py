@@ -8,9 +8,9 @@ import torch
 import asymcheck
 from asymcheck.errors import StateMismatchError
 from asymcheck.format import layout
-from asymcheck.partition.dtypes import TORCH_DTYPES
-from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
-from asymcheck.recovery import shape
+from asymcheck.restore import state_template
+from asymcheck.state.dtypes import TORCH_DTYPES
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from tests.spec.corpus import read_tree
 from tools.manifest_files import encode_manifest
 from tools.vectors_manifest import HEADER, REF, header_for, inline_row, manifest_path
@@ -35,7 +35,7 @@ def test_a_value_that_torch_or_numpy_lacks_is_named(node: bytes, named: str, tmp
 def test_a_dtype_of_a_newer_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A dtype as a value that this torch does not have yet is named."""
     known = {name: dtype for name, dtype in TORCH_DTYPES.items() if name != "float8_e8m0fnu"}
-    monkeypatch.setattr(shape, "TORCH_DTYPES", known)
+    monkeypatch.setattr(state_template, "TORCH_DTYPES", known)
     with pytest.raises(StateMismatchError, match="float8_e8m0fnu"):
         read_tree(b'["y","float8_e8m0fnu"]', {"rows": 0}, tmp_path)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck.format import catalog, layout
+from asymcheck.format import catalog_records, layout
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, decode_header
 from asymcheck.format.layout import ManifestName
@@ -29,8 +29,8 @@ from asymcheck.format.record import (
     encode_record,
 )
 from asymcheck.format.record import decode_descriptor as read_descriptor
-from asymcheck.partition.state import flatten
-from asymcheck.tiers.nvme import Slot
+from asymcheck.state.walk import flatten
+from asymcheck.storage.nvme import Slot
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
 from tests.spec.corpus import READERS, Vector, describe, read_codec, read_manifest, read_pack, read_tree, vectors
 from tools.manifest_files import encode_manifest
@@ -292,21 +292,21 @@ def test_a_catalog_entry_is_read(vector: Vector) -> None:
     key, value, expected = bytes.fromhex(facts["key"]), vector.data, facts["value"]
     match facts["database"]:
         case "partitions":
-            at = catalog.decode_location(key, value)
+            at = catalog_records.decode_location(key, value)
             fields = at and {name: _hex(item) for name, item in dataclasses.asdict(at).items()}
             assert fields == expected
         case "packs":
-            assert catalog.decode_pack_state(key, value) == (expected and expected["state"])
+            assert catalog_records.decode_pack_state(key, value) == (expected and expected["state"])
         case "pins":
-            pin = catalog.decode_pin(key, value)
+            pin = catalog_records.decode_pin(key, value)
             found = pin and {"owner": dataclasses.asdict(pin[0]), "packs": [pack.hex() for pack in pin[1]]}
             assert found == expected
         case "manifests":
-            body = catalog.unseal(key, value)
+            body = catalog_records.unseal(key, value)
             assert body is not None
             assert int.from_bytes(body, "little") == expected["size"]
         case "meta":
-            body = catalog.unseal(key, value)
+            body = catalog_records.unseal(key, value)
             assert body is not None
             assert body.hex() == expected["store_id"]
 
@@ -323,18 +323,18 @@ def test_a_catalog_entry_is_written(vector: Vector) -> None:
     match facts["database"]:
         case "partitions":
             ids = {name: bytes.fromhex(value[name]) for name in ("pack_id", "base_digest")}
-            assert catalog.encode_location(key, Location(**{**value, **ids})) == vector.data
+            assert catalog_records.encode_location(key, Location(**{**value, **ids})) == vector.data
         case "packs":
-            entry = catalog.encode_pack_entry(key, value["state"], value["frame_count"], value["pack_length"])
+            entry = catalog_records.encode_pack_entry(key, value["state"], value["frame_count"], value["pack_length"])
             assert entry == vector.data
         case "pins":
             packs = [PackId(bytes.fromhex(pack)) for pack in reversed(value["packs"])]
-            assert catalog.encode_pin(key, Owner(**value["owner"]), packs) == vector.data
-            assert catalog.pin_key(SaveId(key[:16]), int.from_bytes(key[16:], "little")) == key
+            assert catalog_records.encode_pin(key, Owner(**value["owner"]), packs) == vector.data
+            assert catalog_records.pin_key(SaveId(key[:16]), int.from_bytes(key[16:], "little")) == key
         case "manifests":
-            assert catalog.encode_manifest_entry(key, value["size"]) == vector.data
+            assert catalog_records.encode_manifest_entry(key, value["size"]) == vector.data
         case "meta":
-            assert catalog.seal(key, bytes.fromhex(value["store_id"])) == vector.data
+            assert catalog_records.seal(key, bytes.fromhex(value["store_id"])) == vector.data
 
 
 @each("vector", vectors("layout"), ids=str)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.nvme import NvmeTier
 from tests.store.deltas import CONFIG, entries_of, noise
 
 

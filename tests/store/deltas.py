@@ -8,7 +8,7 @@ import torch
 
 from asymcheck import StoreConfig
 from asymcheck.format.pack import Entries
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import PackId
 
 CONFIG = StoreConfig(compression="smallest", partition_bytes=1 << 18, bundle_below_bytes=1 << 16)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import PackFile, Slot
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import PackFile, Slot
 
 
 class FramesRead:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asymcheck import Store
-from asymcheck.partition.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from tests.store.equality import assert_same
 
 RANDOM = np.random.default_rng(3)

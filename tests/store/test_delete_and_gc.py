@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Collected, Store, StoreConfig
+from asymcheck import Store, StoreConfig
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.gc.collect import Collected
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20

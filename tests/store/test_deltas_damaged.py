@@ -9,10 +9,10 @@ import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.format import registry
-from asymcheck.tiers.nvme import NvmeTier, bases_in
-from asymcheck.tiers.pack_index import digests_of
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.nvme import NvmeTier, bases_in
+from asymcheck.storage.pack_index import digests_of
 from asymcheck.types import PackId
-from asymcheck.verify import Severity
 from tests.store.deltas import CONFIG, entries_of, noise, pack_of_the_delta
 
 

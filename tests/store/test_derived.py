@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from asymcheck import Store, StoreConfig
+from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.format.registry import CODEC_DERIVED, KIND_DERIVED
-from asymcheck.partition.leaves import Leaf
-from asymcheck.partition.plan import Originals
-from asymcheck.pipeline.packing import Packing
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.fsck.verify import Severity
+from asymcheck.state.leaves import Leaf
+from asymcheck.state.partition_plan import Originals
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import Digest
-from asymcheck.verify import Severity
 from tests.store.deltas import entries_of, noise
 
 CONFIG = StoreConfig(compression="smallest", partition_bytes=4 << 20)
@@ -58,7 +58,7 @@ def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: t
     with Store.open(store_path, config=CONFIG) as store:
         tier = store._tier
         assert isinstance(tier, NvmeTier)
-        packing = Packing(tier, store._opened.catalog())
+        packing = PackBuilder(tier, store._opened.catalog())
         assert all(map(packing.claim, (A, B, C)))
         (second,) = {(B, A), (C, B)} - {first}
         assert packing.rely(*first, CODEC_DERIVED)

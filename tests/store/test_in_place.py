@@ -11,8 +11,8 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import TornCaptureError
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import NvmeTier
 from tests.spec.frozen import whole_stores
 
 CONFIG = StoreConfig(partition_bytes=1 << 20, bundle_below_bytes=1 << 16)

@@ -11,9 +11,9 @@ import torch
 
 from asymcheck import Retention, Store, StoreConfig
 from asymcheck.errors import StructureError
-from asymcheck.pipeline.collect import Collected
-from asymcheck.pipeline.reachability import StoreReachability
-from asymcheck.pruning import Pruner
+from asymcheck.gc.collect import Collected
+from asymcheck.gc.retention_runner import Pruner
+from asymcheck.storage.reachability import StoreReachability
 from tests.store.equality import assert_same
 
 

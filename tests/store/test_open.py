@@ -21,8 +21,8 @@ from asymcheck.errors import (
     StructureError,
     UnsupportedFileSystemError,
 )
-from asymcheck.tiers.nvme import catalog as catalog_module
-from asymcheck.tiers.nvme import mounts, tier
+from asymcheck.storage.nvme import catalog as catalog_module
+from asymcheck.storage.nvme import mounts, tier
 from tests.store.equality import assert_same, directory_content
 
 _FORKING = """

@@ -9,6 +9,7 @@ import torch
 
 import asymcheck
 from asymcheck.errors import InvalidInputError
+from asymcheck.types import Part
 
 _SAVE_ID = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
 
@@ -17,10 +18,7 @@ def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) ->
     """Not before, whatever the order."""
     with asymcheck.Store.open(tmp_path / "store") as store:
         store.save({"w": torch.zeros(4)}, step=1)
-        made = [
-            store.save({"w": torch.full((4,), rank)}, step=7, part=asymcheck.Part(rank, 3, _SAVE_ID))
-            for rank in (2, 0, 1)
-        ]
+        made = [store.save({"w": torch.full((4,), rank)}, step=7, part=Part(rank, 3, _SAVE_ID)) for rank in (2, 0, 1)]
         assert [one.complete for one in made] == [False, False, True]
         assert {(one.save_id, one.world_size) for one in made} == {(_SAVE_ID, 3)}
         (listed,) = [one for one in store.checkpoints() if one.step == 7]
@@ -32,7 +30,7 @@ def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_p
     begun = [time.time_ns().to_bytes(8, "big").hex() + os.urandom(8).hex() for _ in range(3)]
     with asymcheck.Store.open(tmp_path / "store") as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
-            store.save({"w": torch.ones(4)}, step=step, part=asymcheck.Part(rank, 2, begun[step - 1]))
+            store.save({"w": torch.ones(4)}, step=step, part=Part(rank, 2, begun[step - 1]))
         manifests = store._opened.nvme.manifests
         parents = {}
         for files in manifests.checkpoints("default"):
@@ -45,13 +43,13 @@ def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_p
     "part",
     [
         (0, 1, _SAVE_ID),
-        asymcheck.Part(2, 2, _SAVE_ID),
-        asymcheck.Part(-1, 2, _SAVE_ID),
-        asymcheck.Part(True, 2, _SAVE_ID),
-        asymcheck.Part(0, 100_000, _SAVE_ID),
-        asymcheck.Part(0, 2, _SAVE_ID[:-1]),
-        asymcheck.Part(0, 2, _SAVE_ID.upper()),
-        asymcheck.Part(0, 2, bytes(16)),  # type: ignore[arg-type]  # what is tested
+        Part(2, 2, _SAVE_ID),
+        Part(-1, 2, _SAVE_ID),
+        Part(True, 2, _SAVE_ID),
+        Part(0, 100_000, _SAVE_ID),
+        Part(0, 2, _SAVE_ID[:-1]),
+        Part(0, 2, _SAVE_ID.upper()),
+        Part(0, 2, bytes(16)),  # type: ignore[arg-type]  # what is tested
     ],
 )
 def test_what_names_no_part_is_refused_before_anything_is_written(tmp_path: Path, part: object) -> None:

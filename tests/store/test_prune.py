@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Collected, Retention, Store
+from asymcheck import Retention, Store
 from asymcheck.errors import (
     CheckpointNotFoundError,
     ClosedStoreError,
@@ -20,8 +20,9 @@ from asymcheck.errors import (
     ReadOnlyStoreError,
     SkippedCheckpointWarning,
 )
+from asymcheck.gc.collect import Collected
+from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.retention import judge
-from asymcheck.pruning import Pruner
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -159,7 +160,7 @@ def test_a_damaged_manifest_is_reported_after_what_goes_went(store: Store) -> No
 READER = """
 import sys
 from asymcheck import Store
-from asymcheck.recovery.resolve import resolve_one
+from asymcheck.restore.resolve import resolve_one
 store = Store.open(sys.argv[1], read_only=True)
 tier = store._tier
 listing = next(one for one in tier.manifests.checkpoints("default") if one.ref.step == int(sys.argv[2]))
@@ -202,7 +203,7 @@ def test_a_training_that_goes_back_meanwhile_loses_nothing(store: Store, monkeyp
             begun.append(store.begin_generation(first))
         return verdicts
 
-    monkeypatch.setattr("asymcheck.pruning.judge", judge_and_go_back)
+    monkeypatch.setattr("asymcheck.gc.retention_runner.judge", judge_and_go_back)
     pruned = store.prune(Retention(keep_last=1))
     assert begun
     assert _steps(store) == [1, 2, 3]

@@ -15,7 +15,7 @@ import torch
 
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError, StructureError, UnsupportedValueError
-from asymcheck.partition import leaves
+from asymcheck.state import leaves
 from tests.store.equality import directory_content
 
 

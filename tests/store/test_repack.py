@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Collected, Store, StoreConfig, events
+from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import OutOfSpaceError
 from asymcheck.events import Event
 from asymcheck.format import layout, registry
-from asymcheck.pipeline import repack as repack_module
-from asymcheck.pipeline.reachability import StoreReachability
-from asymcheck.tiers.files import Files
-from asymcheck.tiers.nvme import NvmeTier
-from asymcheck.tiers.owners import hold, let_go, this_process
+from asymcheck.gc import repack as repack_module
+from asymcheck.gc.collect import Collected
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.process_identity import hold, let_go, this_process
+from asymcheck.storage.reachability import StoreReachability
 from asymcheck.types import PackId
 from tests.store.equality import assert_same
 

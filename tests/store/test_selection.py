@@ -9,7 +9,7 @@ import torch
 
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, StateMismatchError
-from asymcheck.tiers.nvme import NvmeTier
+from asymcheck.storage.nvme import NvmeTier
 from tests.store.equality import assert_same
 from tests.store.spies import CountingFiles, frames_read
 

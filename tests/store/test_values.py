@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.partition.dtypes import TORCH_DTYPES
+from asymcheck.state.dtypes import TORCH_DTYPES
 from tests.store.equality import assert_same
 
 

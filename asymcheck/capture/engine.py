@@ -1,0 +1,381 @@
+"""Capture: a state is copied into the ring while training goes on, and never torn.
+
+Tensors that a forward pass may change are *eager*: they are copied before :meth:`CaptureEngine.begin` returns, unless
+their bytes are those of an earlier capture (see :mod:`asymcheck.capture.dirty_check`). All others are *deferred*: the
+capture thread copies them as the plan releases them, and at the latest at the *fence*, before the next optimizer step
+changes them. The *proof* compares the captured bytes with digests of the source that were taken at the beginning.
+
+A device copies its own tensors, in the same order (see :mod:`asymcheck.capture.device_copy`): eager tensors are cloned
+at once and fetched later, and the fence holds the device but not the program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from asymcheck.capture.dirty_check import DirtyCheck
+from asymcheck.capture.inflight import Capture
+from asymcheck.capture.ring_flush import RingFlusher
+from asymcheck.capture.signals import INTERRUPTS
+from asymcheck.capture.tear_detection import TearDetector
+from asymcheck.events import emit, timed
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor
+from asymcheck.state.leaves import copy_partition
+from asymcheck.storage.shm import Ring, RingSlot
+
+_ROOM_POLL_S = 0.05
+_FENCE_POLL_S = 0.1
+_DEVICE_POLL_S = 0.002
+"""How often a device is asked whether a copy is done: rarely enough to take nothing from the training's thread."""
+
+
+class CaptureEngine:
+    """Copies captures into a ring, with one thread beside the training thread. Begin on one thread only."""
+
+    def __init__(self, ring: Ring, flusher: RingFlusher, prover: TearDetector) -> None:
+        """Start the thread. ``flusher`` takes partitions from the ring; ``prover`` finds out what is torn."""
+        self._ring, self._flusher, self._prover = ring, flusher, prover
+        self._unchanged = DirtyCheck(ring)
+        self._changed = threading.Condition()
+        self._unreleased: deque[tuple[Capture, int]] = deque()
+        self._to_copy: deque[tuple[Capture, int]] = deque()
+        self._to_complete: deque[tuple[Capture, int | None]] = deque()
+        self._open: Capture | None = None
+        self._training = threading.get_ident()
+        self._settling = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
+        self._thread.start()
+
+    def begin(self, capture: Capture) -> None:
+        """Copy what is eager, and queue the rest for the windows that the plan names.
+
+        One that is given up meanwhile because it could not be stored is one that was begun and is lost.
+
+        Raises:
+            AsymcheckError: it could not be copied; the capture was given up.
+        """
+        self._training = threading.get_ident()
+        self.fence()
+        eager = [number for number, window in enumerate(capture.plan.release) if window < 0]
+        later = sorted(
+            (number for number, window in enumerate(capture.plan.release) if window >= 0),
+            key=lambda number: capture.plan.release[number],
+        )
+        try:
+            with timed("witness", 0, capture.named):
+                self._set_aside(capture, later)
+            # Before any room is taken: what makes room would free the frames of earlier captures.
+            unchanged = self._take_unchanged(capture, eager)
+            # Before anything is completed, for then the other thread settles what was set aside.
+            capture.transfers.begin()
+            capture.asides.fetch(partial(self._room_aside, capture))
+            for number in unchanged:
+                eager.remove(number)
+                self._to_be_completed(capture, number)
+            staged = [number for number in eager if self._stage(capture, number)]
+            for number in eager:
+                if number not in staged:
+                    self._copy_now(capture, number)
+                    # At once: where the ring is small, they have to leave it for the next.
+                    self._to_be_completed(capture, number)
+            # What was cloned just now is fetched after it.
+            capture.transfers.gate()
+        except BaseException as error:
+            is_lost = error is capture.error
+            self._give_up(capture, error)
+            self._to_be_completed(capture, None)
+            if is_lost:
+                return
+            raise
+        with self._changed:
+            self._open = capture
+            self._to_copy.extend((capture, number) for number in staged)
+            self._unreleased.extend((capture, number) for number in later)
+            if not capture.slots:
+                self._to_complete.append((capture, None))
+            self._release(0)
+            self._check_copied(capture)
+            self._changed.notify_all()
+
+    def _take_unchanged(self, capture: Capture, eager: Sequence[int]) -> list[int]:
+        numbers = self._unchanged.take(capture, eager)
+        with self._changed:
+            capture.reused = frozenset(numbers)
+            capture.uncopied -= len(numbers)
+        return numbers
+
+    def enter_window(self, number: int) -> None:
+        """Say that a window of the plan begins: what it and those before it release is copied from now on."""
+        if self._unreleased:
+            with INTERRUPTS, self._changed:
+                # Where a CUDA graph is recorded, no window begins: that would become a part of it.
+                if self._open is not None and not self._open.transfers.is_recorded and self._release(number):
+                    # The window begins for the device when it gets here, which may be later.
+                    self._open.transfers.gate()
+
+    def enter_timed(self, number: int) -> None:
+        """Say the same on a thread that knows nothing of the device's queues: copies stay behind the mark they have."""
+        with self._changed:
+            self._release(number)
+
+    def _release(self, window: int | None) -> bool:
+        released = False
+        while self._unreleased:
+            capture, number = self._unreleased[0]
+            if window is not None and capture.plan.release[number] > window:
+                break
+            self._to_copy.append(self._unreleased.popleft())
+            released = True
+        if released:
+            self._changed.notify_all()
+        return released
+
+    def fence(self) -> bool:
+        """Return when the source may change: everything has been copied, or given up. This thread helps.
+
+        Any thread may call it, for any may run an optimizer. Returns whether this is the one that begins captures.
+        """
+        capture, is_training = self._open, self._training == threading.get_ident()
+        if capture is not None:
+            with INTERRUPTS, timed("fence", 0, capture.named):
+                self._wait_until_copied(capture)
+                self._prover.fence(capture.witnesses)
+            if is_training:
+                # Not on another thread: meanwhile the next capture may have been begun.
+                self._open = None
+        return is_training
+
+    def _wait_until_copied(self, capture: Capture) -> None:
+        with self._changed:
+            if capture.transfers.lanes:
+                self._stage_late(capture)
+            self._release(None)
+        while not capture.copied.is_set():
+            # Of what is queued nothing is lost: it is copied by the other thread, or waited for again.
+            INTERRUPTS.come()
+            with self._changed:
+                if not self._to_copy:
+                    self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set(), _FENCE_POLL_S)
+                    continue
+                task = self._to_copy.popleft()
+            self._copy_released(*task)
+        capture.transfers.hold()
+
+    def _stage(self, capture: Capture, number: int) -> bool:
+        """Clone a partition on its device, if there is room for that, so that its source may change."""
+        if not capture.transfers.is_on_device(number) or not capture.transfers.stage(number):
+            return False
+        with self._changed:
+            capture.uncopied -= 1
+        return True
+
+    def _stage_late(self, capture: Capture) -> None:
+        """Clone what no copy was queued for yet: that takes the device less time than to wait for the link.
+
+        The last ones first: the device has to wait for the copies of all that comes before one that was not cloned.
+        """
+        waiting = [number for one, number in (*self._to_copy, *self._unreleased) if one is capture]
+        late = [number for number in reversed(waiting) if not capture.transfers.is_staged(number)]
+        if [number for number in late if self._stage(capture, number)]:
+            capture.transfers.gate_clones()
+            self._check_copied(capture)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_copy or self._to_complete or self._stopping)
+                # Copies first: training may be waiting for them.
+                queue = self._to_copy or self._to_complete
+                if not queue:
+                    return
+                is_copy = queue is self._to_copy
+                if not is_copy and not _has_arrived(*queue[0]):
+                    self._changed.wait(_DEVICE_POLL_S)
+                    continue
+                capture, number = queue.popleft()
+            if is_copy and number is not None:
+                self._copy_released(capture, number)
+            else:
+                self._complete_or_finish(capture, number)
+            # Else the last one would be kept alive, with all its tensors, until the next one comes.
+            del capture
+
+    def _complete_or_finish(self, capture: Capture, number: int | None) -> None:
+        if number is not None:
+            self._digest(capture, number)
+            return
+        try:
+            self._settle_aside(capture)
+            capture.transfers.drop()
+            capture.asides.drop()
+            capture.error = capture.error or self._prover.verdict(capture.witnesses, capture.request.step)
+        except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
+            capture.error = capture.error or error
+        self._flusher.finished(capture)
+        capture.forget_sources()
+
+    def _settle_aside(self, capture: Capture) -> None:
+        # Either thread may be the first to need what was set aside, or the room that it takes.
+        with self._settling:
+            capture.asides.settle()
+            while capture.aside_slots:
+                self._ring.give_back(capture.aside_slots.pop())
+
+    def _to_be_completed(self, capture: Capture, number: int | None) -> None:
+        with self._changed:
+            self._to_complete.append((capture, number))
+            self._check_copied(capture)
+            self._changed.notify_all()
+        self._ring.wake()
+
+    def _copy_released(self, capture: Capture, number: int) -> None:
+        try:
+            if capture.error is None:
+                self._copy(capture, number)
+        except BaseException as error:
+            # Kept in the capture, and raised in the training loop. Ctrl-C is for that, and comes where it helps.
+            self._give_up(capture, error)
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise
+        finally:
+            self._to_be_completed(capture, number)
+
+    def _copy_now(self, capture: Capture, number: int) -> None:
+        partition, payload = capture.partitions[number], self._payload(capture, number)
+        with timed("copy", partition.length, lambda: capture.named_partition(number)):
+            capture.transfers.catch_up([number])
+            copy_partition(partition, capture.state.leaves, payload)
+        with self._changed:
+            capture.uncopied -= 1
+
+    def _copy(self, capture: Capture, number: int) -> None:
+        """Copy a partition, or have it copied."""
+        was_staged = capture.transfers.is_staged(number)
+        payload = self._payload(capture, number)
+        with timed("copy", len(payload), lambda: capture.named_partition(number)):
+            capture.transfers.copy(number, payload)
+            capture.witnesses.look(number)
+        with self._changed:
+            capture.uncopied -= not was_staged
+
+    def _payload(self, capture: Capture, number: int) -> memoryview:
+        slot = self._take(capture, capture.partitions[number].length)
+        capture.slots[number] = slot
+        return self._ring.payload(slot)
+
+    def _room_aside(self, capture: Capture, length: int) -> memoryview:
+        capture.aside_slots.append(self._take(capture, length))
+        return self._ring.payload(capture.aside_slots[-1])
+
+    def _take(self, capture: Capture, length: int) -> RingSlot:
+        slot = self._ring.take(length)
+        if slot is not None:
+            return slot
+        with timed("room", length, capture.named):
+            return self._take_when_free(capture, length)
+
+    def _take_when_free(self, capture: Capture, length: int) -> RingSlot:
+        while True:
+            INTERRUPTS.come()
+            if capture.error is not None:
+                raise capture.error
+            emit("ring.full", str(capture.request.step), length)
+            self._settle_aside(capture)
+            if not self._flusher.make_room_for(capture) and not self._complete_one():
+                self._ring.wait_for_room(_ROOM_POLL_S)
+            slot = self._ring.take(length)
+            if slot is not None:
+                return slot
+
+    def _complete_one(self) -> bool:
+        """Complete what was copied before, so that it can leave the ring; only the capture thread does so."""
+        if threading.current_thread() is not self._thread:
+            return False
+        with self._changed:
+            if not self._to_complete:
+                return False
+            task = self._to_complete.popleft()
+        self._complete_or_finish(*task)
+        return True
+
+    def _check_copied(self, capture: Capture) -> None:
+        if capture.uncopied == 0 or capture.error is not None:
+            for leaf in capture.state.leaves:
+                leaf.release()
+            capture.copied.set()
+
+    def _digest(self, capture: Capture, number: int) -> None:
+        try:
+            # Also of one that was given up: until then, a device may write to its place in the ring.
+            capture.transfers.wait(number)
+            if capture.transfers.is_on_device(number):
+                capture.witnesses.look(number)
+            if capture.error is None:
+                self._complete(capture, number)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._give_up(capture, error)
+        with self._changed:
+            capture.undigested -= 1
+            if capture.undigested == 0:
+                self._to_complete.append((capture, None))
+
+    def _complete(self, capture: Capture, number: int) -> None:
+        slot = capture.slots[number]
+        if slot is None:
+            return
+        self._settle_aside(capture)
+        if number in capture.reused:
+            self._flusher.stored(capture, number)
+            return
+        payload = self._ring.payload(slot)
+        if number in capture.witnesses:
+            with timed("proof", slot.length, lambda: capture.named_partition(number)):
+                capture.witnesses.check(number, payload)
+        with timed("digest", slot.length, lambda: capture.named_partition(number)):
+            name = digest(payload)
+            self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
+        capture.digests[number] = name
+        self._flusher.stored(capture, number)
+
+    def _give_up(self, capture: Capture, error: BaseException) -> None:
+        with self._changed:
+            if capture.error is None:
+                capture.error = error
+            # What was not released yet passes through the queues, too, and is counted there.
+            self._release(None)
+            capture.copied.set()
+            self._changed.notify_all()
+
+    def _set_aside(self, capture: Capture, deferred: Sequence[int]) -> None:
+        """Read, or have gathered, what stays in the manifest and what the proof compares."""
+        asides = capture.asides
+        asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
+        save_id, leaves = capture.request.save_id, capture.state.leaves
+        self._prover.begin(capture.witnesses, save_id, leaves, deferred, capture.transfers, asides)
+        asides.gather()
+
+    def settle(self) -> None:
+        """Release everything, so that what was begun is completed without another window or fence."""
+        with INTERRUPTS, self._changed:
+            self._release(None)
+
+    def close(self) -> None:
+        """Complete what was begun, and end the thread."""
+        self.fence()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+
+def _has_arrived(capture: Capture, number: int | None) -> bool:
+    """Tell whether the copies of a partition are done that a device makes; other ones are when they are queued here."""
+    try:
+        return number is None or capture.transfers.have_passed(number)
+    except Exception:  # noqa: BLE001 - the device has failed: who waits for it meets that again, and gives the capture up
+        return True

@@ -1,0 +1,427 @@
+"""Flush from the ring: background threads turn captures into checkpoints in the store, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+
+from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.two_phase_commit import TwoPhaseCommit
+from asymcheck.commit.encoder import Base, Encoder, original_of
+from asymcheck.commit.manifest_builder import ManifestBuilder, manifest_header
+from asymcheck.commit.save_request import LineagePosition
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.events import emit, timed
+from asymcheck.executor import Workers
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.format.manifest import encode, manifest_of
+from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED
+from asymcheck.state.partition_plan import Originals, Plan
+from asymcheck.storage.nvme import Catalog, NvmeTier
+from asymcheck.storage.shm import Ring, RingSlot
+from asymcheck.types import Digest
+
+Placing = Callable[[Capture], LineagePosition]
+"""Says where on the line a capture goes; asked when all but its manifest is durable."""
+
+_WRITERS = 2
+_PATIENCE_S = 0.2
+"""How long frames of the next capture wait for a collection: freed packs are overwritten faster than new files."""
+
+
+class Bases:
+    """Bases in a ring. Thread-safe."""
+
+    def __init__(self, ring: Ring) -> None:
+        """Look for them in ``ring``."""
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._originals = Originals((), (), ())
+
+    def may_be_derived(self, capture: Capture, number: int) -> bool:
+        """Tell whether a partition may be a rounded copy of others of its capture."""
+        return next(self._originals_of(capture).candidates(number), None) is not None
+
+    def of(self, capture: Capture, number: int, older: Capture | None) -> list[Base]:
+        """Return what a partition that is complete in the ring may be decoded from.
+
+        ``older`` is a capture before it. The frames of both have to stay in the ring meanwhile.
+        """
+        found = self._read(capture, number)
+        if found is None:
+            return []
+        _, plain = found
+        dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
+        original = original_of(plain, dtype, number, self._originals_of(capture), partial(self._read, capture))
+        bases = [] if original is None else [original]
+        if older is not None and older.plan is capture.plan:
+            before = self._read(older, number)
+            if before is not None and len(before[1]) == len(plain):
+                bases.append(Base(CODEC_DELTA, *before))
+        return bases
+
+    def _read(
+        self, capture: Capture, number: int, start: int = 0, length: int | None = None
+    ) -> tuple[Digest, memoryview] | None:
+        name, slot = capture.digests[number], capture.slots[number]
+        if name is None or slot is None:
+            return None
+        return name, self._ring.payload(slot)[start : None if length is None else start + length]
+
+    def _originals_of(self, capture: Capture) -> Originals:
+        with self._lock:
+            if self._plan is not capture.plan:
+                self._plan = capture.plan
+                self._originals = Originals(capture.partitions, capture.dtypes, capture.shapes)
+            return self._originals
+
+
+class RingFlusher:
+    """Writes captures to the store, and tracks the captures in the ring."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        tier: NvmeTier,
+        catalog: Catalog,
+        encoder: Encoder,
+        placing: Placing,
+        joint: TwoPhaseCommit | None = None,
+        on_commit: Callable[[], object] | None = None,
+    ) -> None:
+        """Start the threads; with ``joint``, other ranks save with this one, and that says where a capture goes.
+
+        ``on_commit`` is called on a thread of its own after each commit. It must not raise.
+        """
+        self._encoder, self._joint = encoder, joint
+        self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
+        self._bases = Bases(ring)
+        self._rows = ManifestBuilder()
+        self._inflight: dict[Capture, InFlight] = {}
+        self._last = -math.inf, -math.inf
+        """When the last capture was begun, and when it was durable or lost."""
+        self._is_behind = False
+        self._kept: list[InFlight] = []
+        self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
+        self._lock = threading.Lock()
+        self._writers = Workers("asymcheck-flush", _WRITERS)
+        self._committer = Workers("asymcheck-commit")
+        self._on_commit = on_commit or (lambda: None)
+        self._upkeep = None if on_commit is None else Workers("asymcheck-upkeep")
+        self._kept_up: list[Future[object]] = []
+
+    def stored(self, capture: Capture, number: int) -> None:
+        """Take a partition, by number, that is complete in the ring. On the capture thread."""
+        self._committer.submit(self._go_on, self._of(capture), number)
+
+    def finished(self, capture: Capture) -> None:
+        """Take a capture that is complete, or was given up, as ``error`` says. Never raises. On the capture thread."""
+        with capture.failing():
+            inflight = self._of(capture)
+            if capture.error is None:
+                self._complete(inflight)
+        capture.complete.set()
+        if capture in self._inflight:
+            self._committer.submit(self._go_on, self._inflight[capture], None)
+        else:
+            capture.end()
+
+    def _note_failure(self, inflight: InFlight, *writes: Future[bool]) -> None:
+        """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
+        with self._lock:
+            failures = [write.exception() for write in writes or tuple(inflight.writes) if write.done()]
+            if inflight.streams and inflight.capture.error is None:
+                inflight.capture.error = next(filter(None, failures), None)
+
+    def _of(self, capture: Capture) -> InFlight:
+        inflight = self._inflight.get(capture)
+        if inflight is None:
+            bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
+            request = capture.request
+            transaction = RingTransaction(self._tier, self._catalog, self._encoder, request.save_id, request.rank)
+            shared = sum(frame_length(capture.partitions[number].length) for number in capture.reused)
+            transaction.expect(bytes_in_ring - shared)
+            inflight = InFlight(capture, transaction, streams=bytes_in_ring > self._ring.header.data_bytes)
+            self._inflight[capture] = inflight
+            self._is_behind = self._comes_soon(capture)
+            self._writers.hurry(is_behind=self._is_behind)
+            self._committer.hurry(is_behind=self._is_behind)
+            if self._upkeep is not None:
+                self._upkeep.hurry(is_behind=self._is_behind)
+        return inflight
+
+    def _comes_soon(self, capture: Capture) -> bool:
+        """Tell whether a capture was begun before the last one was durable, or nearly so: they come too fast."""
+        began_s, durable_s = self._last
+        # What was written in a hurry would take twice as long without.
+        soon_s = durable_s - began_s if self._is_behind else 0.0
+        return len(self._inflight) > 1 or capture.began_s < durable_s + soon_s
+
+    def _complete(self, inflight: InFlight) -> None:
+        """Put the manifest into the ring, too: from now on the capture survives this process."""
+        capture = inflight.capture
+        names = [name for name in capture.digests if name is not None]
+        # Small tensors lie in the manifest itself.
+        contents = (names, dict(capture.inline))
+        capture.is_stale = bool(names) and contents == self._last_contents
+        self._last_contents = contents
+        columns = self._rows.columns(capture.state.columns, capture.plan.cut, names, capture.inline)
+        header = manifest_header(capture.request, capture.generation or 1, capture.plan.record(), capture.state.tree)
+        inflight.manifest = manifest_of(header, columns)
+        if not inflight.streams:
+            self._enter(inflight)
+        # Only what has an entry survives this process.
+        capture.complete_s = None if inflight.entry is None else time.perf_counter()
+        emit("capture.copied" if inflight.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
+
+    def _enter(self, inflight: InFlight) -> None:
+        # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
+        if inflight.capture.generation is not None and not self._survives(inflight):
+            return
+        with self._lock:
+            self._kept.append(inflight)
+
+    def _survives(self, inflight: InFlight) -> bool:
+        """Put the manifest into the ring, and enter the capture there, if there is room for both."""
+        data = encode(inflight.manifest)
+        slot = self._take(len(data))
+        if slot is None:
+            return False
+        self._ring.payload(slot)[:] = data
+        self._ring.complete(slot, FrameDescriptor.identity(digest(data), slot.length))
+        inflight.entry = self._ring.enter(slot, inflight.capture.request.save_id)
+        if inflight.entry is None:
+            self._ring.give_back(slot)
+            return False
+        inflight.manifest_slot = slot
+        return True
+
+    def _take(self, length: int) -> RingSlot | None:
+        if frame_length(length) > self._ring.header.data_bytes:
+            return None
+        while (slot := self._ring.take(length)) is None and self.make_room():
+            pass
+        return slot
+
+    def _go_on(self, inflight: InFlight, number: int | None) -> None:
+        capture = inflight.capture
+        if number is not None:
+            with capture.failing():
+                self._queue_write(inflight, number)
+            return
+        for task in (self._queue_postponed, self._settle, self._retire):
+            with capture.failing():
+                task(inflight)
+        capture.end()
+        self._last = capture.began_s, capture.durable_s
+        # An observer that raises has nothing to abort any more.
+        with contextlib.suppress(Exception):
+            emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
+        if capture.error is None:
+            self._keep_up(inflight)
+
+    def _keep_up(self, inflight: InFlight) -> None:
+        """Have done what follows a commit, on another thread, so that frames of the next capture are written meanwhile.
+
+        The store gets at most one commit ahead, because what is to be removed takes room. A capture that has left the
+        ring cannot write again what a collection takes away: where captures stream, the next one waits.
+        """
+        if self._upkeep is not None:
+            wait(self._kept_up)
+            self._kept_up = [self._upkeep.submit(self._on_commit)]
+            # Most collections end soon, and the next capture overwrites what they free.
+            wait(self._kept_up, None if inflight.streams else _PATIENCE_S)
+
+    def _queue_write(self, inflight: InFlight, number: int) -> None:
+        with self._lock:
+            if number in inflight.capture.reused and not inflight.streams:
+                inflight.put_off.append(number)
+                return
+            if self._joint is not None and not inflight.streams and self._joint.holds(inflight.capture, number):
+                inflight.held.append(number)
+                return
+            if not inflight.streams and self._may_be_derived(inflight.capture, number):
+                inflight.postponed.append(number)
+                return
+        self.write_soon(inflight, number)
+
+    def _may_be_derived(self, capture: Capture, number: int) -> bool:
+        # In this order: the originals of a plan are not even looked for where no base is wanted.
+        return (
+            self._encoder.wants_bases
+            and self._bases.may_be_derived(capture, number)
+            and self._encoder.looks_for(CODEC_DERIVED, capture.contents(number))
+        )
+
+    def _queue_postponed(self, inflight: InFlight) -> None:
+        with self._lock:
+            numbers, inflight.postponed = inflight.postponed, []
+        for number in numbers:
+            self.write_soon(inflight, number)
+
+    def write_soon(self, inflight: InFlight, number: int) -> None:
+        """Queue a partition to be written."""
+        write = self._writers.submit(self.write, inflight, number)
+        inflight.writes.append(write)
+        write.add_done_callback(lambda _: self._note_failure(inflight, write))
+
+    def write(self, inflight: InFlight, number: int) -> bool:
+        """Write a partition; return whether the store did not have it."""
+        capture = inflight.capture
+        slot, name = capture.slots[number], capture.digests[number]
+        if slot is None or name is None or (capture.error is not None and not inflight.streams):
+            return False
+        is_new = True
+        if capture.error is None:
+            detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - told at the end
+            with timed("write", slot.length, detail), self._bases_of(inflight, number) as bases:
+                frame, contents = self._ring.frame(slot), capture.contents(number)
+                is_new = inflight.transaction.add_frame(name, slot.length, frame, contents, bases)
+        with self._lock:
+            if not inflight.streams:
+                inflight.transaction.keep(name, slot.length, self._ring.frame(slot))
+                inflight.stored.append(number)
+                return is_new
+        capture.slots[number] = None
+        self._ring.give_back(slot)
+        return is_new
+
+    @contextlib.contextmanager
+    def _bases_of(self, inflight: InFlight, number: int) -> Iterator[list[Base]]:
+        """Return what a partition may be decoded from, whose frames stay in the ring for a while."""
+        with self._lock:
+            kept = [one for one in self._settled() if one.capture.ref is not None and one is not inflight]
+            reads = [inflight, *kept[-1:]] if self._encoder.wants_bases and not inflight.streams else []
+            for one in reads:
+                one.readers += 1
+        try:
+            older = reads[1].capture if len(reads) > 1 else None
+            yield self._bases.of(inflight.capture, number, older) if reads else []
+        finally:
+            with self._lock:
+                for one in reads:
+                    one.readers -= 1
+
+    def let_stream(self, capture: Capture) -> bool:
+        """Let a capture leave the ring as it is written, if it is alone there and so can wait for nothing else.
+
+        One that would fit may find the free room in too small pieces. Returns whether that made room.
+        """
+        with self._lock:
+            inflight = self._inflight.get(capture)
+            if inflight is None or inflight.streams or inflight.readers or self._kept:
+                return False
+            if any(one is not capture for one in tuple(self._inflight)):
+                return False
+            inflight.streams = True
+            numbers, inflight.stored = inflight.stored, []
+            put_off, inflight.put_off, inflight.held = [*inflight.put_off, *inflight.held], [], []
+            inflight.transaction.keep_none()
+        self._queue_postponed(inflight)
+        self._note_failure(inflight)
+        for number in numbers:
+            slot, capture.slots[number] = capture.slots[number], None
+            if slot is not None:
+                self._ring.give_back(slot)
+        # Alone in the ring, it has no earlier capture to wait for.
+        for number in put_off:
+            self._queue_write(inflight, number)
+        return True
+
+    def _settle(self, inflight: InFlight) -> None:
+        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
+        capture = inflight.capture
+        # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
+        with capture.failing():
+            if self._joint is not None:
+                with timed("commit", 0, capture.named):
+                    self._joint.commit(inflight, self)
+            else:
+                self._commit_alone(inflight)
+        if capture.error is not None:
+            inflight.transaction.abort()
+        elif inflight.entry is not None:
+            self._ring.mark_durable(inflight.entry)
+
+    def _commit_alone(self, inflight: InFlight) -> None:
+        capture = inflight.capture
+        inflight.wait()
+        for number in inflight.put_off:
+            self.write(inflight, number)
+        with timed("commit", 0, capture.named):
+            capture.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
+
+    def _retire(self, inflight: InFlight) -> None:
+        """Give up what is not needed any more, and tell who waits."""
+        capture = inflight.capture
+        packing = inflight.transaction.packing
+        capture.written_bytes, capture.new_bytes = packing.written_bytes, packing.new_bytes
+        with self._lock:
+            del self._inflight[capture]
+            # The newest durable one stays, for a rollback, also when one after it failed or is on its way, until room
+            # is needed; so does the newest of all, and what waits in memory for the next start.
+            settled = self._settled()
+            durable = [kept for kept in settled if kept.capture.error is None]
+            stays = (*durable[-1:], *self._kept[-1:])
+            freed = [kept for kept in settled if not kept.readers and kept not in stays]
+            if inflight not in self._kept:
+                freed.append(inflight)
+            self._kept = [kept for kept in self._kept if kept not in freed]
+        for one in freed:
+            self._free(one)
+
+    def _settled(self) -> list[InFlight]:
+        """Return the captures in the ring that are durable or lost, oldest first. Call it under the lock."""
+        return [kept for kept in self._kept if kept.capture not in self._inflight]
+
+    def survives(self, capture: Capture) -> bool:
+        """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
+        inflight = self._inflight.get(capture)
+        return inflight is None or inflight.entry is not None
+
+    def make_room_for(self, capture: Capture) -> bool:
+        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did.
+
+        Any thread may call it.
+        """
+        return self.make_room() or self.let_stream(capture)
+
+    def make_room(self) -> bool:
+        """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
+        with self._lock:
+            settled = [kept for kept in self._settled() if not kept.readers]
+            settled.sort(key=lambda kept: kept.capture.error is not None)
+            if not settled:
+                return False
+            self._kept.remove(settled[0])
+        self._free(settled[0])
+        return True
+
+    def _free(self, inflight: InFlight) -> None:
+        entry, inflight.entry = inflight.entry, None
+        if entry is not None:
+            self._ring.forget(entry)
+        for slot in (*inflight.capture.slots, inflight.manifest_slot):
+            if slot is not None:
+                self._ring.give_back(slot)
+
+    def committed(self) -> list[InFlight]:
+        """Return the committed captures that are complete in the ring, newest first."""
+        with self._lock:
+            return [kept for kept in reversed(self._kept) if kept.capture.ref is not None]
+
+    def close(self) -> bool:
+        """Commit what is queued, and end the threads; return whether every complete capture is durable."""
+        self._committer.close()
+        self._writers.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
+        with self._lock:
+            return all(kept.capture.error is None for kept in self._kept)

@@ -1,0 +1,272 @@
+"""Signals and the end of a process: handlers wait while a capture is changed, and a process drains before it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import weakref
+
+# signal.getsignal() makes an enum of each handler, which costs 60 times as much.
+from _signal import getsignal  # type: ignore[import-not-found]  # typeshed has no _signal
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Protocol
+
+_Handler = Callable[[int, FrameType | None], object]
+
+_DEFERRED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+)
+"""Signals by which terminals and schedulers interrupt a training."""
+_SA_RESTART = 0x10000000
+
+
+class _SigAction(ctypes.Structure):
+    """``struct sigaction`` of Linux on x86-64 and AArch64, with glibc and with musl."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+def _install(number: int, handler: _Handler | signal.Handlers) -> None:
+    """Set a handler, and keep what the program said by ``signal.siginterrupt``, which ``signal.signal`` forgets."""
+    action = _SigAction()
+    failed = ctypes.CDLL(None).sigaction(number, None, ctypes.byref(action))
+    signal.signal(number, handler)
+    if not failed and action.flags & _SA_RESTART:
+        signal.siginterrupt(number, False)
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class _Interrupts:
+    """Context manager that defers the program's signal handlers on the main thread. Reentrant.
+
+    A handler may raise KeyboardInterrupt between any two instructions of the main thread. Within a capture this would
+    leave a partition that is in no queue, which the next fence awaits for ever, or space in the ring without an owner.
+
+    The handlers of the program are replaced once, by one that calls them, and are put back when the last holder is
+    released. Python runs handlers on the main thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handlers: dict[int, _Handler] = {}
+        self._due: list[Callable[[], object]] = []
+        self._holders: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def hold(self, holder: object) -> None:
+        """Keep the replaced handlers until ``holder`` is released, or is garbage."""
+        self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """Put the program's handlers back if nothing else holds them."""
+        self._holders.discard(holder)
+        if self._holders or self._depth or not _on_main_thread():
+            return
+        for number, handler in list(self._handlers.items()):
+            # The program may have set another handler since.
+            if signal.getsignal(number) == self._on_signal:
+                _install(number, handler)
+            del self._handlers[number]
+
+    def handler(self, number: int) -> object:
+        """Return the program's handler of a signal."""
+        current = signal.getsignal(number)
+        return self._handlers.get(number) if current == self._on_signal else current
+
+    def set_handler(self, number: int, handler: _Handler | signal.Handlers) -> None:
+        """Set the program's handler of a signal."""
+        if callable(handler) and signal.getsignal(number) == self._on_signal:
+            self._handlers[number] = handler
+        else:
+            _install(number, handler)
+
+    def __enter__(self) -> None:
+        """Defer handlers until :meth:`come` or the end of the block."""
+        if not _on_main_thread():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        try:
+            for number in _DEFERRED:
+                handler = getsignal(number)
+                if callable(handler) and handler != self._on_signal:
+                    self._handlers[number] = handler
+                    _install(number, self._on_signal)
+        except BaseException:
+            self._depth -= 1
+            raise
+
+    def __exit__(self, *_error: object) -> None:
+        """Call the handlers of signals that came meanwhile, if this is the outermost block."""
+        if _on_main_thread():
+            self._depth -= 1
+            if not self._depth:
+                self._call()
+
+    def come(self) -> None:
+        """Call the handlers of signals that came meanwhile: nothing is half done at this place of a block."""
+        if self._due and _on_main_thread():
+            self._call()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._due.append(partial(self._handlers[number], number, frame))
+        if not self._depth:
+            self._call()
+
+    def _call(self) -> None:
+        with contextlib.ExitStack() as calls:
+            # A handler that raises does not keep the others from being called.
+            while self._due:
+                calls.callback(self._due.pop())
+
+
+INTERRUPTS = _Interrupts()
+"""A process has one main thread, and one handler for each signal."""
+
+
+class _Termination:
+    """SIGTERM for every Checkpointer of the main thread: a process has one handler, and ends once."""
+
+    def __init__(self) -> None:
+        self._armed: list[ExitHandler] = []
+        self._pid = os.getpid()
+        self._depth = 0
+        self.is_due = False
+        """Whether SIGTERM has come."""
+
+    def enter(self) -> None:
+        """Let SIGTERM wait, until :meth:`leave`."""
+        if _on_main_thread():
+            self._depth += 1
+
+    def leave(self) -> None:
+        """Drain and end now if SIGTERM has come, and no other call is under way."""
+        # Calls on other threads do not count: the signal interrupts the main thread, and ends the process from there.
+        if _on_main_thread():
+            self._depth -= 1
+            if self.is_due and not self._depth:
+                self._terminate()
+
+    def arm(self, ending: ExitHandler) -> None:
+        """Drain ``ending`` on SIGTERM, unless the program has a handler of its own."""
+        self._pid = os.getpid()
+        self._armed.append(ending)
+        if INTERRUPTS.handler(signal.SIGTERM) is signal.SIG_DFL:
+            INTERRUPTS.set_handler(signal.SIGTERM, _terminate)
+
+    def disarm(self, ending: ExitHandler) -> None:
+        """Restore the default of SIGTERM, when nothing is left to drain."""
+        if ending in self._armed:
+            self._armed.remove(ending)
+            is_last = not self._armed and not self.is_due
+            # Another thread cannot restore it; with nothing to drain, the handler ends the process as the default does.
+            if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) is _terminate:
+                INTERRUPTS.set_handler(signal.SIGTERM, signal.SIG_DFL)
+
+    def signalled(self) -> None:
+        """Drain and end, at once or when the calls under way have returned."""
+        self.is_due = True
+        # A forked child has the handler, and may have been forked in the middle of a call of its parent's.
+        if not self._depth or os.getpid() != self._pid:
+            self._terminate()
+
+    def _terminate(self) -> None:
+        # Calls from now on do not end in another termination.
+        self._depth += 1
+        with contextlib.ExitStack() as stack:
+            stack.callback(_end_by_default)
+            # One that fails does not keep the others from draining.
+            for ending in self._armed:
+                stack.callback(ending.drain)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    _TERMINATION.signalled()
+
+
+def _end_by_default() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+_TERMINATION = _Termination()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class ExitHandler:
+    """Drains one Checkpointer at exit and on SIGTERM. As a context manager it makes SIGTERM wait."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        """Drain by ``close``, a method of an object that this does not keep alive."""
+        self._close = weakref.WeakMethod(close)
+        self._background: Callable[[], _Closable | None] = lambda: None
+        self._pid = os.getpid()
+        self._is_armed = False
+        self.is_hurried = False
+        """Whether the process is about to end for another reason than SIGTERM, and should not wait for other ranks."""
+
+    def is_due(self) -> bool:
+        """Return whether the process is to end: calls under way should return soon."""
+        return self.is_hurried or _TERMINATION.is_due
+
+    def __enter__(self) -> None:
+        """Let SIGTERM wait."""
+        _TERMINATION.enter()
+
+    def __exit__(self, *_error: object) -> None:
+        """Let SIGTERM wait no longer."""
+        _TERMINATION.leave()
+
+    def arm(self, background: _Closable) -> None:
+        """Drain at exit; on the main thread on SIGTERM too, unless the program has a handler of its own."""
+        self._background = weakref.ref(background)
+        self._pid = os.getpid()
+        atexit.register(self.drain)
+        self._is_armed = True
+        if _on_main_thread():
+            _TERMINATION.arm(self)
+
+    def disarm(self) -> None:
+        """Leave exit and SIGTERM as they were."""
+        if self._is_armed:
+            atexit.unregister(self.drain)
+            self._is_armed = False
+            _TERMINATION.disarm(self)
+
+    def drain(self) -> None:
+        """Make durable what was begun."""
+        if os.getpid() != self._pid:
+            # A forked child, for instance of a data loader, has none of the threads; its parent drains.
+            return
+        # An error that nobody caught has ended the program, and that of another rank may have been the cause.
+        self.is_hurried |= getattr(sys, "last_value", None) is not None
+        close, background = self._close(), self._background()
+        if close is not None:
+            close()
+        elif background is not None:
+            # A function that trains may have returned without closing its Checkpointer.
+            background.close()

@@ -1,0 +1,283 @@
+"""The safetensors file format: its header, read with suspicion and written deterministically.
+
+A file is 8 bytes (little-endian length of the header), the header (a JSON object), and the tensors' bytes::
+
+    {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+
+Offsets count from the end of the header. Sorted by offset the tensors follow each other from 0 to the end of the file,
+without a gap and without an overlap. No tensor data is read here, so the `safetensors` package is not needed.
+
+This module accepts all that the package accepts, except for
+
+- a key twice in one object, at any depth: which of the two counts depends on the reader;
+- a header that begins with a space: the format's text forbids it, so that no other format fits the same bytes;
+- a tensor given as a list ``["U8", [1], [0, 1]]``, which its JSON library happens to take for an object;
+- a size of 2^63 or more beside a size of 0: no framework and no manifest can hold such a shape;
+- types of less than a byte (F4, F6_E2M3, F6_E3M2): asymcheck stores tensors of whole bytes an element.
+
+The other way round only harmless spellings are accepted: -0 for 0, and, in fields that neither reads, numbers beyond
+a float and lists nested more than 128 deep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from asymcheck.convert.source_file import SourceFile
+from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
+from asymcheck.format.record import parse_json
+from asymcheck.format.registry import DTYPE_BYTES
+
+HEADER_BYTES_MAX: Final = 100_000_000  # the longest header that the format allows
+
+METADATA_KEY: Final = "__metadata__"
+
+DTYPE_TAGS: Final = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The format's name of each dtype that asymcheck stores, in the order in which the `safetensors` package writes them.
+
+Sizes descend, so every tensor is aligned to its element once the header is padded to 8 bytes.
+"""
+
+_DTYPE_NAMES = {tag: name for name, tag in DTYPE_TAGS.items()}
+_WRITE_ORDER = {name: position for position, name in enumerate(DTYPE_TAGS)}
+_SUB_BYTE_TAGS = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+_LENGTH_BYTES = 8
+_SIZE_MAX = (1 << 63) - 1
+_FETCH_AGAIN = "fetch or write the file again"
+_CHECK = "check that this is a safetensors file"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlist = _SHORT.maxtuple = 8
+_SHORT.maxlevel = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a safetensors file: where its bytes lie and what they mean."""
+
+    path: Path
+    name: str
+    dtype: str  # asymcheck's name, such as "bfloat16"
+    shape: tuple[int, ...]
+    start: int  # offset of the first byte in the file
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """Header of a file."""
+
+    tensors: tuple[FileTensor, ...]  # in the order of their bytes in the file
+    metadata: dict[str, str]
+
+
+class NewTensor(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader:
+    """Read and check the header of a safetensors file, which ``file`` is when it is open already.
+
+    Memory is bounded by the header's real length: at most the file's, at most 100 MB, and at most 48 times that
+    while its JSON is parsed.
+
+    Raises:
+        ForeignFileError: the file breaks a rule of the format, or uses a dtype that asymcheck does not store.
+        NotFoundError: the file does not exist.
+        StorageError: the operating system refused to read it.
+    """
+    with SourceFile(path) if file is None else contextlib.nullcontext(file) as opened:
+        text, file_bytes = _read_text(opened), opened.size
+    try:
+        header = parse_json(text, "the header")
+    except StructureError as error:
+        # Not chained: the cause holds the whole text, up to 100 MB, for as long as somebody keeps the error.
+        raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
+    if not isinstance(header, dict):
+        raise ForeignFileError(path, "the header is no JSON object", _FETCH_AGAIN)
+    metadata = _metadata(path, header.pop(METADATA_KEY, None))
+    data_start = _LENGTH_BYTES + len(text)
+    tensors = [_tensor(path, name, entry, data_start) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
+    _check_cover(path, tensors, data_start, file_bytes)
+    return SafetensorsHeader(tuple(tensors), metadata)
+
+
+def _read_text(file: SourceFile) -> bytes:
+    """Return the text of the header, whose length is compared with the size of the file before it is read."""
+    path = file.path
+    if file.size < _LENGTH_BYTES:
+        raise ForeignFileError(path, f"truncated: {file.size} bytes are no safetensors file", _FETCH_AGAIN)
+    length = int.from_bytes(file.read_bytes(0, _LENGTH_BYTES), "little")
+    if length > HEADER_BYTES_MAX:
+        raise ForeignFileError(path, f"a header of {length} bytes, at most {HEADER_BYTES_MAX} are allowed", _CHECK)
+    if length > file.size - _LENGTH_BYTES:
+        what = f"truncated: a header of {length} bytes in a file of {file.size} bytes"
+        raise ForeignFileError(path, what, _FETCH_AGAIN)
+    if file.read_bytes(_LENGTH_BYTES, min(length, 1)) != b"{":
+        raise ForeignFileError(path, "the header does not begin with '{'", _CHECK)
+    return file.read_bytes(_LENGTH_BYTES, length)
+
+
+def _metadata(path: Path, value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ForeignFileError(path, f"{METADATA_KEY} does not map strings to strings", _FETCH_AGAIN)
+    return value
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
+    """One entry of the header; other fields than the three are passed over, as the reference does."""
+    if not isinstance(entry, dict):
+        raise _refused(path, name, "is no JSON object")
+    dtype = _dtype(path, name, entry.get("dtype"))
+    shape = _sizes(path, name, entry.get("shape"), "shape")
+    offsets = _sizes(path, name, entry.get("data_offsets"), "data_offsets")
+    nbytes = tensor_bytes(dtype, shape)
+    if nbytes is None:
+        raise _refused(path, name, f"has a shape of more bytes than 64 bits can count: {shown(shape)}")
+    if len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end
+        raise _refused(path, name, f"has data_offsets that are no begin and end: {shown(offsets)}")
+    if offsets[1] - offsets[0] != nbytes:
+        what = f"has {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shown(shape)} takes {nbytes}"
+        raise _refused(path, name, what)
+    return FileTensor(path, name, dtype, shape, data_start + offsets[0], nbytes)
+
+
+def _dtype(path: Path, name: str, tag: object) -> str:
+    if isinstance(tag, str) and tag in _DTYPE_NAMES:
+        return _DTYPE_NAMES[tag]
+    if isinstance(tag, str) and tag in _SUB_BYTE_TAGS:
+        what = f"tensor {shown(name)} is {tag}, whose elements are smaller than a byte: asymcheck does not store these"
+        raise ForeignFileError(path, what, "write it as U8 with the packed bytes, or as F8_E4M3, and try again")
+    raise _refused(path, name, f"has the unknown dtype {shown(tag)}")
+
+
+def _sizes(path: Path, name: str, value: object, field: str) -> tuple[int, ...]:
+    """A list of whole numbers that 63 bits hold. `type` because True is an int to `isinstance`."""
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _SIZE_MAX for size in value):
+        raise _refused(path, name, f"has a {field} that is no list of whole numbers from 0 to 2^63-1: {shown(value)}")
+    return tuple(value)
+
+
+def _check_cover(path: Path, tensors: Sequence[FileTensor], data_start: int, file_bytes: int) -> None:
+    """Each byte after the header belongs to one tensor. Empty tensors may lie between others, not inside them."""
+    end = data_start
+    for tensor in tensors:
+        if tensor.start != end:
+            how = "overlaps the one before it" if tensor.start < end else "leaves a gap before it"
+            raise _refused(path, tensor.name, f"{how}: it begins at byte {tensor.start} of the file, not at {end}")
+        end += tensor.nbytes
+    if end != file_bytes:
+        how = "truncated" if end > file_bytes else "bytes that belong to no tensor at its end"
+        raise ForeignFileError(path, f"{how}: {end} bytes by its header, really {file_bytes}", _FETCH_AGAIN)
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int | None:
+    """Return the bytes of a tensor, or None when they, or a product on the way to them, exceed 2^63-1.
+
+    Products are taken from left to right, so (2^62, 4, 0) is too much and (0, 2^62, 4) is nothing, as in the reference.
+    """
+    elements = 1
+    for size in shape:
+        elements *= size
+        if elements > _SIZE_MAX:
+            return None
+    nbytes = elements * DTYPE_BYTES[dtype]
+    return nbytes if nbytes <= _SIZE_MAX else None
+
+
+def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Return the first bytes of a safetensors file, up to its data, and where in the file each tensor's bytes go.
+
+    The starts are in the order of ``tensors``; the bytes lie by descending size of element, then by name, without gaps.
+    The same tensors and metadata give the same bytes, in whatever order they come, and those that the `safetensors`
+    package writes.
+
+    Raises:
+        InvalidInputError: a dtype that safetensors lacks, a name twice or ``__metadata__``, ``nbytes`` that are not
+            those of dtype and shape, a text that is no Unicode, or a header beyond the format's limit.
+    """
+    order = sorted(range(len(tensors)), key=lambda i: (_WRITE_ORDER.get(tensors[i].dtype, -1), tensors[i].name))
+    header: dict[str, object] = {} if metadata is None else {METADATA_KEY: _checked_metadata(metadata)}
+    offsets = [0] * len(tensors)
+    end = 0
+    for i in order:
+        tensor = tensors[i]
+        _check_new(tensor, header)
+        offsets[i], end = end, end + tensor.nbytes
+        tag, shape = DTYPE_TAGS[tensor.dtype], list(tensor.shape)
+        header[tensor.name] = {"dtype": tag, "shape": shape, "data_offsets": [offsets[i], end]}
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"a name or metadata holds half a surrogate pair: {shown(error.object[error.start : error.end])}"
+        raise InvalidInputError(f"{what}; rename it") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        what = f"a safetensors header of {len(text)} bytes, the format allows {HEADER_BYTES_MAX}"
+        raise InvalidInputError(f"{what}; write the tensors into several files")
+    data_start = _LENGTH_BYTES + len(text)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [data_start + offset for offset in offsets]
+
+
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    for pair in metadata.items():
+        if not all(type(text) is str for text in pair):
+            raise InvalidInputError(f"safetensors metadata {shown(pair)} is not text by text; give strings only")
+    return dict(sorted(metadata.items()))
+
+
+def _check_new(tensor: NewTensor, taken: Mapping[str, object]) -> None:
+    if tensor.dtype not in DTYPE_TAGS:
+        what = f"safetensors cannot hold {tensor.dtype}, the dtype of tensor {shown(tensor.name)}"
+        raise InvalidInputError(f"{what}; export to a .pt file instead, or convert the tensor")
+    if tensor.name == METADATA_KEY:
+        raise InvalidInputError(f"safetensors keeps the name {METADATA_KEY} for itself; rename the tensor")
+    if tensor.name in taken:
+        raise InvalidInputError(f"two tensors are named {shown(tensor.name)}; rename one")
+    if any(size < 0 for size in tensor.shape) or tensor_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
+        what = f"tensor {shown(tensor.name)}: {tensor.nbytes} bytes are not those of {tensor.dtype}"
+        raise InvalidInputError(f"{what} of shape {shown(tensor.shape)}; give what the tensor has")
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: quoted, control characters escaped, cut where it is long or deep."""
+    return _SHORT.repr(value)
+
+
+def _refused(path: Path, name: str, what: str) -> ForeignFileError:
+    return ForeignFileError(path, f"tensor {shown(name)} {what}", _FETCH_AGAIN)

@@ -1,0 +1,115 @@
+"""Files of other formats as sources of tensors, which are read from the file when they are captured."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asymcheck.errors import ForeignFileError, NotFoundError
+from asymcheck.state.leaves import TensorBytes
+from asymcheck.storage.local_files import Files, translated
+
+_FILES = Files()
+
+
+class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
+    """A file that tensors are read from, and that must not change meanwhile.
+
+    Threads share it. Close it, or use it in a ``with`` block. Reads raise ForeignFileError when the file ends too soon,
+    or has changed since it was opened.
+    """
+
+    def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
+        """Open ``path``; ``on_read`` is called with the number of bytes of each read.
+
+        Raises:
+            NotFoundError: the file does not exist.
+            ForeignFileError: it is not a regular file.
+        """
+        self.path = path
+        self._on_read = on_read
+        try:
+            with translated("open", path):
+                # Without O_NONBLOCK, opening a named pipe waits for a writer, perhaps for ever.
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{path} does not exist") from error
+        status = self._status()
+        self.size = status.st_size  # bytes of the file
+        self._changed_ns = status.st_mtime_ns
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise ForeignFileError(path, "not a regular file", "give the file itself")
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of the file from ``start`` on."""
+        count = _FILES.pread(self._descriptor, [target], start, self.path)
+        self.check()
+        if count < len(target):
+            raise ForeignFileError(self.path, f"it ends before byte {start + len(target)}", "fetch or write it again")
+        if self._on_read is not None:
+            self._on_read(count)
+
+    def read_bytes(self, start: int, length: int) -> bytes:
+        """Return a range of the file."""
+        data = bytearray(length)
+        self.read(start, memoryview(data))
+        return bytes(data)
+
+    def check(self) -> None:
+        """Check that everything read up to now belongs to one state of the file."""
+        status = self._status()
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
+            raise ForeignFileError(self.path, "changed while it was read", "convert it again when nobody writes it")
+
+    def _status(self) -> os.stat_result:
+        with translated("look at", self.path):
+            return os.fstat(self._descriptor)
+
+    def mapped(self, start: int, length: int) -> memoryview:
+        """Return a range of the file as memory; call :meth:`check` after reading it."""
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        # A private mapping, because torch takes only writable memory.
+        whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
+        return memoryview(whole)[start - first :]
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:
+        """Return the tensor whose elements are stored in row-major order from byte ``start`` on."""
+        return _FileTensor(self, start, dtype, shape)
+
+    def close(self) -> None:
+        """Close the file; closing twice is no error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+class _FileTensor(TensorBytes):
+    def __init__(self, file: SourceFile, start: int, dtype: str, shape: tuple[int, ...]) -> None:
+        super().__init__(dtype, shape)
+        self._file, self._start = file, start
+
+    def read(self, start: int, target: memoryview) -> None:
+        self._file.read(self._start + start, target)
+
+
+@contextlib.contextmanager
+def refused(path: Path, problem: Callable[[Exception], str], remedy: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a foreign library that reads ``path`` into ForeignFileError, with the text of ``problem``."""
+    try:
+        yield
+    except errors as error:
+        raise ForeignFileError(path, problem(error), remedy) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of a foreign library, without the final punctuation."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(" .;") if text else type(error).__name__

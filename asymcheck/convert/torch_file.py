@@ -1,0 +1,441 @@
+"""Files of ``torch.save``, read with ``weights_only=True`` and written without their tensors in memory.
+
+Torch itself says where the bytes of each tensor are: a storage that is loaded under ``FakeTensorMode`` knows its
+offset, and a file that is saved under ``skip_data`` has room for its storages, to be filled later (both are described
+in torch's notes on serialization). This is the only module that calls ``torch.save`` and ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import mmap
+import pickle
+import re
+import struct
+import sys
+import threading
+import zipfile
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from asymcheck.convert.export_target import DraftSink, TargetFile
+from asymcheck.convert.part import pick
+from asymcheck.convert.source_file import SourceFile, first_line, refused
+from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.restore.read_plan import ByteTarget
+from asymcheck.restore.state_template import RowRef
+from asymcheck.restore.tensor_stream import CheckpointOutline
+from asymcheck.state.dtypes import TORCH_DTYPES, TORCH_NAMES
+from asymcheck.state.leaves import TensorBytes, flat_bytes
+from asymcheck.storage.local_files import translated
+
+_REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
+_FETCH = "fetch or write it again"
+_REWRITE = "load it with torch.load() and write it again with torch.save()"
+_UNCOMPRESSED = f"pack it again without compression (zip -0), or {_REWRITE}"
+_NEWER = "install a newer torch, or use .safetensors"
+
+_LOCAL_MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<4s22xHH")
+_CENTRAL = struct.Struct("<4s24xHHH12x")
+_CENTRAL_CRC = 16
+_DESCRIPTOR = b"PK\x07\x08"
+_ENCRYPTED = 1
+_CHUNK = 8 << 20
+_INFLATED_BYTES_MAX: Final = 1 << 28
+"""Limit for a compressed record that is read whole. Pickles are far smaller: each tensor has its own record."""
+
+_FOLDER = "archive/"
+_PICKLE = "data.pkl"
+_BYTE_ORDER = "byteorder"
+_COPIED = (_PICKLE, "version", ".data/version")
+# With these records torch computes the places of storages; without them it looks into the file.
+_LEFT_OUT = (".format_version", ".storage_alignment")
+
+# Below this size, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
+_MAPPED_BYTES = 1 << 20
+_MAP_NORESERVE = 0x4000
+_PROBE_BYTES = 1 << 16
+_METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
+
+_PICKLE_MARK = b"\x80"
+_PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
+_UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
+_ADVICE = " In PyTorch 2.6"
+# Raised for files that were cut short or damaged.
+_DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
+_LOAD_ERRORS = (
+    *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError),
+)
+
+
+def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
+    """Return the state in a file of ``torch.save``; its tensors are read from ``file`` when they are captured.
+
+    Nothing in the file is executed. A file in the format before torch 1.6 is read into memory. An object of a class
+    whose dotted name is in ``stand_ins`` becomes an object of the class given there.
+
+    Raises:
+        ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
+    """
+    if not stand_ins:
+        return read_torch_slice(file, 0, file.size)
+    safe_globals = getattr(torch.serialization, "safe_globals", None)
+    if safe_globals is None:
+        raise ForeignFileError(file.path, f"torch {torch.__version__} reads no classes that are named to it", _NEWER)
+    with safe_globals([(kind, name) for name, kind in stand_ins.items()]):
+        return read_torch_slice(file, 0, file.size)
+
+
+def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
+    """Do what :func:`read_torch_file` does for a file of ``torch.save`` that is a range of another file."""
+    source: Any = _RangedFile(file, start, length)
+    magic = source.read(len(_LOCAL_MAGIC))
+    source.seek(0)
+    # A pickle begins with this mark and its protocol. For any other file, torch would advise to trust it.
+    if magic != _LOCAL_MAGIC and not magic.startswith(_PICKLE_MARK):
+        raise ForeignFileError(file.path, "it is no file of torch.save(), or was cut short", _FETCH)
+    with (
+        refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
+        refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
+    ):
+        if magic != _LOCAL_MAGIC:
+            return torch.load(source, map_location="cpu", weights_only=True)
+        archive = _Archive(file.path, source)
+        known: dict[tuple[object, ...], object] = {}
+
+        def replaced(leaf: object) -> object:
+            return _in_file(leaf, file, start, archive, known) if isinstance(leaf, torch.Tensor) else leaf
+
+        return _mapped(archive.load_faked(), replaced)
+
+
+class _RangedFile(io.RawIOBase):
+    """A range of a file, cut off at the end of the file, as the file object that libraries want."""
+
+    def __init__(self, file: SourceFile, start: int, length: int) -> None:
+        self._file, self._start = file, start
+        self._size = max(0, min(length, file.size - start))
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - as the base class has it
+        target = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        if target:
+            self._file.read(self._start + self._at, target)
+        self._at += len(target)
+        return len(target)
+
+    def readall(self) -> bytes:
+        return self.read(max(0, self._size - self._at)) or b""
+
+
+class _Archive:
+    """The zip file that ``torch.save`` writes: its pickle, and where its storages are stored.
+
+    Under ``FakeTensorMode`` torch computes the places of storages from the layout that its own writer uses. In a file
+    that another program has packed again, as ``zip`` does, these places are wrong, without any error. Therefore torch
+    loads an outline: the same pickle with empty storages. The place of a storage in the outline identifies its record,
+    whose real place follows from the directory of the file.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        """Read everything but the storages of ``file``, which stays open while this is used.
+
+        Raises:
+            ForeignFileError: the file is damaged, or comes from a machine with another byte order.
+            zipfile.BadZipFile, zlib.error, ValueError: it is damaged.
+        """
+        self._path, self._file = path, file
+        self._size = file.seek(0, io.SEEK_END)
+        with zipfile.ZipFile(file) as packed:
+            members = self._by_name(packed.infolist())
+        self._check_byte_order(members)
+        content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
+        content[_BYTE_ORDER] = sys.byteorder.encode()
+        names = [name for name in members | content if name not in _LEFT_OUT]
+        self._outline = io.BytesIO()
+        with zipfile.ZipFile(self._outline, "w") as outline:
+            for name in names:
+                outline.writestr(_FOLDER + name, content.get(name, b""))
+        starts = [_data_start(path, member, self._outline) for member in outline.infolist()]
+        self._members = {
+            start: (name, members[name]) for start, name in zip(starts, names, strict=True) if name in members
+        }
+
+    def load_faked(self) -> object:
+        """Return the state in the file, with tensors that have no memory."""
+        self._outline.seek(0)
+        with FakeTensorMode():
+            return torch.load(self._outline, map_location="cpu", weights_only=True)
+
+    def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
+        """Return the name, the first byte and the length of the record with the storage of a faked tensor."""
+        start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if start is None:
+            raise ForeignFileError(self._path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
+        name, member = self._members[start]
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ForeignFileError(self._path, f"its record {name} is compressed", _UNCOMPRESSED)
+        return name, self._start_of(name, member), member.compress_size
+
+    def _start_of(self, name: str, member: zipfile.ZipInfo) -> int:
+        start = _data_start(self._path, member, self._file)
+        if start + member.compress_size > self._size:
+            raise ForeignFileError(self._path, f"it ends before the end of its record {name}", _FETCH)
+        if member.flag_bits & _ENCRYPTED:
+            raise ForeignFileError(self._path, f"its record {name} is encrypted", "decrypt it first")
+        return start
+
+    def _by_name(self, members: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+        """Return the members of the folder that torch looks into, which is the folder of the first member."""
+        if members and min(member.header_offset for member in members):
+            # Python skips everything before the archive, which here could be another file of torch.
+            raise ForeignFileError(self._path, "its directory is not of what it begins with", _FETCH)
+        folder = members[0].filename.partition("/")[0] + "/" if members else ""
+        inside = [member for member in members if member.filename.startswith(folder) and not member.is_dir()]
+        found = {member.filename.removeprefix(folder): member for member in inside}
+        # Torch ignores the case of names.
+        if len({name.lower() for name in found}) < len(inside):
+            raise ForeignFileError(self._path, "two of its records have one name", _REWRITE)
+        if _PICKLE not in found:
+            raise ForeignFileError(self._path, f"it has no record {_PICKLE}, so torch.save() did not write it", _FETCH)
+        return found
+
+    def _check_byte_order(self, members: dict[str, zipfile.ZipInfo]) -> None:
+        """Refuse files of other machines, whose bytes torch would swap; a file without the record is little-endian."""
+        said = self._content(_BYTE_ORDER, members[_BYTE_ORDER]) if _BYTE_ORDER in members else b"little"
+        order = said.decode(errors="replace")
+        if order != sys.byteorder:
+            problem = f"it says that its byte order is {order!r:.40}, and that of this machine is {sys.byteorder}"
+            raise ForeignFileError(self._path, problem, _REWRITE)
+
+    def _content(self, name: str, member: zipfile.ZipInfo) -> bytes:
+        # Not through zipfile, which requires checksums: torch can write files without them.
+        self._file.seek(self._start_of(name, member))
+        data = self._file.read(member.compress_size)
+        if member.compress_type == zipfile.ZIP_STORED:
+            return data
+        if member.compress_type != zipfile.ZIP_DEFLATED:
+            problem = f"its record {name} is compressed in a way that torch does not read"
+            raise ForeignFileError(self._path, problem, _FETCH)
+        if member.file_size > _INFLATED_BYTES_MAX:
+            problem = f"its record {name} is compressed, and has {member.file_size} bytes without"
+            raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
+        # The limit matters: in a hostile file, a few bytes can expand to more than the memory.
+        stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        content = stream.decompress(data, member.file_size + 1)
+        if len(content) != member.file_size or not stream.eof:
+            raise ForeignFileError(self._path, f"its record {name} is not as long as its directory says", _FETCH)
+        return content
+
+
+def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
+    """Return where the bytes of a member of a zip file begin, which only the header before them tells."""
+    file.seek(member.header_offset)
+    header = file.read(_LOCAL.size)
+    if len(header) < _LOCAL.size or not header.startswith(_LOCAL_MAGIC):
+        problem = f"{member.filename} does not lie where the directory of the zip file says"
+        raise ForeignFileError(path, problem, _FETCH)
+    _, name, extra = _LOCAL.unpack(header)
+    return int(member.header_offset + _LOCAL.size + name + extra)
+
+
+def _problem(error: Exception) -> str:
+    """Return what torch dislikes about a file; its own words are many lines of advice to trust the file."""
+    named = _PICKLED.search(str(error))
+    if named is not None:
+        return f"it holds a pickled object of {named[1]}, which is never run"
+    unread = _UNREAD.search(str(error))
+    if unread is not None:
+        return f"torch.load(weights_only=True) does not read it ({unread[1].rstrip(' .')})"
+    return first_line(error).partition(_ADVICE)[0].rstrip(" .")
+
+
+def _damage(error: Exception) -> str:
+    return f"it is damaged or was cut short ({first_line(error)})"
+
+
+def _in_file(
+    tensor: torch.Tensor, file: SourceFile, begin: int, archive: _Archive, known: dict[tuple[object, ...], object]
+) -> object:
+    """Return what reads the bytes of a faked tensor from ``file``, where the archive begins at byte ``begin``."""
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
+    if tensor.dtype not in TORCH_NAMES or not plain:
+        kind = "quantized" if tensor.is_quantized else "negated by a flag" if tensor.is_neg() else tensor.layout
+        raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} that is {kind}", _REMEDY)
+    name, start, length = archive.record_of(tensor)
+    offset = int(tensor.storage_offset() * tensor.element_size())
+    extent = 0  # from the first byte of the tensor to its last
+    if tensor.numel():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    if extent and offset + extent > length:
+        raise ForeignFileError(file.path, f"it holds a tensor that is larger than its storage {name}", _FETCH)
+    start += begin + offset
+    # Equal views of one storage are a tied tensor, which has to be one object in the state.
+    key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+    if key not in known:
+        if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
+            known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
+        else:
+            known[key] = _View(tensor, file, start, extent)
+    return known[key]
+
+
+class _View(TensorBytes):
+    """A tensor that is not one byte range of the file: a view of the mapped file."""
+
+    def __init__(self, tensor: torch.Tensor, file: SourceFile, start: int, extent: int) -> None:
+        super().__init__(TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
+        mapped = torch.frombuffer(file.mapped(start, extent), dtype=torch.uint8)
+        view = mapped.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        self._view = view.conj() if tensor.is_conj() else view
+        self._file = file
+        self._lock = threading.Lock()
+        self._copy: torch.Tensor | None = None
+        self._left = self.nbytes
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` from a row-major copy, which is kept until all of it was read."""
+        with self._lock:
+            copy = flat_bytes(self._view) if self._copy is None else self._copy
+            self._left -= len(target)
+            self._copy = copy if self._left > 0 else None
+            self._left = self._left if self._left > 0 else self.nbytes
+        np.copyto(np.frombuffer(target, dtype=np.uint8), copy[start : start + len(target)].numpy())
+        self._file.check()
+
+
+def _mapped(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
+    """Return a copy of a nested state in which ``make`` has replaced every value that is not a container."""
+    if type(value) in (dict, OrderedDict, Counter):
+        copy = type(value)({key: _mapped(item, make) for key, item in value.items()})
+        if hasattr(value, _METADATA):
+            setattr(copy, _METADATA, getattr(value, _METADATA))
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, make) for item in value)
+    return make(value)
+
+
+class TorchSink(DraftSink):
+    """Writes a checkpoint, or one part of it, into a file that ``torch.load(weights_only=True)`` reads.
+
+    Numpy arrays become tensors and numpy scalars Python numbers, because ``weights_only`` refuses both.
+    """
+
+    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
+        """Write the file with empty storages; return their places."""
+        # Missing in the oldest versions of torch that the package supports.
+        skip_data = getattr(torch.serialization, "skip_data", None)
+        if skip_data is None:
+            raise InvalidInputError(f"torch {torch.__version__} cannot write .pt files part by part; {_NEWER}")
+        hollow: dict[int, torch.Tensor] = {}
+        order: list[int] = []
+
+        def make(leaf: object) -> object:
+            if isinstance(leaf, RowRef):
+                order.append(leaf.row)
+                return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
+            return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+        state = _mapped(pick(outline.shape, self._part).shape, make)
+        self.tensors, self.nbytes = len(hollow), sum(outline.tensors[row].nbytes for row in hollow)
+        self._file = file = self._draft.file(size=self.nbytes)
+        with _writing(file), skip_data():
+            torch.save(state, file.path)
+        with translated("read", file.path), file.path.open("rb") as written:
+            archive = _Archive(file.path, written)
+            places: list[object] = []
+            _mapped(archive.load_faked(), places.append)
+            tensors = [place for place in places if isinstance(place, torch.Tensor)]
+            starts = {row: archive.record_of(place)[1] for row, place in zip(order, tensors, strict=True)}
+        return {row: file.region(outline.tensors[row], start) for row, start in starts.items()}
+
+    def finish(self) -> None:
+        """Enter the checksums and give the file its name."""
+        try:
+            _fill_checksums(self._file)
+        except BaseException:
+            self.abandon()
+            raise
+        super().finish()
+
+
+@contextlib.contextmanager
+def _writing(file: TargetFile) -> Iterator[None]:
+    """Turn errors of ``torch.save`` into the package's."""
+    try:
+        with translated("write", file.path):
+            yield
+    except RuntimeError as error:
+        # Torch hides the error of the operating system, so another write asks for it.
+        with translated("look at", file.path):
+            end = file.path.stat().st_size
+        file.write(end, bytes(_PROBE_BYTES))
+        advice = "check the device, or name another place"
+        raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
+
+
+def _hollow(row: TensorRow) -> torch.Tensor:
+    """Return a tensor whose memory is reserved but never touched."""
+    dtype = TORCH_DTYPES.get(row.dtype)
+    if dtype is None:
+        raise InvalidInputError(f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks")
+    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
+    if length < _MAPPED_BYTES:
+        return torch.empty(row.shape, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(row.shape)
+
+
+def _fill_checksums(file: TargetFile) -> None:
+    """Enter the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
+
+    Torch ignores checksums, but ``unzip`` and Python's ``zipfile`` check them.
+    """
+    with zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
+        place = archive.start_dir
+        for member in archive.infolist():
+            start = _data_start(file.path, member, content)
+            end = start + member.file_size
+            if member.CRC == 0 and member.file_size:
+                value = 0
+                for offset in range(start, end, _CHUNK):
+                    value = zlib.crc32(file.read(offset, min(_CHUNK, end - offset)), value)
+                checksum = struct.pack("<I", value)
+                file.write(place + _CENTRAL_CRC, checksum)
+                if file.read(end, 4) == _DESCRIPTOR:
+                    file.write(end + 4, checksum)
+            _, name, extra, comment = _CENTRAL.unpack(file.read(place, _CENTRAL.size))
+            place += _CENTRAL.size + name + extra + comment
+
+
+def value_file(value: object) -> io.BytesIO:
+    """Return a plain value as a file that ``torch.load`` reads, for callers that take values in no other form."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

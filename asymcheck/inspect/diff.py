@@ -1,0 +1,549 @@
+"""Difference: what changed between two checkpoints, and by how much.
+
+Tensors with equal digests are not read. Others are streamed, a few partitions in memory at a time; norms are summed up
+block by block, in float64 or complex128.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
+from asymcheck.format import layout
+from asymcheck.format.manifest import Extent, Manifest, TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.inspect.history import describe_by
+from asymcheck.inspect.values import plain_values, shortened
+from asymcheck.restore.lineage import Lineage
+from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.resolve import by_save_id, candidates, needed_by, read_manifests
+from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
+from asymcheck.state.names import in_order, matches, no_match, told_apart
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.storage.interfaces import ReadTier
+from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.types import Checkpoint, Digest, Progress
+
+_WIDE_INTEGERS = ("int64", "uint64")
+_PACKED = "float4_e2m1fn_x2"
+_RANDOM = "rng"
+
+Numbers = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNorms:
+    """How far apart two tensors of one shape are.
+
+    Numbers are compared as float64, complex ones as complex128, bool as 0 and 1. Sums leave out elements that are
+    infinite or not a number, in either tensor for the difference.
+    """
+
+    l2_a: float | None
+    l2_difference: float | None
+    """L2 norm of B - A."""
+    relative: float | None
+    """``l2_difference / l2_a``; None when A is zero."""
+    largest: float | None
+    """The largest absolute difference of two elements."""
+    differing: int
+    """Elements that differ: in their bytes when the dtypes are equal, else in their value."""
+    elements: int
+    """Number of elements; of dtype float4_e2m1fn_x2, bytes with two numbers each."""
+    nonfinite_a: int | None
+    """Elements of A that are infinite or not a number."""
+    nonfinite_b: int | None
+    note: str
+    """Why there are no norms (the fields that are None); empty when there are."""
+
+
+class NormSums:
+    """Sums up two tensors of one shape, block by block."""
+
+    def __init__(self, dtype_a: str, dtype_b: str, role: str) -> None:
+        """Compare tensors of these dtypes; ``role`` tells what their numbers mean."""
+        self.dtypes = (dtype_a, dtype_b)
+        self.note = _without_norms(self.dtypes, role)
+        self._l2_a = self._l2_difference = self._largest = 0.0
+        self._differing = self._elements = self._nonfinite_a = self._nonfinite_b = 0
+
+    def add(self, a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> None:
+        """Add the next block: the bytes of the same number of elements of A and of B."""
+        count = len(a) // DTYPE_BYTES[self.dtypes[0]]
+        self._elements += count
+        same_dtype = self.dtypes[0] == self.dtypes[1]
+        if same_dtype:
+            self._differing += _count_differing(a, b, DTYPE_BYTES[self.dtypes[0]])
+        if self.note and same_dtype:
+            return
+        # A value too large for the sum makes it infinite, which is the answer.
+        with np.errstate(over="ignore"):
+            numbers_a, numbers_b = _numbers(a, self.dtypes[0]), _numbers(b, self.dtypes[1])
+            self._add_numbers(numbers_a, numbers_b)
+            if not same_dtype:
+                both_nan = np.isnan(numbers_a) & np.isnan(numbers_b)
+                self._differing += int(((numbers_a != numbers_b) & ~both_nan).sum())
+            elif self.dtypes[0] in _WIDE_INTEGERS:
+                self._add_difference(_integer_difference(a, b, self.dtypes[0]))
+
+    def _add_numbers(self, a: Numbers, b: Numbers) -> None:
+        finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+        nonfinite = [len(finite) - int(np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
+        self._nonfinite_a += nonfinite[0]
+        self._nonfinite_b += nonfinite[1]
+        # Choosing elements costs a copy, which is saved where all are chosen.
+        self._l2_a = math.hypot(self._l2_a, _l2(np.abs(a[finite_a] if nonfinite[0] else a)))
+        if self.dtypes[0] != self.dtypes[1] or self.dtypes[0] not in _WIDE_INTEGERS:
+            if any(nonfinite):
+                a, b = a[finite_a & finite_b], b[finite_a & finite_b]
+            self._add_difference(np.abs(b - a))
+
+    def _add_difference(self, sizes: npt.NDArray[np.float64]) -> None:
+        self._l2_difference = math.hypot(self._l2_difference, _l2(sizes))
+        self._largest = max(self._largest, float(sizes.max(initial=0.0)))
+
+    def result(self) -> TensorNorms:
+        """Return the norms of what was added."""
+        if self.note:
+            return TensorNorms(None, None, None, None, self._differing, self._elements, None, None, self.note)
+        l2_a, l2 = self._l2_a, self._l2_difference
+        sums = l2_a, l2, (l2 / l2_a if l2_a else None), self._largest, self._differing, self._elements
+        return TensorNorms(*sums, self._nonfinite_a, self._nonfinite_b, "")
+
+
+def _without_norms(dtypes: tuple[str, str], role: str) -> str:
+    for dtype in dtypes:
+        if dtype == _PACKED:
+            return f"{dtype} packs two numbers into a byte"
+        if dtype not in NUMPY_DTYPES and (lack := _lack_of_torch(dtype)):
+            return lack
+    # The state of a random number generator is a bit pattern: a distance between two says nothing.
+    return "state of a random number generator" if role == _RANDOM else ""
+
+
+def _lack_of_torch(dtype: str) -> str:
+    import torch
+
+    from asymcheck.state.dtypes import TORCH_DTYPES
+
+    return "" if dtype in TORCH_DTYPES else f"torch {torch.__version__} has no {dtype}"
+
+
+def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
+    is_complex = dtype.startswith("complex")
+    known = NUMPY_DTYPES.get(dtype)
+    numbers: Numbers
+    if known is not None:
+        numbers = data.view(known).astype(np.complex128 if is_complex else np.float64)
+    else:
+        import torch
+
+        from asymcheck.state.dtypes import TORCH_DTYPES
+
+        wide = torch.complex128 if is_complex else torch.float64
+        numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
+    return numbers
+
+
+def _count_differing(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], size: int) -> int:
+    """Count the elements of ``size`` bytes that are not the same bits."""
+    words = f"u{min(size, 8)}"
+    differ = a.view(words) != b.view(words)
+    if size > 8:  # noqa: PLR2004 - the widest integer of numpy, in bytes
+        differ = differ.reshape(-1, size // 8).any(axis=1)
+    return int(np.count_nonzero(differ))
+
+
+def _integer_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float64]:
+    """Return absolute differences of 64-bit integers, subtracted before they are rounded to float64."""
+    x, y = a.view(dtype), b.view(dtype)
+    # Modulo 2^64 the difference of the larger and the smaller is exact.
+    higher, lower = np.maximum(x, y).view(np.uint64), np.minimum(x, y).view(np.uint64)
+    sizes: npt.NDArray[np.float64] = (higher - lower).astype(np.float64)
+    return sizes
+
+
+def _l2(sizes: npt.NDArray[np.float64]) -> float:
+    """Return the L2 norm of absolute values, scaled so that no square overflows or vanishes."""
+    largest = float(sizes.max(initial=0.0))
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    # Not np.dot: the threads of a BLAS, and torch's beside them, wait for each other on few cores.
+    return largest * math.sqrt(float(np.square(sizes / largest).sum()))
+
+
+# So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
+_BLOCK_ELEMENTS = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorChange:
+    """One tensor that is not the same in two checkpoints, A and B; dtype and shape are None where it is not."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Further names of the same tensor, in both checkpoints if it is in both."""
+    rank: int
+    role: str
+    change: str
+    """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout``: the rank has another part of the tensor.
+
+    A further name of a tensor that is in both checkpoints is added or removed with no bytes.
+    ``undecided`` occurs without norms only: its bytes are in other partitions than before, which tensors share.
+    """
+    dtype_a: str | None
+    dtype_b: str | None
+    shape_a: tuple[int, ...] | None
+    """Shape of the whole tensor in A."""
+    shape_b: tuple[int, ...] | None
+    bytes_a: int
+    bytes_b: int
+    shared_bytes: int
+    """Those of its bytes in B (in A when it was removed) that both checkpoints have, in the same partitions.
+
+    A tensor that is stored in the manifest counts if the other manifest has the same bytes.
+    """
+    norms: TensorNorms | None
+    """How far apart they are; None when not asked for, or when elements cannot be compared one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueChange:
+    """One plain value that is not the same in two checkpoints."""
+
+    name: str
+    """Dotted name in the state; of several ranks, with the rank in front."""
+    a: str | None
+    """The value in A as text, shortened in the middle; None when there is none."""
+    b: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointDiff:
+    """Difference between two checkpoints."""
+
+    a: Checkpoint
+    b: Checkpoint
+    other_saves_a: tuple[str, ...]
+    """Save ids of further checkpoints of A's step, when A was named by a step."""
+    other_saves_b: tuple[str, ...]
+    tensors: tuple[TensorChange, ...]
+    """The tensors that changed, by name."""
+    unchanged_tensors: int
+    unchanged_bytes: int
+    """Their bytes in B."""
+    values: tuple[ValueChange, ...]
+    """The plain values that changed, by name."""
+    unchanged_values: int
+    bytes_a: int
+    bytes_b: int
+    shared_bytes: int
+    """Bytes of B's tensors in partitions that A refers to, too: these are stored once.
+
+    Bytes that both manifests hold count as well, although each manifest has a copy.
+    """
+
+
+def compare(
+    tier: ReadTier,
+    a: int | str,
+    b: int | str,
+    *,
+    run: str,
+    tensors: str = "*",
+    norms: bool = True,
+    progress: Progress | None = None,
+) -> CheckpointDiff:
+    """Compare two checkpoints, named as :func:`asymcheck.inspect.diff.find_checkpoint` says.
+
+    ``tensors`` is a glob of the names of tensors and plain values to compare; the total bytes are those of all tensors.
+
+    Raises:
+        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, the glob matches nothing, or
+            the numbers of ranks differ.
+        InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
+        MissingPartitionError, DamagedPartitionError: no intact copy of bytes that must be read.
+    """
+    side_a, side_b = (Side(tier, *find_checkpoint(tier, name, run)) for name in (a, b))
+    return _Comparison(tier, side_a, side_b, tensors).result(norms=norms, progress=progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A tensor that is in A and in B, under the same names."""
+
+    rank: int
+    names: tuple[str, ...]
+    a: TensorRow
+    b: TensorRow
+
+    @property
+    def kind(self) -> str:
+        """Kind of the change, if there is one."""
+        if self.a.global_shape != self.b.global_shape:
+            return "shape"
+        if (self.a.shape, self.a.offset) != (self.b.shape, self.b.offset):
+            return "layout"
+        return "dtype" if self.a.dtype != self.b.dtype else "value"
+
+    @property
+    def has_same_bytes(self) -> bool:
+        """Whether the manifests alone tell that nothing changed."""
+        if self.kind != "value" or self.a.inline != self.b.inline:
+            return False
+        return [_place(one) for one in self.a.extents] == [_place(one) for one in self.b.extents]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there is something to read, and element can be compared with element."""
+        if self.kind == "dtype":
+            return not _without_norms((self.a.dtype, self.b.dtype), "")
+        return self.kind == "value"
+
+    @property
+    def kind_without_reading(self) -> str:
+        """Kind of the change, as far as the manifests show it."""
+        if self.kind != "value" or (self.a.inline is not None and self.b.inline is not None):
+            return self.kind
+        # Partitions that belong to this tensor alone, cut alike: then other digests are other bytes.
+        starts = dict(_whole_partitions(self.a))
+        told = any(starts.get(place, digest) != digest for place, digest in _whole_partitions(self.b))
+        return self.kind if told else "undecided"
+
+
+def _place(extent: Extent) -> tuple[Digest, int, int]:
+    return extent.digest, extent.offset, extent.length
+
+
+def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]]:
+    """Yield start and length in the tensor, and the digest, of each partition that holds nothing else."""
+    start = 0
+    for extent in row.extents:
+        if extent.length == extent.partition_length:
+            yield (start, extent.length), extent.digest
+        start += extent.length
+
+
+def _change(
+    rank: int,
+    names: tuple[str, ...],
+    role: str,
+    change: str,
+    a: TensorRow | None,
+    b: TensorRow | None,
+    shared: int,
+    norms: TensorNorms | None = None,
+) -> TensorChange:
+    dtype_a, shape_a, bytes_a = (None, None, 0) if a is None else (a.dtype, a.global_shape, a.nbytes)
+    dtype_b, shape_b, bytes_b = (None, None, 0) if b is None else (b.dtype, b.global_shape, b.nbytes)
+    sides = dtype_a, dtype_b, shape_a, shape_b, bytes_a, bytes_b
+    return TensorChange(names[0], names[1:], rank, role, change, *sides, shared, norms)
+
+
+class _Comparison:
+    def __init__(self, tier: ReadTier, a: Side, b: Side, pattern: str) -> None:
+        self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
+        if len(a.manifests) != len(b.manifests):
+            ranks = f"{a.ref} was saved by {len(a.manifests)} ranks and {b.ref} by {len(b.manifests)}"
+            raise InvalidInputError(f"{ranks}, and only what equally many saved can be compared; restore both to files")
+        self.changed: list[TensorChange] = []
+        self.unchanged: list[TensorRow] = []
+        names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
+        if pattern != "*" and not matches(pattern, names):
+            raise no_match(pattern, names, "either checkpoint", "they have")
+
+    def result(self, *, norms: bool, progress: Progress | None) -> CheckpointDiff:
+        self._one_sided()
+        to_read = []
+        for pair in self._pairs():
+            if pair.has_same_bytes:
+                self.unchanged.append(pair.b)
+            elif norms and pair.is_comparable:
+                to_read.append(pair)
+            else:
+                self._note(pair, pair.kind_without_reading)
+        if to_read:
+            self._read(to_read, progress)
+        values, unchanged_values = self._values()
+        a, b = self.a, self.b
+        return CheckpointDiff(
+            a=a.checkpoint,
+            b=b.checkpoint,
+            other_saves_a=a.other_saves,
+            other_saves_b=b.other_saves,
+            tensors=tuple(sorted(self.changed, key=lambda change: (change.rank, in_order(change.name)))),
+            unchanged_tensors=len(self.unchanged),
+            unchanged_bytes=sum(row.nbytes for row in self.unchanged),
+            values=values,
+            unchanged_values=unchanged_values,
+            bytes_a=a.checkpoint.state_bytes,
+            bytes_b=b.checkpoint.state_bytes,
+            shared_bytes=sum(a.has_bytes_of(row) for *_, row in b.tensors),
+        )
+
+    def _one_sided(self) -> None:
+        """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
+        for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
+            for rank, names, row in side.tensors:
+                alone = tuple(name for name in names if (rank, name) not in other.rows)
+                if alone and matches(self.pattern, alone):
+                    # A further name has no bytes of its own.
+                    shared = other.has_bytes_of(row) if alone == names else 0
+                    found = row if alone == names else dataclasses.replace(row, nbytes=0)
+                    a, b = (found, None) if change == "removed" else (None, found)
+                    self.changed.append(_change(rank, alone, row.role, change, a, b, shared))
+
+    def _pairs(self) -> list[_Pair]:
+        """Return the tensors that are in both; where the tied names of one were untied, it is in several pairs."""
+        found: dict[tuple[int, int], _Pair] = {}
+        for (rank, name), b in self.b.rows.items():
+            a = self.a.rows.get((rank, name))
+            if a is not None:
+                known = found.get((id(a), id(b)))
+                names = (*known.names, name) if known else (name,)
+                found[id(a), id(b)] = _Pair(rank, names, a, b)
+        return [pair for pair in found.values() if matches(self.pattern, pair.names)]
+
+    def _note(self, pair: _Pair, change: str, norms: TensorNorms | None = None) -> None:
+        shared = self.a.has_bytes_of(pair.b)
+        self.changed.append(_change(pair.rank, pair.names, pair.b.role, change, pair.a, pair.b, shared, norms))
+
+    def _read(self, pairs: Sequence[_Pair], progress: Progress | None) -> None:
+        """Compare tensors element by element."""
+        wanted: dict[Digest, int] = {}
+        for extent in (extent for pair in pairs for row in (pair.a, pair.b) for extent in row.extents):
+            if wanted.setdefault(extent.digest, extent.partition_length) != extent.partition_length:
+                raise MissingPartitionError(
+                    f"partition {extent.digest.hex()} has two lengths in the manifests; run asymcheck verify",
+                    extent.digest,
+                )
+        hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
+        total, done = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs), 0
+        try:
+            with PartitionLocator(self.tier, PartitionSet.of_lengths(wanted), dict.fromkeys(hints)) as sources:
+                order = {digest: place for place, digest in enumerate(sources.in_reading_order(list(wanted)))}
+                cache = PartitionCache(sources, list(wanted))
+                # Tensors that share partitions one after the other, and from the start of a pack to its end.
+                for pair in sorted(pairs, key=lambda pair: _first_place(pair, order)):
+                    sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
+                    for compared in _compare_blocks(pair, cache, sums):
+                        done += compared
+                        if progress is not None:
+                            progress(done, total)
+                    found = sums.result()
+                    if found.differing or pair.kind != "value":
+                        self._note(pair, pair.kind, found)
+                    else:
+                        self.unchanged.append(pair.b)
+        except (MissingPartitionError, DamagedPartitionError) as error:
+            side = self.a if error.digest in self.a.partitions else self.b
+            needed = needed_by(side.manifests, side.ref, error.digest)
+            raise type(error)(f"{error}; {needed}", error.digest) from error
+
+    def _values(self) -> tuple[tuple[ValueChange, ...], int]:
+        a, b = self.a.values, self.b.values
+        names = [name for name in sorted({*a, *b}, key=in_order) if matches(self.pattern, [name])]
+        changed = [name for name in names if a.get(name) != b.get(name)]
+        found = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
+        return found, len(names) - len(changed)
+
+
+def _compare_blocks(pair: _Pair, cache: PartitionCache, sums: NormSums) -> Iterator[int]:
+    """Add two tensors to ``sums`` block by block; yield the bytes of each block."""
+    sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
+    streams = [TensorStream(row, cache) for row in (pair.a, pair.b)]
+    blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
+    left = pair.a.nbytes // sizes[0]
+    while left:
+        count = min(left, _BLOCK_ELEMENTS)
+        views = [block[: count * size] for block, size in zip(blocks, sizes, strict=True)]
+        for stream, view in zip(streams, views, strict=True):
+            stream.read_into(view)
+        sums.add(*views)
+        left -= count
+        yield count * sum(sizes)
+
+
+def _first_place(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
+    """Return where the first byte of a pair lies, A's before B's; inline tensors come first."""
+    for row in (pair.a, pair.b):
+        if row.extents:
+            return order[row.extents[0].digest], row.extents[0].offset
+    return -1, 0
+
+
+_STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
+_SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
+
+
+def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
+    """Return the checkpoint of a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
+
+    A step that was saved several times means the checkpoint that a restore would take: the newest attempt on the line,
+    or else of the newest generation; the others of that step are returned too, newest first. ``DIGITS`` are the first
+    hexadecimal digits of a save id; one checkpoint must have them.
+
+    Raises:
+        InvalidInputError: it is no such name, or several checkpoints have these digits.
+        CheckpointNotFoundError: no checkpoint has this name.
+        HeadRecordError: the step was saved several times, and the line cannot be followed.
+    """
+    text = str(name)
+    if "@" in text:
+        run, text = text.split("@", 1)
+    layout.check_run(run)
+    if _STEP.match(text):
+        chosen = candidates(tier, run, int(text))[0]
+        same = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
+        return chosen, [listing for listing in reversed(same) if listing.ref != chosen.ref]
+    digits = _SAVE.match(text)
+    if digits is None:
+        raise InvalidInputError(
+            f"{str(name)!r} names no checkpoint: give STEP or save:DIGITS (the first hexadecimal digits of a save id), "
+            "or RUN@ and one of the two"
+        )
+    return by_save_id(tier, run, digits[1]), []
+
+
+class Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, tier: ReadTier, listing: CheckpointFiles, others: Sequence[CheckpointFiles]) -> None:
+        self.ref = listing.ref
+        self.manifests: list[Manifest] = read_manifests(tier, listing)
+        self.checkpoint = describe_by(listing, self.manifests, Lineage.read_or_empty(tier, listing.run))
+        self.other_saves = tuple(other.ref.save_id.hex() for other in others)
+        self.partitions: set[Digest] = set()
+        self.inline: set[bytes] = set()
+        self.tensors: list[tuple[int, tuple[str, ...], TensorRow]] = []
+        """Each tensor once, with its rank and its names there."""
+        self.rows: dict[tuple[int, str], TensorRow] = {}
+        """Each tensor by each of its names."""
+        self.values: dict[str, str] = {}
+        for manifest in self.manifests:
+            self._take(manifest)
+
+    def _take(self, manifest: Manifest) -> None:
+        rank = manifest.header.rank
+        self.partitions.update(manifest.partitions())
+        taken: dict[str, int] = {}
+        for row in manifest.rows(range(len(manifest))):
+            if row.inline is not None:
+                self.inline.add(row.inline)
+            names = tuple(told_apart(name, taken) for name in (row.name, *row.aliases))
+            self.tensors.append((rank, names, row))
+            self.rows.update(dict.fromkeys([(rank, name) for name in names], row))
+        prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
+        self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
+
+    def has_bytes_of(self, row: TensorRow) -> int:
+        """Return how many bytes of another checkpoint's tensor are here, as partitions or in the manifest, as there."""
+        if row.inline is not None:
+            return len(row.inline) if row.inline in self.inline else 0
+        return sum(extent.length for extent in row.extents if extent.digest in self.partitions)

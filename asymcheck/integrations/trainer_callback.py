@@ -1,0 +1,102 @@
+"""Base of the callbacks for trainers: arguments of a Checkpointer, and parts that are restored later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from asymcheck.capture.inflight import CheckpointReport
+from asymcheck.checkpointer import Checkpointer, OnError
+from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.distributed.ranks import RanksGiven
+from asymcheck.policies.interval import AutoInterval
+from asymcheck.policies.push_selection import Push
+from asymcheck.policies.retention import Retention
+from asymcheck.store import Store
+
+State = dict[str, object]
+Groups = Sequence[dict[str, Any]]  # the options of an optimizer's parameter groups, without the parameters
+
+
+class SavingCallback:
+    """The base of callbacks that save through a Checkpointer."""
+
+    def __init__(  # noqa: PLR0913 - the arguments of a Checkpointer
+        self,
+        store: Store,
+        *,
+        every: int | Literal["auto"] | AutoInterval = 500,
+        keep: Retention | None = None,
+        push: Push | None = None,
+        run: str = DEFAULT_RUN,
+        on_error: OnError = "raise",
+        capture: CaptureConfig | None = None,
+        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
+        ranks: RanksGiven = "auto",
+    ) -> None:
+        """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it."""
+        super().__init__()
+        self._checkpointer = partial(
+            Checkpointer,
+            store,
+            every=every,
+            keep=keep,
+            push=push,
+            run=run,
+            on_error=on_error,
+            capture=capture,
+            on_checkpoint=on_checkpoint,
+            ranks=ranks,
+        )
+
+
+class Deferred:
+    """A ``Stateful`` part whose restored state waits until the trainer has come to the place where it uses the part."""
+
+    def __init__(self, get: Callable[[], State], put: Callable[[State], object]) -> None:
+        """Store what ``get`` returns when a checkpoint is taken; give it back to ``put``."""
+        self._get = get
+        self._put = put
+        self.is_live = False  # whether ``get`` can be called yet; before that, the part counts as empty
+        self.restored: State | None = None  # the state that waits; None when nothing does
+
+    @classmethod
+    def of(cls, part: Callable[[], Any]) -> Deferred:
+        """Defer the state of the object that ``part`` returns; None has an empty state."""
+        return cls(lambda: {} if part() is None else part().state_dict(), lambda state: part().load_state_dict(state))
+
+    def state_dict(self) -> State:
+        """Return the state to be stored."""
+        return self._get() if self.is_live else {}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Let a restored state wait."""
+        self.restored = state_dict
+
+    def put_back(self) -> None:
+        """Put back the state that waits, once; an empty one changes nothing."""
+        waiting, self.restored = self.restored, None
+        if waiting:
+            self._put(waiting)
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
+    """Return a copy of the options of an optimizer's parameter groups: learning rates and the like."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+    """Give an optimizer the options that :func:`groups_of` returned; tensors among them are changed in place."""
+    for group, options in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value

@@ -1,0 +1,336 @@
+"""Facts of one machine and one store for the policies, within about ten seconds: memory, codecs and the drive.
+
+Of the drive: how fast it takes bytes, how long until they are durable, and how fast it gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from asymcheck.codecs.container import segment_of
+from asymcheck.codecs.decode import decode
+from asymcheck.codecs.encode import Encoded, encode_delta, encode_planes, encode_zstd
+from asymcheck.errors import DigestMismatchError, OutOfSpaceError
+from asymcheck.format import registry
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.policies.advice import CodecFacts, DriveFacts, Facts
+from asymcheck.storage.available_memory import available_bytes
+from asymcheck.storage.nvme import NvmeTier, OpenFile, Slot, scratch, seal_scratch_pack, work_off
+from asymcheck.types import Sample
+
+
+def measure(
+    tier: NvmeTier,
+    samples: Sequence[Sample],
+    described: str,
+    state_bytes: int | None,
+    ring_folder: Path,
+    *,
+    quick: bool,
+) -> Facts:
+    """Measure memory, codecs (on ``samples``, which are ``described`` so) and the drive of a writable store.
+
+    ``state_bytes`` are those of the newest checkpoint, if there is one.
+
+    Nothing of it stays in the store; what a kill leaves, collection removes.
+
+    Raises:
+        OutOfSpaceError: there is too little room to measure in.
+        StorageError: the device refused.
+    """
+    began = time.perf_counter()
+    budget_s = 0.03 if quick else 0.2
+    # The drive first: where it refuses, the rest need not be waited for.
+    drive_facts, written = measure_drive(tier, QUICK if quick else FULL)
+    device = device_copy(budget_s)
+    return Facts(
+        cores=len(os.sched_getaffinity(0)),
+        ring_room_bytes=ring_room_bytes(ring_folder),
+        copy_bytes_per_s=copy_bytes_per_s(budget_s),
+        digest_bytes_per_s=digest_bytes_per_s(budget_s),
+        drive=drive_facts,
+        codecs=measure_codecs(samples, budget_s / 2),
+        sample=described,
+        state_bytes=state_bytes,
+        device=device[0] if device else None,
+        device_copy_bytes_per_s=device[1] if device else None,
+        written_bytes=written,
+        took_s=time.perf_counter() - began,
+    )
+
+
+_COPY_BYTES = 64 << 20
+_DIGEST_BYTES = 4 << 20
+
+
+def copy_bytes_per_s(budget_s: float) -> float:
+    """Return how many bytes one thread copies in a second, much more than caches hold."""
+    source = np.ones(_COPY_BYTES, dtype=np.uint8)
+    target = np.empty_like(source)
+    return _COPY_BYTES / seconds_of(lambda: np.copyto(target, source), budget_s)
+
+
+def digest_bytes_per_s(budget_s: float) -> float:
+    """Return how many bytes one thread digests in a second, of a partition that was just copied."""
+    data = np.ones(_DIGEST_BYTES, dtype=np.uint8).data
+    return _DIGEST_BYTES / seconds_of(lambda: digest(data), budget_s)
+
+
+def device_copy(budget_s: float) -> tuple[str, float] | None:
+    """Return the accelerator and the bytes per second that come from it into pinned memory; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return torch.cuda.get_device_name(device), _COPY_BYTES / seconds_of(copy, budget_s)
+
+
+def ring_room_bytes(folder: Path) -> int:
+    """Return how much memory a ring in ``folder`` may take: what a Checkpointer allows itself by default."""
+    limits = []
+    with contextlib.suppress(OSError):
+        status = os.statvfs(folder)
+        limits.append(status.f_bavail * status.f_frsize * 9 // 10)
+    available = available_bytes()
+    if available is not None:
+        limits.append(available // 2)
+    return min(limits, default=0)
+
+
+def measure_codecs(samples: Iterable[Sample], budget_s: float) -> tuple[CodecFacts, ...]:
+    """Encode and decode each sample with each codec that fits it, on one thread; check what comes back.
+
+    Raises:
+        DigestMismatchError: a codec did not give back what it was given: a defect.
+    """
+    return tuple(_measure(sample, codec, encode, budget_s) for sample in samples for codec, encode in _encoders(sample))
+
+
+def _measure(sample: Sample, codec: int, encode: Callable[[], Encoded], budget_s: float) -> CodecFacts:
+    encoded = encode()
+    payload = memoryview(encoded.payload())
+    base = None if sample.older is None else memoryview(sample.older)
+    if digest(decode(encoded.descriptor, payload, base)) != encoded.descriptor.digest:
+        raise DigestMismatchError(f"codec {registry.CODECS[codec]} changes {sample.dtype} of {sample.role}")
+    encode_s = seconds_of(encode, budget_s)
+    decode_s = seconds_of(lambda: decode(encoded.descriptor, payload, base), budget_s)
+    size = len(sample.plain)
+    return CodecFacts(
+        role=sample.role,
+        dtype=sample.dtype,
+        codec=registry.CODECS[codec],
+        sample_bytes=size,
+        ratio=size / len(payload),
+        encode_bytes_per_s=size / encode_s,
+        decode_bytes_per_s=size / decode_s,
+    )
+
+
+def _encoders(sample: Sample) -> Iterator[tuple[int, Callable[[], Encoded]]]:
+    plain, name = memoryview(sample.plain), digest(sample.plain)
+    segments = [segment_of(sample.dtype, len(plain))]
+    yield registry.CODEC_ZSTD, lambda: encode_zstd(name, plain)
+    yield registry.CODEC_BYTE_PLANES, lambda: encode_planes(name, plain, segments)
+    if sample.older is not None and sample.older != sample.plain:
+        base, older = memoryview(sample.older), digest(sample.older)
+        yield registry.CODEC_DELTA, lambda: encode_delta(name, plain, segments, older, base)
+
+
+NOISE = "synthetic float noise: the store has no checkpoint with tensors to measure on"
+
+
+def noise_samples(bytes_each: int) -> tuple[Sample, ...]:
+    """Return samples of normally distributed floats: weights, moments, and the checkpoint before."""
+    rng = np.random.default_rng(0)
+    count = bytes_each // 4
+    weights = rng.normal(0, 0.02, count).astype(np.float32)
+    older = weights - rng.normal(0, 1e-5, count).astype(np.float32)
+    first = rng.normal(0, 1e-4, count).astype(np.float32)
+    half, older_half = (
+        (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes() for values in (weights, older)
+    )
+    return (
+        Sample("weights", "float32", weights.tobytes(), older.tobytes()),
+        Sample("weights", "bfloat16", half, older_half),
+        Sample("first_moment", "float32", first.tobytes()),
+        Sample("second_moment", "float32", np.square(first).tobytes()),
+    )
+
+
+_ROUNDS_MIN = 3
+
+
+def seconds_of(work: Callable[[], object], budget_s: float, rounds: int = 100) -> float:
+    """Return the median time of calls of ``work``: as many as the budget allows, three at least.
+
+    The first call warms up caches and memory and does not count.
+    """
+    work()
+    taken: list[float] = []
+    began = time.perf_counter()
+    while len(taken) < rounds and (len(taken) < _ROUNDS_MIN or time.perf_counter() - began < budget_s):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    # A clock has steps.
+    return max(statistics.median(taken), 1e-9)
+
+
+_ROOM_FACTOR = 4
+_FLUSHED_BYTES = 4 << 20
+"""Payload of a pack that is made durable: its frame is a partition of usual size."""
+_FLUSHED_PACK_BYTES = _FLUSHED_BYTES + 3 * BLOCK_BYTES
+"""All of it: header, frame header, payload, index."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much measuring a drive may write and take."""
+
+    file_bytes: int
+    """Size of the file that is written and read."""
+    pass_s: float
+    """Seconds for one pass over it; a slow drive is measured on less."""
+    latency_rounds: int
+    """Durable writes of one block."""
+    flush_rounds: int
+    """Packs of one partition made durable."""
+
+
+FULL = Effort(256 << 20, 1.2, 60, 12)
+QUICK = Effort(32 << 20, 0.3, 12, 3)
+
+
+def planned_bytes(*, quick: bool) -> int:
+    """Return how many bytes a measurement writes at most; half of them take space on the drive at a time."""
+    effort = QUICK if quick else FULL
+    return 2 * effort.file_bytes + effort.flush_rounds * _FLUSHED_PACK_BYTES
+
+
+def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
+    """Measure in a file inside a writable store, which is removed; return the facts and how many bytes were written.
+
+    Raises:
+        OutOfSpaceError: there is too little room to measure in.
+        StorageError: the device refused.
+    """
+    free = tier.files.free_bytes(tier.packs)
+    if free < _ROOM_FACTOR * effort.file_bytes:
+        raise OutOfSpaceError(
+            f"store {tier.root} has {free} bytes free; measuring writes {effort.file_bytes} at a time, and wants "
+            f"{_ROOM_FACTOR} times that: free space, or measure with --quick"
+        )
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(scratch(tier))
+        lane = _Lanes(tier, file, effort)
+        new_s = lane.passed(file.write, sync=True)[1]
+        length = lane.length
+        raw_s, durable_s = lane.passed(file.write, sync=True)
+        read_s = lane.passed(file.read, sync=False)[0]
+        latencies = _latencies(file, length, effort)
+        written = 2 * length + len(latencies) * BLOCK_BYTES
+    # What a pack takes besides its bytes: not only to seal it, but that the drive idles at its beginning and end.
+    bytes_s = _FLUSHED_BYTES * durable_s / length
+    flushes = [taken - bytes_s for taken in _flushes(tier, effort.flush_rounds)]
+    facts = DriveFacts(
+        write_bytes_per_s=length / raw_s,
+        durable_write_bytes_per_s=length / durable_s,
+        durable_new_bytes_per_s=length / new_s,
+        read_bytes_per_s=length / read_s,
+        write_latency_median_s=statistics.median(latencies),
+        write_latency_p95_s=float(np.percentile(latencies, 95)),
+        # Nothing durable takes less than a block does, however the measured times vary.
+        flush_latency_s=max(statistics.median(flushes), statistics.median(latencies)),
+    )
+    return facts, written + _FLUSHED_PACK_BYTES * effort.flush_rounds
+
+
+class _Lanes:
+    """Passes over one file by as many threads as saves have frames in flight, a partition at a time."""
+
+    def __init__(self, tier: NvmeTier, file: OpenFile, effort: Effort) -> None:
+        self._tier, self._file, self._effort = tier, file, effort
+        self._piece = tier.config.partition_bytes
+        self._noise = np.random.default_rng(0).integers(0, 256, self._piece, dtype=np.uint8)
+        self.length = 0
+
+    def passed(self, transfer: Callable[[Sequence[memoryview], int], object], *, sync: bool) -> tuple[float, float]:
+        """Transfer the file, or as much as there is time for; return seconds until done, and until synced.
+
+        The first pass says how long the file is; the others transfer all of it, however long that takes.
+        """
+        deadline = time.perf_counter() + self._effort.pass_s
+        is_first = not self.length
+        count = max(1, (self.length or self._effort.file_bytes) // self._piece)
+        done: list[int] = []
+        filled: set[int] = set()
+
+        def work(number: int, slot: Slot) -> None:
+            # A slow drive gets a shorter file; its start has no holes, since numbers are handed out in order.
+            if is_first and done and time.perf_counter() > deadline:
+                return
+            piece = slot.payload(self._piece)
+            if id(slot) not in filled:
+                # Once for each slot: a copy before each write would be measured, too.
+                filled.add(id(slot))
+                piece[:] = self._noise.data
+            transfer([piece], number * self._piece)
+            done.append(number)
+
+        began = time.perf_counter()
+        work_off(
+            range(count),
+            work,
+            slots=self._tier.slots,
+            payload_bytes=self._piece,
+            threads=self._tier.config.slots,
+            name="measure",
+        )
+        transferred_s = time.perf_counter() - began
+        if sync:
+            self._file.sync()
+        self.length = self.length or len(done) * self._piece
+        return transferred_s, time.perf_counter() - began
+
+
+def _latencies(file: OpenFile, length: int, effort: Effort) -> list[float]:
+    """Write single blocks, each synced, here and there in the file."""
+    block = Slot(BLOCK_BYTES).memory[:BLOCK_BYTES]
+    taken: list[float] = []
+    began = time.perf_counter()
+    for number in range(effort.latency_rounds):
+        start = time.perf_counter()
+        block[:8] = number.to_bytes(8, "little")
+        file.write([block], number * 7919 * BLOCK_BYTES % max(length, BLOCK_BYTES))
+        file.sync()
+        taken.append(time.perf_counter() - start)
+        if time.perf_counter() - began > effort.pass_s:
+            break
+    return taken
+
+
+def _flushes(tier: NvmeTier, rounds: int) -> list[float]:
+    """Make packs durable, one after the other; return how long each took."""
+    slot = Slot(_FLUSHED_BYTES)
+    payload = slot.payload(_FLUSHED_BYTES)
+    payload[:] = np.random.default_rng(1).integers(0, 256, _FLUSHED_BYTES, dtype=np.uint8).data
+    descriptor = FrameDescriptor.identity(digest(payload), _FLUSHED_BYTES)
+    return [seal_scratch_pack(tier, slot, descriptor) for _ in range(rounds)]

@@ -1,0 +1,371 @@
+"""Where partitions lie: digests looked up in the indexes of packs, which stay open (and locked) while they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from asymcheck.errors import (
+    UNKNOWING,
+    AsymcheckError,
+    LockTimeoutError,
+    MissingPartitionError,
+    UnsupportedFormatError,
+)
+from asymcheck.format import registry
+from asymcheck.format.digest_set import DigestSet, as_column
+from asymcheck.format.manifest import Manifest
+from asymcheck.storage.interfaces import OpenPack, ReadTier
+from asymcheck.types import Digest, PackId
+
+_FRAME_BITS = 32
+_FRAME_MASK = (1 << _FRAME_BITS) - 1
+_NOWHERE = -1
+_ROUNDS = registry.DELTA_DEPTH_MAX + 1
+"""Bases below one partition: a derived one may be encoded against the longest chain."""
+_SHOWN = 8
+"""Packs that an error names: a manifest may hint at thousands that are gone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionCopy:
+    """One place where a partition lies."""
+
+    pack: OpenPack
+    """The open pack."""
+    sequence: int
+    """Number of the frame in it."""
+
+    def kind(self) -> int:
+        """Return the number of the frame's kind."""
+        return int(self.pack.entries["kind"][self.sequence])
+
+    def bases(self) -> set[Digest]:
+        """Return the digest of its base; nothing for a full frame."""
+        return _bases_of(self.pack, np.array([self.sequence]))
+
+    def __str__(self) -> str:
+        """Name it as errors do."""
+        return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
+
+
+def _bases_of(pack: OpenPack, frames: npt.NDArray[np.int64]) -> set[Digest]:
+    entries = pack.entries[frames]
+    return {Digest(base.tobytes()) for base in entries["base_digest"][entries["kind"] != registry.KIND_FULL]}
+
+
+class PartitionSet:
+    """A set of partitions with their plain lengths, in columns."""
+
+    def __init__(self, digests: npt.NDArray[np.void], lengths: npt.NDArray[np.int64]) -> None:
+        """Take each of ``digests`` once, with the length beside it."""
+        self.digests = DigestSet(digests)
+        self.lengths = lengths[self.digests.first]
+
+    @classmethod
+    def of_manifests(cls, manifests: Sequence[Manifest]) -> PartitionSet:
+        """Return what manifests name.
+
+        Raises:
+            MissingPartitionError: they give one partition two lengths, of which it can have but one.
+        """
+        # Columns that ranks with replicas have in common lie in memory once, where they were read together.
+        columns = {
+            (digests.ctypes.data, lengths.ctypes.data, len(digests)): (digests, lengths)
+            for digests, lengths in ((one.extent_digests, one.extent_partition_lengths) for one in manifests)
+        }
+        digests, lengths = (np.concatenate(one) for one in zip(*columns.values(), strict=True))
+        needs = cls(digests, lengths)
+        if len(columns) > 1 and len(needs.digests) < len(digests):
+            # Of one manifest that is a rule. Bytes that a partition does not have would be left as they are in memory.
+            wrong = needs.lengths[needs.digests.numbers(digests)] != lengths
+            if wrong.any():
+                name = Digest(digests[int(np.argmax(wrong))].tobytes())
+                raise MissingPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
+        return needs
+
+    @classmethod
+    def of_lengths(cls, lengths: Mapping[Digest, int]) -> PartitionSet:
+        """Return what a mapping names."""
+        return cls(as_column(list(lengths)), np.fromiter(lengths.values(), dtype=np.int64))
+
+
+class PartitionLocator:
+    """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
+
+    def __init__(
+        self, tier: ReadTier, needs: PartitionSet, hints: Iterable[PackId], *, must_be_complete: bool = True
+    ) -> None:
+        """Find everything that is needed, in the packs of ``hints`` first.
+
+        Raises:
+            UnsupportedFormatError: a pack that may hold partitions needs a newer program.
+            LockTimeoutError: a pack that may hold partitions was locked by another process for too long.
+            MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
+            TooManyFilesError: this process may not open as many packs as are needed.
+        """
+        self._tier = tier
+        self._needs = needs
+        self._hints = tuple(hints)
+        self._packs: dict[PackId, OpenPack] = {}
+        self._problems: dict[PackId, AsymcheckError] = {}
+        self._scanned: dict[PackId, AsymcheckError] = {}
+        # For each partition a number, pack and frame: of a million, an object for each costs more than all the rest.
+        self._places = np.full(len(needs.digests), _NOWHERE, dtype=np.int64)
+        self._missing = len(self._places)
+        self._numbered: list[OpenPack] = []
+        self._bases: dict[Digest, list[PartitionCopy]] = {}
+        # What lies in packs that were looked into for copies, and closed again.
+        self._closed: dict[PackId, npt.NDArray[np.void]] = {}
+        self._searching = threading.Lock()
+        try:
+            self._search()
+            self._search_bases()
+            if must_be_complete:
+                self._check_complete()
+        except BaseException:
+            self.close()
+            raise
+
+    def _search(self) -> None:
+        """Find the partitions themselves, until none is missing."""
+        for pack_id in self._everywhere() if self._missing else ():
+            pack = self._open(pack_id)
+            if pack is not None and pack.damage is not None:
+                self._scanned[pack_id] = pack.damage
+            if pack is not None and not self._take(pack):
+                del self._packs[pack_id]
+                pack.close()
+            if not self._missing:
+                return
+
+    def _open(self, pack_id: PackId) -> OpenPack | None:
+        if pack_id in self._packs or pack_id in self._problems:
+            return None
+        try:
+            self._packs[pack_id] = self._tier.open_pack(pack_id)
+        except UNKNOWING:
+            # Nothing is wrong with the pack. Taken for damage, this would give an older checkpoint for the newest.
+            raise
+        except AsymcheckError as error:
+            self._problems[pack_id] = error
+            return None
+        return self._packs[pack_id]
+
+    def _take(self, pack: OpenPack) -> bool:
+        """Note what the pack has of what is still needed; return whether that is anything."""
+        numbers = self._needs.digests.numbers(pack.entries["digest"])
+        frames = np.flatnonzero(numbers >= 0)
+        numbers = numbers[frames]
+        same = self._needs.lengths[numbers] == pack.entries["plain_length"][frames].astype(np.int64)
+        new = same & (self._places[numbers] == _NOWHERE)
+        if not new.any():
+            return False
+        # Backwards: a pack that was scanned may hold a partition twice, and then the first frame of it counts.
+        self._places[numbers[new][::-1]] = (len(self._numbered) << _FRAME_BITS) + frames[new][::-1]
+        # Without np.unique(), which imports numpy.ma when it is called first.
+        found = np.sort(numbers[new])
+        self._missing -= 1 + int(np.count_nonzero(found[1:] != found[:-1]))
+        self._numbered.append(pack)
+        return True
+
+    def _search_bases(self) -> None:
+        """Find the frames that those found are encoded against, and what these are encoded against."""
+        wanted: set[Digest] = set()
+        for pack, frames in self._by_pack(self._places):
+            if pack.entries["kind"].any():
+                wanted |= _bases_of(pack, frames)
+        # What is wanted may all lie in packs that are nearer than others, or hinted at: then no other is looked into.
+        self._bases = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
+        if not all(self._bases.values()):
+            self._bases = self._with_their_bases(wanted, self._everywhere)
+
+    def _with_their_bases(
+        self, wanted: set[Digest], pack_ids: Callable[[], Iterable[PackId]]
+    ) -> dict[Digest, list[PartitionCopy]]:
+        """Return the copies of partitions in some packs, and of all that these are encoded against.
+
+        What lies deeper than a chain may reach is left out: nothing that needs it can be decoded (SPEC.md §12.5).
+        """
+        bases: dict[Digest, list[PartitionCopy]] = {}
+        for _ in range(_ROUNDS):
+            if not wanted:
+                break
+            found = self._copies_in(pack_ids(), wanted)
+            bases.update(found)
+            wanted = {base for copies in found.values() for copy in copies for base in copy.bases()} - bases.keys()
+        return bases
+
+    def _everywhere(self) -> Iterator[PackId]:
+        """Yield all packs once, near ones first: who needs no more does not ask for the others."""
+        seen: set[PackId] = set()
+        for pack_id in self._tier.hinted(self._hints):
+            if pack_id not in seen:
+                seen.add(pack_id)
+                yield pack_id
+        # Again while there are new ones: what was listed may have been copied into another pack, and be gone.
+        while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:
+            seen.update(new)
+            yield from new
+
+    def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[PartitionCopy]]:
+        """Return every copy of partitions in some packs, full ones first, by looking into every pack once.
+
+        Only packs with a hit stay open: a store may have more of them than a process may open files.
+        """
+        found: dict[Digest, list[PartitionCopy]] = {name: [] for name in names}
+        digests = DigestSet(as_column(sorted(names)))
+        for pack_id in pack_ids:
+            for copy in self._copies_of(digests, pack_id):
+                found[Digest(copy.pack.entries["digest"][copy.sequence].tobytes())].append(copy)
+        return {name: sorted(copies, key=PartitionCopy.kind) for name, copies in found.items()}
+
+    def _copies_of(self, digests: DigestSet, pack_id: PackId) -> list[PartitionCopy]:
+        """Return the copies of partitions in one pack, which stays open when there are any, or it was open before."""
+        was_open = pack_id in self._packs
+        if not was_open and pack_id in self._closed and (digests.numbers(self._closed[pack_id]) < 0).all():
+            return []
+        pack = self._packs.get(pack_id) or self._open(pack_id)
+        if pack is None:
+            return []
+        copies = [
+            PartitionCopy(pack, one) for one in np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0).tolist()
+        ]
+        if not copies and not was_open:
+            # Each further search would open it again.
+            self._closed[pack_id] = pack.entries["digest"].copy()
+            del self._packs[pack_id]
+            pack.close()
+        return copies
+
+    def base_copies(self, digest: Digest) -> list[PartitionCopy]:
+        """Return copies of a partition that another one is encoded against, full ones first. Thread-safe.
+
+        All of them, or only those in packs that are near: :meth:`other_copies` finds the others.
+        """
+        with self._searching:
+            if digest not in self._bases:
+                # A further copy of a damaged partition may have another base.
+                self._bases.update(self._copies_in(self._everywhere(), {digest}))
+            return self._bases[digest]
+
+    def _lost_base(self) -> tuple[Digest, Digest] | None:
+        """Return a partition that cannot be decoded for want of a base, with that base."""
+        lost = {name for name, copies in self._bases.items() if not copies}
+        for _ in range(_ROUNDS):
+            # Further up, the chain is too long, whatever lies at its end.
+            more = {
+                name
+                for name, copies in self._bases.items()
+                if name not in lost and all(lost.intersection(copy.bases()) for copy in copies)
+            }
+            if not more:
+                break
+            lost |= more
+        if lost:
+            for number in range(len(self._places)):
+                copy = self._copy(int(self._places[number]))
+                for base in lost.intersection(copy.bases()):
+                    name = self._needs.digests[number]
+                    if all(lost.intersection(other.bases()) for other in self.other_copies(name, [copy])):
+                        return name, base
+        return None
+
+    def _copy(self, place: int) -> PartitionCopy:
+        return PartitionCopy(self._numbered[place >> _FRAME_BITS], place & _FRAME_MASK)
+
+    def _check_complete(self) -> None:
+        lost = None if self._missing else self._lost_base()
+        if not self._missing and lost is None:
+            return
+        for problem in self._problems.values():
+            if isinstance(problem, (UnsupportedFormatError, LockTimeoutError)):
+                # It may be in there, and sound.
+                raise problem
+        known = [*self._problems.values(), *self._scanned.values()]
+        problems = "".join(f"; {problem}" for problem in known[:_SHOWN])
+        problems += f"; and so with {len(known) - _SHOWN} more packs" if len(known) > _SHOWN else ""
+        if lost is not None:
+            raise MissingPartitionError(
+                f"partition {lost[0].hex()} needs base {lost[1].hex()}, which cannot be read from any pack{problems}",
+                lost[0],
+            )
+        first = self._needs.digests[int(np.argmax(self._places == _NOWHERE))]
+        raise MissingPartitionError(
+            f"{self._missing} of {len(self._places)} partitions lie in no readable pack, one is "
+            f"{first.hex()}{problems}",
+            first,
+        )
+
+    def copy(self, digest: Digest) -> PartitionCopy:
+        """Return the first copy of a partition."""
+        return self._copy(int(self._places[self._needs.digests.number(digest)]))
+
+    def find(self, digest: Digest) -> PartitionCopy | None:
+        """Return the first copy of a partition, or None if it is in no readable pack."""
+        number = self._needs.digests.number(digest)
+        place = _NOWHERE if number < 0 else int(self._places[number])
+        return None if place == _NOWHERE else self._copy(place)
+
+    def direct_shift(self, digest: Digest, length: int) -> int | None:
+        """Return the address modulo a block of memory that a partition of ``length`` bytes can be read into directly.
+
+        None if there is no such memory, or the partition has another length.
+        """
+        copy = self.copy(digest)
+        is_whole = int(copy.pack.entries["plain_length"][copy.sequence]) == length
+        return copy.pack.direct_shift(copy.sequence) if is_whole else None
+
+    def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
+        """Return the bytes of payload of the longest frame among those of ``digests``, and of all of them."""
+        lengths = [pack.entries["stored_length"][frames] for pack, frames in self._by_pack(self._places_of(digests))]
+        return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
+
+    def other_copies(self, digest: Digest, damaged: Sequence[PartitionCopy]) -> Iterator[PartitionCopy]:
+        """Yield the copies of a partition but for the ``damaged`` ones, near ones first. Thread-safe."""
+        digests = DigestSet(as_column([digest]))
+        for pack_id in self._everywhere():
+            with self._searching:
+                copies = self._copies_of(digests, pack_id)
+            yield from (copy for copy in copies if copy not in damaged)
+
+    def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
+        """Return digests in the order in which their frames lie, pack by pack."""
+        order = np.argsort(self._places_of(digests), kind="stable")
+        return [digests[place] for place in order.tolist()]
+
+    def expect(self, digests: Sequence[Digest]) -> None:
+        """Tell the packs which frames will be read."""
+        for pack, frames in self._by_pack(self._places_of(digests)):
+            if len(frames):
+                pack.expect(frames.tolist())
+
+    def _places_of(self, digests: Sequence[Digest]) -> npt.NDArray[np.int64]:
+        return self._places[self._needs.digests.numbers(as_column(digests))]
+
+    def _by_pack(self, places: npt.NDArray[np.int64]) -> Iterator[tuple[OpenPack, npt.NDArray[np.int64]]]:
+        """Yield each pack with those frames of it that are among ``places``."""
+        packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
+        for number, pack in enumerate(self._numbered):
+            yield pack, frames[packs == number]
+
+    def close(self) -> None:
+        """Close all packs."""
+        for pack in self._packs.values():
+            pack.close()
+        self._packs.clear()
+
+    def __enter__(self) -> PartitionLocator:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all packs."""
+        self.close()

@@ -1,0 +1,184 @@
+"""Parts: the tensors of a checkpoint over all its ranks, and whose bytes make up a wanted box (SPEC.md §10.5)."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from asymcheck.errors import StateMismatchError
+from asymcheck.format.manifest import SCHEMA, Manifest, TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.restore.state_template import read_shape
+from asymcheck.state.boxes import Box, Crossing, tile
+
+_Outline = tuple[str, Box]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPiece:
+    """Bytes of one stored part for one wanted box."""
+
+    row: TensorRow
+    """The stored part."""
+    crossing: Crossing | None
+    """Intersection of the part and the box; None if they are the same."""
+
+
+def box_of(row: TensorRow) -> Box:
+    """Return which part of a whole tensor a row is."""
+    return Box(row.global_shape, row.offset, row.shape)
+
+
+def of_box(row: TensorRow, box: Box) -> TensorRow:
+    """Describe another part of a row's tensor, without saying where its bytes lie."""
+    if box_of(row) == box:
+        return row
+    nbytes = box.elements * DTYPE_BYTES[row.dtype]
+    return dataclasses.replace(
+        row, shape=box.shape, global_shape=box.whole, offset=box.offset, nbytes=nbytes, inline=None, extents=()
+    )
+
+
+class ShardSet:
+    """The tensors of a checkpoint, numbered: first those of the manifest that a rank reads as its own, by row.
+
+    A tensor of several ranks is known by its dotted name.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest], own: int = 0) -> None:
+        """Read ``manifests``, those of all ranks in order of rank, as the rank whose own is number ``own`` does."""
+        self._manifests = [manifests[own], *manifests[:own], *manifests[own + 1 :]]
+        self._firsts = list(itertools.accumulate(map(len, self._manifests), initial=0))
+        self._rows: dict[int, list[TensorRow]] = {}
+        self._outlines: dict[int, list[_Outline]] = {}
+        self._index: dict[str, list[int]] | None = None
+        self._twice: set[str] = set()
+        self.gaps: set[str] = set()
+        """What was asked for and nobody saved, as errors say it: no state that is given can be to blame for that."""
+
+    @property
+    def own_shape(self) -> object:
+        """Shape of the state in the rank's own manifest."""
+        return read_shape(self._manifests[0])
+
+    def shapes(self) -> list[object]:
+        """Return what each rank has, the own first; ranks that have the same are there once.
+
+        Raises:
+            FormatError, StateMismatchError: as :func:`asymcheck.restore.state_template.read_shape`.
+        """
+        shapes: list[object] = []
+        trees: list[object] = []
+        for first, manifest in zip(self._firsts, self._manifests, strict=False):
+            tree = manifest.header.tree
+            if not any(tree == other for other in (*trees[:1], *trees[1:][-1:])):
+                trees.append(tree)
+                shapes.append(read_shape(manifest, first))
+        return shapes
+
+    def row(self, number: int) -> TensorRow:
+        """Return a tensor by its number, as the manifest in which it is numbered has it."""
+        position = self._position(number)
+        if position not in self._rows:
+            manifest = self._manifests[position]
+            self._rows[position] = manifest.rows(range(len(manifest)))
+        return self._rows[position][number - self._firsts[position]]
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank in whose manifest a tensor is numbered."""
+        return self._manifests[self._position(number)].header.rank
+
+    def whole(self, number: int) -> Box:
+        """Return all of a tensor."""
+        return Box.of_whole(self.row(number).global_shape)
+
+    def pieces(self, number: int, box: Box) -> list[StoredPiece]:
+        """Return what makes up a box of a tensor; of several ranks that have the same, the own comes first.
+
+        Raises:
+            StateMismatchError: some of it is in no part that was saved, or its name stands for several tensors.
+        """
+        row = self.row(number)
+        own = box_of(row)
+        if own == box:
+            return [StoredPiece(row, None)]
+        if own.covers(box):
+            return list(self._cut([number], box)[0])
+        if row.name in self._twice_in_one():
+            raise StateMismatchError(
+                f"the name {row.name} stands for several tensors of one rank, so that parts of {box} from several "
+                "ranks cannot be told apart"
+            )
+        pieces, missing = self._cut(self._alike(number, [row.name]), box)
+        if missing is not None and row.aliases:
+            pieces, missing = self._cut(self._alike(number, [row.name, *row.aliases]), box)
+        if missing is not None:
+            ranks = f"{len(self._manifests)} ranks saved" if len(self._manifests) > 1 else "were saved"
+            message = f"{missing} is in none of the parts that {ranks}"
+            self.gaps.add(message)
+            raise StateMismatchError(message)
+        return pieces
+
+    def _cut(self, numbers: Sequence[int], box: Box) -> tuple[list[StoredPiece], Box | None]:
+        boxes = [self._outline(number)[1] for number in numbers]
+        tiling = tile(box, boxes)
+        width = DTYPE_BYTES[self._outline(numbers[0])[0]]
+        pieces = []
+        for place, common in tiling.tiles:
+            source = boxes[place]
+            crossing = None if source == box == common else Crossing(source, box, common, width)
+            pieces.append(StoredPiece(self.row(numbers[place]), crossing))
+        return pieces, tiling.missing
+
+    def _alike(self, number: int, names: Sequence[str]) -> list[int]:
+        """Return the parts of the same whole that have one of these names, the given one first."""
+        dtype, box = self._outline(number)
+        found = dict.fromkeys([number, *(one for name in names for one in self._by_name().get(name, ()))])
+        return [one for one in found if (self._outline(one)[0], self._outline(one)[1].whole) == (dtype, box.whole)]
+
+    def _by_name(self) -> dict[str, list[int]]:
+        """Return the tensors of each name, aliases too, over all ranks."""
+        if self._index is None:
+            self._index = {}
+            for first, manifest in zip(self._firsts, self._manifests, strict=False):
+                here: set[str] = set()
+                for number, names in enumerate(_names(manifest), first):
+                    for name in names:
+                        self._index.setdefault(name, []).append(number)
+                    self._twice |= here.intersection(names)
+                    here.update(names)
+        return self._index
+
+    def _twice_in_one(self) -> set[str]:
+        self._by_name()
+        return self._twice
+
+    def _outline(self, number: int) -> _Outline:
+        """Return dtype and box of a tensor: of many ranks, that is all that is asked of most rows."""
+        position = self._position(number)
+        if position not in self._outlines:
+            columns = (
+                _column(self._manifests[position], name) for name in ("dtype", "global_shape", "offset", "shape")
+            )
+            self._outlines[position] = [
+                (dtype, Box(tuple(whole), tuple(offset), tuple(shape)))
+                for dtype, whole, offset, shape in zip(*columns, strict=True)
+            ]
+        return self._outlines[position][number - self._firsts[position]]
+
+    def _position(self, number: int) -> int:
+        # Of manifests without a tensor the last that begins here is meant.
+        return bisect.bisect_right(self._firsts, number) - 1
+
+
+def _names(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    for name, aliases in zip(manifest.names(), _column(manifest, "aliases"), strict=True):
+        # A tensor may have one name twice: that is no second tensor.
+        yield tuple(dict.fromkeys([name, *aliases]))
+
+
+def _column(manifest: Manifest, name: str) -> list:  # type: ignore[type-arg]  # to_pylist is untyped; the schema was compared
+    values: list = manifest.columns[SCHEMA.get_field_index(name)].to_pylist()  # type: ignore[type-arg]  # as above
+    return values

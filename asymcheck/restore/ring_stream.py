@@ -1,0 +1,163 @@
+"""Rings on the way up: what killed processes left in memory, handed on without taking it up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    DamagedPartitionError,
+    FormatError,
+    InconsistentCheckpointError,
+    LockTimeoutError,
+)
+from asymcheck.format.manifest import Manifest
+from asymcheck.restore.load import Loaded
+from asymcheck.restore.read_plan import execute_in_memory
+from asymcheck.restore.resolve import alternatives
+from asymcheck.restore.tensor_stream import Sink, hand_on
+from asymcheck.storage.interfaces import StoreTier
+from asymcheck.storage.process_identity import describe as describe_owner
+from asymcheck.storage.process_identity import is_dead
+from asymcheck.storage.shm import RingReader, left_rings
+from asymcheck.types import CheckpointRef, Digest, Progress
+
+
+class _Found:
+    """The rings of a store in one folder, and the captures of one run in them."""
+
+    def __init__(self, tier: StoreTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
+        self.captures: dict[CheckpointRef, list[tuple[Manifest, RingReader]]] = {}
+        self.in_use: list[str] = []
+        self.damaged: list[str] = []
+        self.runs: set[str] = set()
+        for path in left_rings(folder, tier.descriptor.store_id):
+            try:
+                # Not held: a training that starts meanwhile has to take it up.
+                reader = stack.enter_context(RingReader(path, hold=False))
+            except FileNotFoundError:
+                continue
+            except FormatError as error:
+                self.damaged.append(str(error))
+                continue
+            self.runs.add(reader.header.run)
+            if reader.header.run != run:
+                continue
+            if reader.is_owned:
+                self.in_use.append(_user(reader))
+            else:
+                self._take(reader)
+
+    def _take(self, reader: RingReader) -> None:
+        for entry in reader.captures:
+            try:
+                manifest = reader.manifest(entry)
+            except FormatError as error:
+                self.damaged.append(str(error))
+            else:
+                self.captures.setdefault(manifest.header.ref, []).append((manifest, reader))
+
+
+def _user(reader: RingReader) -> str:
+    owner = reader.header.owner
+    if is_dead(owner):
+        return f"ring {reader.path} is being taken up by a training that starts"
+    return f"ring {reader.path} is in use by {describe_owner(owner)}"
+
+
+def stream_from_rings(
+    tier: StoreTier,
+    folder: Path,
+    run: str,
+    step: int | str | None,
+    tensors: str,
+    sink: Sink,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
+
+    The captures of several ranks are merged. A damaged capture, or one that a rank lacks, gives way to the next older
+    one; a capture of ``step``, to another attempt at that step.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InconsistentCheckpointError: all are damaged; lists the reasons.
+        LockTimeoutError: a ring that may hold it is in use.
+    """
+    with contextlib.ExitStack() as stack:
+        found = _Found(tier, folder, run, stack)
+        skipped = [*found.in_use, *found.damaged]
+        for ref in sorted(found.captures, reverse=True):
+            if not _is_meant(ref, step):
+                continue
+            # One rank's may lie in several rings, intact in any of them.
+            by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
+            manifests = [by_rank[rank] for rank in sorted(by_rank)]
+            world_size = manifests[0].header.world_size
+            if len(by_rank) < world_size:
+                which = ", ".join(map(str, sorted(by_rank)))
+                reason = f"of its {world_size} ranks only {which} left it complete in memory"
+                skipped.append(f"{ref}: {reason}")
+                continue
+            try:
+                read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
+                state = hand_on(manifests, None, tensors, sink, progress, read)
+            except (DamagedPartitionError, FormatError) as error:
+                skipped.append(f"{ref}: {error}")
+                continue
+            return Loaded(state, run, ref, manifests, tuple(skipped))
+    raise _nothing(tier, folder, run, step, found, skipped)
+
+
+def _is_meant(ref: CheckpointRef, step: int | str | None) -> bool:
+    if isinstance(step, str):
+        return ref.save_id.hex().startswith(step.removeprefix("save:"))
+    return step in (None, ref.step)
+
+
+def _nothing(
+    tier: StoreTier, folder: Path, run: str, step: int | str | None, found: _Found, skipped: Sequence[str]
+) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
+    """Return the error that says why nothing could be read."""
+    what = f"run {run!r}"
+    if step is not None:
+        what = f"{'' if isinstance(step, str) else 'step '}{step} of {what}"
+    if found.in_use:
+        return LockTimeoutError(
+            f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
+            "what is durable (without --tier dram)"
+        )
+    if skipped:
+        message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
+        return InconsistentCheckpointError(message, skipped)
+    there = alternatives({ref.step for ref in found.captures}, found.runs - {run})
+    if not found.runs:
+        there = "; no ring of this store is there"
+    return CheckpointNotFoundError(
+        f"no killed process left {what} of store {tier.root} complete in memory in {folder}{there}"
+    )
+
+
+def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest], memoryview]:
+    """Return a function that gives the checked bytes of a partition, from any of the rings.
+
+    Raises:
+        DamagedPartitionError: the rings have no intact frame of a partition.
+    """
+    lengths: dict[Digest, int] = {}
+    for name, length in (item for manifest, _ in parts for item in manifest.partitions().items()):
+        if lengths.setdefault(name, length) != length:
+            raise DamagedPartitionError(f"partition {name.hex()} has two lengths in the manifests", name)
+
+    def payload(name: Digest) -> memoryview:
+        tried = (reader.intact(name, lengths[name]) for _, reader in parts)
+        intact = next(filter(None, tried), None)
+        if intact is None:
+            where = ", ".join(str(reader.path) for _, reader in parts)
+            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
+        return intact[1]
+
+    return payload

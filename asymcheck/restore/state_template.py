@@ -1,0 +1,234 @@
+"""The shape of a stored state: its containers and plain values, with placeholders where tensors go."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from asymcheck.errors import StateMismatchError
+from asymcheck.format.manifest import Manifest
+from asymcheck.format.tree import Key, decode, join_name
+from asymcheck.state.dtypes import TORCH_DTYPES
+from asymcheck.state.names import no_match
+from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
+
+_T = TypeVar("_T")
+_METADATA = "_metadata"
+"""Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
+
+
+def _metadata(mapping: object) -> object:
+    return getattr(mapping, _METADATA, None)
+
+
+def _set_metadata(mapping: OrderedDict[Key, object], metadata: object) -> None:
+    setattr(mapping, _METADATA, metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRef:
+    """A placeholder for the tensor of a row."""
+
+    row: int
+    """Row of the manifest, or the tensor number of a :class:`asymcheck.restore.reshard.ShardSet`."""
+    as_array: bool
+    """Whether it was a numpy array."""
+
+
+class _ShapeBuilder:
+    """Builds containers of the original types, with a :class:`RowRef` for each tensor."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def plain(self, value: object) -> object:
+        return value
+
+    def sequence(self, kind: str, items: list[object]) -> object:
+        return items if kind == "l" else tuple(items)
+
+    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> object:
+        if kind == "d":
+            return dict(pairs)
+        ordered = OrderedDict(pairs)
+        if kind == "m":
+            _set_metadata(ordered, metadata)
+        return ordered
+
+    def tensor(self, row: int, as_array: bool) -> object:  # noqa: FBT001 - as in the protocol
+        return RowRef(self._first + row, as_array)
+
+    def tagged(self, kind: str, value: object) -> object:
+        if kind == "z":
+            return torch.Size(value)  # type: ignore[arg-type]  # the decoder passes a tuple of int
+        if kind == "y":
+            return _known(TORCH_DTYPES, str(value), "torch")
+        if kind == "v":
+            return _device(str(value))
+        dtype, data = value  # type: ignore[misc]  # the decoder passes a pair
+        return np.frombuffer(data, dtype=_known(NUMPY_DTYPES, dtype, "numpy"))[0]  # type: ignore[has-type]  # as above
+
+
+def _known(dtypes: Mapping[str, _T], name: str, library: str) -> _T:
+    if name not in dtypes:
+        raise StateMismatchError(f"the state has a value of dtype {name}, which this {library} lacks")
+    return dtypes[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StateMismatchError(f"the state has the device {name!r} as a value, which this torch lacks") from error
+    if str(device) != name:
+        # A large index wraps round.
+        raise StateMismatchError(f"the state has the device {name!r} as a value, of which this torch makes {device}")
+    return device
+
+
+def read_shape(manifest: Manifest, first: int = 0) -> object:
+    """Return the state of a manifest with placeholders for its tensors, numbered from ``first``.
+
+    Raises:
+        FormatError: the tree breaks a rule of the format.
+        StateMismatchError: it has a value that this torch or numpy cannot make.
+    """
+    header = manifest.header
+    where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
+    return decode(header.tree, len(manifest), _ShapeBuilder(first), where)
+
+
+def rows_in(shape: object) -> list[int]:
+    """Return the rows that a (part of a) shape names, each once, in order."""
+    rows: dict[int, None] = {}
+
+    def note(ref: RowRef) -> object:
+        rows[ref.row] = None
+        return ref
+
+    replace_rows(shape, note)
+    return list(rows)
+
+
+def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
+    """Return a copy of a shape with every placeholder replaced."""
+    if isinstance(shape, RowRef):
+        return make(shape)
+    if isinstance(shape, OrderedDict):
+        ordered = OrderedDict((key, replace_rows(value, make)) for key, value in shape.items())
+        if _metadata(shape) is not None:
+            _set_metadata(ordered, replace_rows(_metadata(shape), make))
+        return ordered
+    if isinstance(shape, dict):
+        items = {key: replace_rows(value, make) for key, value in shape.items()}
+        return Counter(items) if type(shape) is Counter else items
+    if type(shape) in (list, tuple):
+        return type(shape)(replace_rows(value, make) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
+    return shape
+
+
+def _array(tensor: torch.Tensor) -> object:
+    try:
+        return tensor.cpu().numpy()
+    except (TypeError, ValueError) as error:
+        shape = list(tensor.shape)
+        raise StateMismatchError(f"the state has an array of {tensor.dtype} {shape}, which numpy lacks") from error
+
+
+def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
+    """Return the state: a shape with its tensors put in; tied tensors are one object."""
+    arrays: dict[int, object] = {}
+
+    def make(ref: RowRef) -> object:
+        value = tensors[ref.row]
+        if not ref.as_array or not isinstance(value, torch.Tensor):
+            return value
+        return arrays.setdefault(ref.row, _array(value))
+
+    return replace_rows(shape, make)
+
+
+def merge(shapes: Sequence[object]) -> object:
+    """Return the union of what several ranks have: mappings by key, sequences of one length by item, else the first."""
+    first = shapes[0]
+    if len(shapes) == 1:
+        return first
+    if isinstance(first, dict):
+        mappings = [shape for shape in shapes if isinstance(shape, dict)]
+        keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+        merged = {key: merge([mapping[key] for mapping in mappings if key in mapping]) for key in keys}
+        return like_mapping(first, merged, merge_metadata=mappings)
+    if type(first) in (list, tuple):
+        alike = [shape for shape in shapes if type(shape) is type(first) and len(shape) == len(first)]  # type: ignore[arg-type]  # the type was just compared
+        return type(first)(merge(items) for items in zip(*alike, strict=True))  # type: ignore[call-arg]  # as above
+    return first
+
+
+def like_mapping(
+    like: dict[Key, object], items: dict[Key, object], merge_metadata: Sequence[object] = ()
+) -> dict[Key, object]:
+    """Return items as a mapping of the type of ``like``, with its metadata, merged with that of others."""
+    if not isinstance(like, OrderedDict):
+        return items
+    ordered = OrderedDict(items)
+    found = [metadata for one in (like, *merge_metadata) if (metadata := _metadata(one)) is not None]
+    if found:
+        _set_metadata(ordered, merge(found))
+    return ordered
+
+
+class _Absent:
+    """Marks what a selection leaves out."""
+
+
+_ABSENT = _Absent()
+
+
+def select(shape: object, pattern: str) -> object:
+    """Keep only leaves whose dotted name matches a glob; containers that end up empty are dropped.
+
+    Gaps in sequences become None.
+
+    Raises:
+        InvalidInputError: no name matches.
+    """
+    if pattern == "*":
+        return shape
+    kept = _select(shape, pattern, ())
+    if kept is _ABSENT:
+        raise no_match(pattern, [join_name((key,)) for key in shape] if isinstance(shape, dict) else [])
+    return kept
+
+
+def select_each(shapes: Sequence[object], pattern: str) -> list[object]:
+    """Do as :func:`select` does with what several ranks have; those of whom nothing matches are left out.
+
+    Raises:
+        InvalidInputError: no name matches.
+    """
+    if len(shapes) == 1 or pattern == "*":
+        return [select(shape, pattern) for shape in shapes]
+    kept = [found for shape in shapes if (found := _select(shape, pattern, ())) is not _ABSENT]
+    return kept or [select(merge(shapes), pattern)]
+
+
+def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
+    if isinstance(shape, dict):
+        kept = {
+            key: value for key, item in shape.items() if (value := _select(item, pattern, (*path, key))) is not _ABSENT
+        }
+        if not kept:
+            return _ABSENT
+        return like_mapping(shape, kept)
+    if type(shape) in (list, tuple):
+        items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
+        if all(item is _ABSENT for item in items):
+            return _ABSENT
+        return type(shape)(None if item is _ABSENT else item for item in items)  # type: ignore[call-arg]  # as above
+    return shape if fnmatch.fnmatchcase(join_name(path), pattern) else _ABSENT

@@ -1,0 +1,375 @@
+"""Flattening of the states of one training, one after another, each with the help of the one before.
+
+A save waits for this. From step to step, a state usually keeps its structure, and its tensors keep their memory. Then
+keys are compared a mapping at a time along a template, and tensors all together, which takes a quarter of the time of a
+walk. The result is that of :func:`asymcheck.state.walk.flatten`: a state that differs in more than plain values
+and the memory of single tensors is walked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, eq
+from typing import Any, Protocol, cast
+
+import torch
+
+from asymcheck.format.tree import Node, join_name
+from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
+from asymcheck.state.shards import TensorShard, is_dtensor, is_laid_out, layout_of
+from asymcheck.state.walk import Called, Columns, FlatState, Walker, below, is_to_be_called, state_of
+
+_TENSOR_TAGS = ("T", "N")
+_MAPPING_TAGS: dict[object, type] = {"d": dict, "o": OrderedDict, "m": OrderedDict}
+_SEQUENCE_TAGS: dict[object, type] = {"l": list, "t": tuple}
+
+_GETTERS: tuple[Callable[[torch.Tensor], object], ...] = (
+    # First, for others have no shapes or strides that could be asked for. Quantized ones have dtypes of their own.
+    attrgetter("layout"),
+    attrgetter("is_nested"),
+    attrgetter("dtype"),
+    attrgetter("device"),
+    attrgetter("shape"),
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+)
+
+
+class Flattener:
+    """Flattens states; for one thread at a time. It keeps no tensor."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+        self._columns: Columns | None = None
+
+    def flatten(self, state: object) -> FlatState:
+        """Return the result of :func:`~asymcheck.state.walk.flatten`."""
+        called: Called = {}
+        flat = None if self._known is None else self._known.flatten(state, called)
+        if flat is None:
+            walker = Walker(called)
+            tree = walker.node(state, None, 0)
+            flat = FlatState(tree, walker.leaves, Columns.of(walker.leaves))
+            # To remember a structure pays only if it returns, which is likely when it came twice.
+            self._known = _Known(flat, walker.visits) if flat.columns == self._columns else None
+        self._columns = flat.columns
+        return flat
+
+
+class _Known:
+    """The last state, without its tensors."""
+
+    def __init__(self, flat: FlatState, visits: Sequence[tuple[object, int]]) -> None:
+        """Take a state that was walked; ``visits`` are the occurrences of its tensors, with their rows."""
+        self._template = _template_of(flat.tree, None, 0)
+        self._columns = flat.columns
+        self._keys = [leaf.key for leaf in flat.leaves]
+        self._rows = [row for _, row in visits]
+        first = {row: visit for visit, row in reversed([*enumerate(self._rows)])}
+        self._firsts = [first[row] for row in range(len(flat.leaves))]
+        self._is_each_once = len(visits) == len(flat.leaves)
+        self._odd = {
+            number: (type(given), layout_of(given) if is_dtensor(given) else None)
+            for number, (given, _) in enumerate(visits)
+            if type(given) not in PLAIN_TENSORS
+        }
+        sources = [flat.leaves[row].source for row in self._rows]
+        self._kinds = _Kinds([source for source in sources if isinstance(source, torch.Tensor)])
+        self._places = [*map(_place, sources)]
+
+    def flatten(self, state: object, called: Called) -> FlatState | None:
+        """Flatten a state; return None if it differs from this one."""
+        walk = _Walk(called)
+        tree = self._template.take(walk, state)
+        if not walk.is_as_before:
+            return None
+        # Once, not for each of a thousand DTensors. With gradients, to_local() would make new tensors for autograd.
+        with torch.no_grad() if self._odd else contextlib.nullcontext():
+            resolved = {number: self._resolved(number, walk.visits[number], called) for number in self._odd}
+        sources = walk.visits
+        for number, source in resolved.items():
+            sources[number] = source
+        tensors = [source for source in sources if isinstance(source, torch.Tensor)] if self._odd else sources
+        if any(source is None for source in resolved.values()) or not self._kinds.are_those_of(tensors):
+            return None
+        known = cast("list[Source]", sources)
+        places = [*map(_place if self._odd else torch.Tensor.data_ptr, known)]  # type: ignore[arg-type]  # all are tensors
+        if places != self._places and not self._have_moved(places, known):
+            return None
+        return FlatState(tree, self._leaves(known), self._columns)
+
+    def _resolved(self, number: int, given: object, called: Called) -> object:
+        """Return the source of a tensor of another type than torch's plain ones; None if anything else has changed."""
+        kind, layout = self._odd[number]
+        if type(given) is not kind:
+            return None
+        if layout is not None and is_dtensor(given) and is_laid_out(given, layout):
+            # The shape of the part, which is compared later, and the layout say which part it is.
+            return given.to_local()
+        columns, row = self._columns, self._rows[number]
+        if isinstance(given, TensorShard):
+            return given.local if given.box == columns.boxes[row] else None
+        walker = Walker(called, columns.groups[row])
+        walker.node(given, columns.names[row], 1)
+        (leaf,) = walker.leaves
+        known = (columns.dtypes[row], columns.shapes[row], columns.boxes[row], columns.sizes[row])
+        return leaf.source if (leaf.dtype, leaf.shape, leaf.box, leaf.nbytes) == known else None
+
+    def _leaves(self, sources: list[Source]) -> list[Leaf]:
+        columns = self._columns
+        firsts = sources if self._is_each_once else [sources[visit] for visit in self._firsts]
+        described = (columns.dtypes, columns.shapes, columns.sizes, columns.groups, columns.boxes, columns.aliases)
+        return [*map(Leaf, firsts, columns.names, *described, self._keys)]
+
+    def _have_moved(self, places: list[int], sources: Sequence[Source]) -> bool:
+        """Note new places of tensors in memory; return False if a moved tensor shares its memory with another one."""
+        moved = {number for number, (old, new) in enumerate(zip(self._places, places, strict=True)) if old != new}
+        stayed = {place for number, place in enumerate(places) if number not in moved}
+        gone, come = [self._places[number] for number in moved], [places[number] for number in moved]
+        if len({*gone}) < len(moved) or len({*come}) < len(moved) or not stayed.isdisjoint((*gone, *come)):
+            return False
+        for number in moved:
+            self._keys[self._rows[number]] = identity_key(sources[number])
+        self._places = places
+        return True
+
+
+def _place(source: Source) -> int:
+    """Return the address of a tensor; for other sources, a number that identifies the object."""
+    return source.data_ptr() if isinstance(source, torch.Tensor) else -id(source)
+
+
+class _Kinds:
+    """The properties of tensors that make up their identity keys, except for places, or decide if they can be stored.
+
+    Properties are compared one after another without storing them, because thousands of new shapes can trigger the
+    garbage collector.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take tensors that can be stored."""
+        # Only complex numbers are conjugated, and dtypes are compared before.
+        is_complex = any(tensor.is_complex() for tensor in tensors)
+        self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
+        self._known = [[*map(get, tensors)] for get in self._getters]
+        self._count = len(tensors)
+
+    def are_those_of(self, tensors: Sequence[Any]) -> bool:
+        """Tell whether other tensors have the same properties, one by one."""
+        return (
+            len(tensors) == self._count
+            and PLAIN_TENSORS.issuperset(map(type, tensors))
+            and all(
+                all(map(eq, known, map(get, tensors))) for known, get in zip(self._known, self._getters, strict=True)
+            )
+        )
+
+
+class _Walk:
+    """One walk along a template; objects in ``called`` are not called again."""
+
+    def __init__(self, called: Called) -> None:
+        self.called = called
+        self.visits: list[object] = []  # tensors as they were met; nothing was looked at but their number
+        self.is_as_before = True  # Otherwise the result of the walk is of no use.
+
+
+class _Template(Protocol):
+    """A node of the last state. ``take`` returns the node of a new value: the same object if nothing has changed."""
+
+    @property
+    def node(self) -> Node: ...
+
+    def take(self, walk: _Walk, value: object, /) -> Node: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensor:
+    node: Node
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        walk.visits.append(value)
+        return self.node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plain:
+    """A value without tensors, which is walked each time because it may change."""
+
+    node: Node
+    name: str | None
+    depth: int
+    is_metadata: bool = False  # whether it is the versions of modules of a mapping at that depth
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        walker = Walker(walk.called)
+        if self.is_metadata:
+            node = walker.metadata(value, self.name or "", self.depth)
+        else:
+            node = walker.node(value, self.name, self.depth)
+        walk.is_as_before &= not walker.leaves
+        return node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sequence:
+    node: Node
+    tag: str
+    children: Sequence[_Template]
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        items = value if type(value) is _SEQUENCE_TAGS[self.tag] else ()
+        items = cast("Sequence[object]", items)
+        if len(items) != len(self.children):
+            walk.is_as_before = False
+            return None
+        nodes = [child.take(walk, item) for child, item in zip(self.children, items, strict=True)]
+        return self.node if _are_as_before(self.children, nodes) else [self.tag, nodes]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapping:
+    node: Node
+    tag: str
+    entries: Node
+    keys: list[str | int]
+    key_types: list[type]
+    key_nodes: list[Node]
+    children: Sequence[_Template]
+    has_tensors_alone: bool
+    metadata: _Plain | None
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        mapping = self._mapping(walk, value)
+        metadata = getattr(mapping, "_metadata", None)
+        # The types of keys, too: 1 and True are equal.
+        if (
+            mapping is None
+            or [*mapping] != self.keys
+            or [*map(type, mapping)] != self.key_types
+            or (metadata is None) != (self.metadata is None)
+        ):
+            walk.is_as_before = False
+            return None
+        versions = None if self.metadata is None else self.metadata.take(walk, metadata)
+        entries = self._entries(walk, mapping)
+        if entries is self.entries and (self.metadata is None or versions is self.metadata.node):
+            return self.node
+        return [self.tag, entries] if self.metadata is None else [self.tag, entries, versions]
+
+    def _mapping(self, walk: _Walk, value: object) -> dict[object, object] | None:
+        kind = type(value)
+        if kind is not dict and kind is not OrderedDict and is_to_be_called(value):
+            value = state_of(value, walk.called)
+        return cast("dict[object, object]", value) if type(value) is _MAPPING_TAGS[self.tag] else None
+
+    def _entries(self, walk: _Walk, mapping: dict[object, object]) -> Node:
+        if self.has_tensors_alone:
+            walk.visits += mapping.values()
+            return self.entries
+        nodes = [child.take(walk, item) for child, item in zip(self.children, mapping.values(), strict=True)]
+        if _are_as_before(self.children, nodes):
+            return self.entries
+        return [[*pair] for pair in zip(self.key_nodes, nodes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """A dict of dicts that hold nothing but tensors, like the state of an optimizer: all are compared at once."""
+
+    node: Node
+    keys: list[str | int]
+    key_types: list[type]
+    lengths: list[int]
+    inner_keys: list[str | int]
+    inner_types: list[type]
+
+    @classmethod
+    def of(cls, mapping: _Mapping) -> _Template:
+        """Return an equivalent of ``mapping``, which may be itself."""
+        rows = [child for child in mapping.children if type(child) is _Mapping]
+        if len(rows) < len(mapping.children) or mapping.tag != "d" or mapping.metadata is not None:
+            return mapping
+        if not all(row.has_tensors_alone and row.tag == "d" and row.metadata is None for row in rows):
+            return mapping
+        inner = [*chain.from_iterable(row.keys for row in rows)]
+        lengths = [len(row.keys) for row in rows]
+        return cls(mapping.node, mapping.keys, mapping.key_types, lengths, inner, [*map(type, inner)])
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        rows = [*value.values()] if type(value) is dict else []
+        if (
+            not {dict}.issuperset(map(type, rows))
+            or [*map(len, rows)] != self.lengths
+            or [*cast("dict[object, object]", value)] != self.keys
+            or [*map(type, cast("dict[object, object]", value))] != self.key_types
+            or [*chain.from_iterable(rows)] != self.inner_keys
+            or [*map(type, chain.from_iterable(rows))] != self.inner_types
+        ):
+            walk.is_as_before = False
+            return None
+        walk.visits += chain.from_iterable(map(dict.values, rows))
+        return self.node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Never:
+    """A value that counts as changed each time."""
+
+    node: Node
+
+    def take(self, walk: _Walk, _value: object) -> Node:
+        walk.is_as_before = False
+        return self.node
+
+
+def _are_as_before(children: Sequence[_Template], nodes: Sequence[Node]) -> bool:
+    return all(node is child.node for child, node in zip(children, nodes, strict=True))
+
+
+def _template_of(node: Node, name: str | None, depth: int) -> _Template:
+    """Return the template of a node."""
+    # One with tensors is a list, of its tag and what lies in it.
+    parts: list[Any] = node if isinstance(node, list) else [None, None]
+    tag, content, *rest = parts
+    if tag in _TENSOR_TAGS:
+        return _Tensor(node)
+    if tag in _SEQUENCE_TAGS:
+        items = [_template_of(item, below(name, str(index)), depth + 1) for index, item in enumerate(content)]
+        return _Plain(node, name, depth) if _are_plain(items) else _Sequence(node, tag, items)
+    if tag not in _MAPPING_TAGS:
+        return _Plain(node, name, depth)
+    keys = [_key(key) for key, _ in content]
+    children = [
+        _template_of(child, below(name, key if type(key) is str else join_name((key,))), depth + 1)
+        for key, (_, child) in zip(keys, content, strict=True)
+    ]
+    metadata = [_template_of(one, None, depth) for one in rest]
+    if _are_plain([*children, *metadata]):
+        return _Plain(node, name, depth)
+    if not _are_plain(metadata):
+        return _Never(node)
+    mapping = _Mapping(
+        node=node,
+        tag=tag,
+        entries=content,
+        keys=keys,
+        key_types=[*map(type, keys)],
+        key_nodes=[key for key, _ in content],
+        children=children,
+        has_tensors_alone=all(type(child) is _Tensor for child in children),
+        metadata=_Plain(rest[0], below(name, "_metadata"), depth, is_metadata=True) if rest else None,
+    )
+    return _Table.of(mapping)
+
+
+def _are_plain(templates: Iterable[_Template]) -> bool:
+    return all(type(template) is _Plain for template in templates)
+
+
+def _key(node: Any) -> str | int:  # noqa: ANN401 - a node
+    return int(node[1]) if isinstance(node, list) else cast("str | int", node)

@@ -1,0 +1,262 @@
+"""Leaves: the tensors of a state, and access to their bytes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from asymcheck.errors import UnsupportedValueError
+from asymcheck.format.manifest_reader import DIMENSIONS_MAX
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.state.boxes import Box
+from asymcheck.state.dtypes import TORCH_NAMES
+from asymcheck.state.numpy_dtypes import numpy_name
+from asymcheck.state.partition_plan import Partition
+from asymcheck.state.roles import role_of
+
+
+class TensorBytes(abc.ABC):
+    """A tensor that is not in memory: its bytes are read when they are captured, for instance from a file."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Take the format's name of the dtype, and the shape."""
+        self.dtype, self.shape = dtype, shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements in row-major order."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @abc.abstractmethod
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``start`` on; several threads may call this at once."""
+
+
+# For contiguous copies of strided tensors, which two threads should not make at once.
+_LOCKS = tuple(threading.Lock() for _ in range(16))
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of plain tensors; instances of subclasses may need more than their bytes."""
+
+_STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"})
+"""Dtypes of the counters of optimizers. Not every version of torch can stack tensors of other dtypes."""
+
+Source = torch.Tensor | np.ndarray | TensorBytes
+
+
+@dataclasses.dataclass(slots=True)
+class Leaf:
+    """One tensor of a state, with all its names.
+
+    Leaves are made for each tensor in each step and live until the capture is durable. Many new objects trigger
+    Python's garbage collector, which takes hundreds of milliseconds. Therefore a leaf has slots, shared tuples, and no
+    lock.
+    """
+
+    source: Source  # the tensor itself; its bytes are read when they are captured
+    name: str  # dotted name of its first place in the state
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int  # bytes of its elements in row-major order
+    group: str  # tensors are bundled only with others of the same group
+    box: Box  # which part of the whole tensor, over all ranks, it is
+    aliases: tuple[str, ...] = ()  # its further names
+    key: tuple[object, ...] | None = None  # see :func:`identity_key`
+    _flat: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def role(self) -> str:
+        """The role of the tensor, from its name."""
+        return role_of(self.name)
+
+    def copy_bytes(self, start: int, target: memoryview, *, wait: bool = True) -> None:
+        """Fill ``target`` with the bytes from ``start`` on. Releases the GIL for large copies.
+
+        Without ``wait``, a copy from a device is only queued there, on the current stream.
+        """
+        source = self.source
+        if not isinstance(source, (torch.Tensor, np.ndarray)):
+            source.read(start, target)
+            return
+        # Without waiting, the flat copy belongs to the copying stream, which frees its memory in stream order.
+        flat = (self._bytes(source) if wait else flat_bytes(source))[start : start + len(target)]
+        if flat.device.type == "cpu":
+            # numpy makes one plain memcpy. Torch would use a thread pool that competes with the training thread's.
+            np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
+        else:
+            torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
+
+    def some_bytes(self, start: int, length: int) -> bytes:
+        """Return a copy of some bytes, read at once."""
+        data = bytearray(length)
+        if data:
+            self.copy_bytes(start, memoryview(data))
+        return bytes(data)
+
+    def lying_bytes(self, start: int, length: int) -> memoryview | None:
+        """Return the bytes without a copy; None unless they are in host memory in row-major order."""
+        source = self.source
+        if isinstance(source, np.ndarray):
+            # flat_bytes() copies read-only arrays, because torch takes only writable memory.
+            plain = source.flags.c_contiguous and source.flags.writeable
+        elif isinstance(source, torch.Tensor):
+            flags = source.is_conj() or source.is_neg()
+            plain = source.device.type == "cpu" and source.is_contiguous() and not flags
+        else:
+            return None
+        return flat_bytes(source)[start : start + length].numpy().data if plain else None
+
+    def as_bytes(self) -> torch.Tensor:
+        """Return the elements in row-major order as a uint8 tensor, on the device where they are."""
+        if isinstance(self.source, TensorBytes):
+            data = bytearray(self.nbytes)
+            self.source.read(0, memoryview(data))
+            return torch.frombuffer(data, dtype=torch.uint8)
+        # Not the copy that is kept, which may still be in flight in another stream of the device.
+        return flat_bytes(self.source)
+
+    def release(self) -> None:
+        """Forget the contiguous copy that a strided tensor needed."""
+        if self._flat is None:
+            return
+        with self._lock:
+            self._flat = None
+
+    @property
+    def _lock(self) -> threading.Lock:
+        return _LOCKS[id(self) // 64 % len(_LOCKS)]
+
+    def _bytes(self, source: torch.Tensor | np.ndarray) -> torch.Tensor:
+        with self._lock:
+            if self._flat is None:
+                self._flat = flat_bytes(source)
+            return self._flat
+
+
+def whole_bytes(leaves: Sequence[Leaf]) -> list[bytes]:
+    """Return copies of all bytes of small tensors, read at once.
+
+    Optimizers have hundreds of counters, and training waits for the copies. To stack equal ones takes a fifth of the
+    time.
+    """
+    found = [b""] * len(leaves)
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype in _STACKED and isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
+            alike.setdefault((leaf.dtype, leaf.shape), []).append(number)
+        else:
+            found[number] = leaf.some_bytes(0, leaf.nbytes)
+    for numbers in alike.values():
+        with torch.no_grad():
+            stacked = torch.stack([cast("torch.Tensor", leaves[number].source) for number in numbers])
+        data, size = flat_bytes(stacked).numpy().tobytes(), leaves[numbers[0]].nbytes
+        for place, number in enumerate(numbers):
+            found[number] = data[place * size : (place + 1) * size]
+    return found
+
+
+def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """Return the elements in row-major order as a uint8 tensor: a view where the source is contiguous, else a copy."""
+    if isinstance(source, np.ndarray):
+        contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
+    plain = source.detach().resolve_conj().resolve_neg()
+    # Torch cannot copy strided tensors of the newest dtypes.
+    return as_bytes((plain.view(torch.uint8) if plain.itemsize == 1 else plain).contiguous())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a uint8 tensor."""
+    # Not reshape(-1), which keeps the stride of a tensor of one element, so that the view may be impossible.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> Leaf:
+    """Describe a tensor or an array of a state; ``box`` says which part of a whole a tensor is.
+
+    Raises:
+        UnsupportedValueError: it has no bytes that could be stored; names ``path``.
+    """
+    # The most frequent type comes first, because training waits for this.
+    if isinstance(source, torch.Tensor):
+        _check_tensor(source, path)
+        name = TORCH_NAMES.get(source.dtype)
+        if name is None:
+            raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
+        shape = tuple(source.shape)
+        _check_dimensions(shape, path)
+        if box is None:
+            box = Box.of_whole(shape)
+            shape = box.shape
+        return Leaf(source, path, name, shape, source.nbytes, group, box)
+    if isinstance(source, TensorBytes):
+        _check_dimensions(source.shape, path)
+        return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
+    if type(source) not in (np.ndarray, np.memmap):
+        raise UnsupportedValueError(
+            path,
+            f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray() and store the rest",
+        )
+    dtype = numpy_name(source.dtype)
+    if dtype is None:
+        raise UnsupportedValueError(
+            path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert to numbers"
+        )
+    return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
+
+
+def _check_dimensions(shape: tuple[int, ...], path: str) -> None:
+    if len(shape) > DIMENSIONS_MAX:
+        raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
+
+
+def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedValueError(path, "it has no shape yet; call its module once before that is saved")
+    if type(tensor) not in PLAIN_TENSORS:
+        raise UnsupportedValueError(
+            path,
+            f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()",
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise UnsupportedValueError(
+            path, f"tensors of layout {tensor.layout} are not supported; convert to a dense tensor"
+        )
+    if tensor.is_quantized:
+        raise UnsupportedValueError(
+            path, "quantized tensors are not supported; store int_repr() with scale and zero point"
+        )
+    if tensor.is_meta:
+        raise UnsupportedValueError(path, "the tensor is on the meta device and has no bytes")
+
+
+def identity_key(source: Source) -> tuple[object, ...] | None:
+    """Return a key that two sources share only if they are the same view of the same memory; None for empty ones."""
+    if not isinstance(source, torch.Tensor):
+        return ("object", id(source))
+    if source.numel() == 0:
+        return None
+    # One flat tuple: the garbage collector would have to visit tuples in a tuple, or a torch.Size.
+    flags = 2 * source.is_conj() + source.is_neg()
+    return (source.data_ptr(), source.dtype, source.device, flags, *source.shape, *source.stride())
+
+
+def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
+    """Copy the bytes of a partition from its tensors into ``payload``, which has its length."""
+    position = 0
+    for piece in partition.pieces:
+        leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
+        position += piece.length

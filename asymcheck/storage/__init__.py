@@ -1,0 +1,1 @@
+"""Storage of frames, packs and manifests: shared memory, local drive, remote locations."""

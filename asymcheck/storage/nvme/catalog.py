@@ -1,0 +1,523 @@
+"""The catalog: an LMDB environment that says where partitions lie (SPEC.md §7.5). An index, never the truth.
+
+LMDB maps its file without checksums, so damage can read back as other values or kill the process. Hence: every value
+has a checksum; reads for a restore do not come here at all; after an unclean end the file is not trusted but rebuilt
+from the packs, or, beside other processes that use it, walked in a child process first; and what goes wrong in use is
+noted for the next start, which sets the file aside and rebuilds it.
+
+Transactions are not synced: they survive the death of the process, not a power loss. A power loss leaves the marks of
+its processes, which are durable before their first transaction, and the next start rebuilds the catalog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from asymcheck.config import StoreConfig
+from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.events import emit
+from asymcheck.format import catalog_records as codec
+from asymcheck.format import layout, registry
+from asymcheck.storage import process_identity
+from asymcheck.storage.local_files import DESCRIPTORS, Files, reserve, try_lock, unlock, wait_lock
+from asymcheck.types import Digest, Location, Owner, PackId
+
+# Errors that say nothing about the bytes in the file.
+_NO_DAMAGE = (
+    lmdb.BadRslotError,
+    lmdb.LockError,
+    lmdb.MapResizedError,
+    lmdb.MemoryError,
+    lmdb.ReadersFullError,
+    lmdb.ReadonlyError,
+    lmdb.TlsFullError,
+)
+_FILES = ("data.mdb", "lock.mdb")
+_READER_BYTES = 64
+_DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
+_NO_ROOM_BYTES = 1 << 20
+_WALK_TIMEOUT_S = 600
+# It imports nothing of this package, which would load torch.
+_WALK = """
+import lmdb, sys, xxhash
+env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=8, map_size=int(sys.argv[2]))
+with env.begin() as txn:
+    for name in (b"meta", b"partitions", b"packs", b"manifests", b"pins"):
+        db = env.open_db(name, txn=txn, create=False)
+        for key, value in txn.cursor(db):
+            if bytes(value[-8:]) != xxhash.xxh3_128_digest(bytes(key) + bytes(value[:-8]))[8:]:
+                sys.exit(3)
+"""
+
+
+class Transaction:
+    """One transaction on the catalog; all methods are for the thread that began it."""
+
+    def __init__(self, transaction: lmdb.Transaction, databases: dict[str, Any]) -> None:
+        """Wrap an LMDB transaction; use :meth:`Catalog.read` or :meth:`Catalog.write`."""
+        self._txn = transaction
+        self._db = databases
+
+    def _get(self, key: bytes, database: str) -> bytes | None:
+        value = self._txn.get(key, db=self._db[database])
+        return None if value is None else bytes(value)
+
+    def location(self, digest: Digest) -> Location | None:
+        """Return where a partition lies; None when it is unknown or the entry is damaged."""
+        value = self._get(digest, "partitions")
+        return None if value is None else codec.decode_location(digest, value)
+
+    def put_location(self, digest: Digest, location: Location) -> None:
+        """Enter a partition, replacing what was known of it."""
+        self._txn.put(digest, codec.encode_location(digest, location), db=self._db["partitions"])
+
+    def forget_location(self, digest: Digest, pack_id: PackId) -> None:
+        """Remove a partition's entry if it points into ``pack_id``."""
+        location = self.location(digest)
+        if location is None or location.pack_id == pack_id:
+            self._txn.delete(digest, db=self._db["partitions"])
+
+    def delete_location(self, digest: Digest) -> None:
+        """Remove a partition's entry, wherever it points."""
+        self._txn.delete(digest, db=self._db["partitions"])
+
+    def pack_state(self, pack_id: PackId) -> int | None:
+        """Return a pack's state number; None when it is unknown or the entry is damaged."""
+        value = self._get(pack_id, "packs")
+        return None if value is None else codec.decode_pack_state(pack_id, value)
+
+    def put_pack(self, pack_id: PackId, state: int, frame_count: int, pack_length: int) -> None:
+        """Enter a pack."""
+        self._txn.put(pack_id, codec.encode_pack_entry(pack_id, state, frame_count, pack_length), db=self._db["packs"])
+
+    def delete_pack(self, pack_id: PackId) -> None:
+        """Remove a pack's entry."""
+        self._txn.delete(pack_id, db=self._db["packs"])
+
+    def pack_states(self) -> dict[PackId, int | None]:
+        """Return the state numbers of all packs entered; None for a damaged entry."""
+        cursor = self._txn.cursor(db=self._db["packs"])
+        return {PackId(bytes(key)): codec.decode_pack_state(bytes(key), bytes(value)) for key, value in cursor}
+
+    def freed_packs(self) -> list[PackId]:
+        """Return the packs that are marked freed."""
+        return [pack_id for pack_id, state in self.pack_states().items() if state == registry.PACK_FREED]
+
+    def put_manifest(self, key: bytes, size: int) -> None:
+        """Enter a committed manifest."""
+        self._txn.put(key, codec.encode_manifest_entry(key, size), db=self._db["manifests"])
+
+    def delete_manifest(self, key: bytes) -> None:
+        """Remove a manifest's entry."""
+        self._txn.delete(key, db=self._db["manifests"])
+
+    def manifests(self) -> set[bytes]:
+        """Return the keys of all manifests entered; damaged entries count as absent."""
+        cursor = self._txn.cursor(db=self._db["manifests"])
+        return {bytes(key) for key, value in cursor if codec.unseal(bytes(key), bytes(value)) is not None}
+
+    def put_pin(self, key: bytes, owner: Owner, packs: Iterable[PackId]) -> None:
+        """Protect packs from collection until :meth:`delete_pin`, or until the owner is dead."""
+        self._txn.put(key, codec.encode_pin(key, owner, list(packs)), db=self._db["pins"])
+
+    def delete_pin(self, key: bytes) -> None:
+        """Give up a pin."""
+        self._txn.delete(key, db=self._db["pins"])
+
+    def pins(self) -> dict[bytes, tuple[Owner, list[PackId]]]:
+        """Return all pins.
+
+        Raises:
+            CatalogError: a pin is damaged, so that what it protects is unknown.
+        """
+        found = {}
+        for key, value in self._txn.cursor(db=self._db["pins"]):
+            pin = codec.decode_pin(bytes(key), bytes(value))
+            if pin is None:
+                raise CatalogError(
+                    "a pin in the catalog is damaged; stop all processes that use the store, the next start rebuilds it"
+                )
+            found[bytes(key)] = pin
+        return found
+
+    def still_dead(self, pins: Mapping[bytes, Owner]) -> set[bytes]:
+        """Return the keys of those :meth:`Catalog.dead_pins` that still protect nothing.
+
+        Another process may take up a save that was killed, and pin packs under the same key.
+        """
+        return {
+            key
+            for key, (owner, _) in self.pins().items()
+            if pins.get(key) == owner
+            and (owner != process_identity.this_process() or process_identity.is_let_go(key, owner))
+        }
+
+    def locations(self) -> Iterator[tuple[Digest, Location | None]]:
+        """Yield every partition's entry; None for a damaged one."""
+        for key, value in self._txn.cursor(db=self._db["partitions"]):
+            yield Digest(bytes(key)), codec.decode_location(bytes(key), bytes(value))
+
+    def put_store_id(self, store_id: bytes) -> None:
+        """Mark the catalog as complete and belonging to a store."""
+        self._txn.put(b"store_id", codec.seal(b"store_id", store_id), db=self._db["meta"])
+
+    def store_id(self) -> bytes | None:
+        """Return the id of the store this catalog belongs to; None before it is complete."""
+        value = self._get(b"store_id", "meta")
+        return None if value is None else codec.unseal(b"store_id", value)
+
+
+Populate = Callable[[Transaction], None]
+
+
+class CatalogUsers:
+    """The folder ``open`` of a catalog: a file for each process that has it open, locked for as long as it lives.
+
+    A process that was killed leaves its mark, and the lock on it is gone: so it is found to be dead also from another
+    PID namespace, as when a container is started again on the same node. A mark is durable before the first transaction
+    of its process, because transactions are not: after a power loss it tells that the catalog cannot be trusted.
+    """
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        """Create the folder if it is missing; its parent is the catalog's folder."""
+        self._files = files
+        self._folder = folder
+        self._own: tuple[Path, int] | None = None
+        files.make_directory(folder.parent)
+        files.make_directory(folder)
+
+    def put(self) -> None:
+        """Mark durably that this process uses the catalog. The caller holds the catalog's lock, as readers of marks do.
+
+        Raises:
+            LockTimeoutError: this process has one there already, by another path to it.
+        """
+        path = self._path(process_identity.this_process())
+        try:
+            descriptor = DESCRIPTORS.open(self._files.open_new, path)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            descriptor = DESCRIPTORS.open(self._files.open_existing, path)
+        if not try_lock(descriptor, exclusive=True):
+            DESCRIPTORS.close(descriptor)
+            raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
+        self._own = path, descriptor
+        # Every directory entry that leads to the mark, also those that a process created which was killed then.
+        for folder in (self._folder, self._folder.parent, self._folder.parent.parent):
+            self._files.sync_directory(folder)
+
+    def take_back(self) -> None:
+        """Unmark. A mark that cannot be removed is left without its lock, as that of a process that was killed."""
+        if self._own is not None:
+            path, descriptor = self._own
+            self._own = None
+            try:
+                self._files.unlink(path)
+            finally:
+                DESCRIPTORS.close(descriptor)
+
+    def of_others(self) -> tuple[list[Path], dict[Path, Owner]]:
+        """Return the marks of the dead, and those of living processes, but not this one's."""
+        dead: list[Path] = []
+        alive: dict[Path, Owner] = {}
+        own = self._path(process_identity.this_process())
+        for mark in self._folder.iterdir():
+            pid, ticks, rest = [*mark.name.split("-", 2), "", ""][:3]
+            boot_id, _, namespace = rest.rpartition("-")
+            if not (pid.isdecimal() and ticks.isdecimal()):
+                continue
+            owner = Owner(int(pid), int(ticks), boot_id, namespace)
+            if self.is_dead(owner):
+                dead.append(mark)
+            elif mark != own:
+                alive[mark] = owner
+        return dead, alive
+
+    def is_dead(self, owner: Owner) -> bool:
+        """Tell whether a process is certainly dead, or uses the catalog no more."""
+        if process_identity.is_dead(owner):
+            return True
+        if process_identity.is_near(owner):
+            return False
+        try:
+            descriptor = DESCRIPTORS.open(os.open, self._path(owner), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        try:
+            return try_lock(descriptor, exclusive=False)
+        finally:
+            DESCRIPTORS.close(descriptor)
+
+    def _path(self, owner: Owner) -> Path:
+        namespace = owner.pid_namespace.replace("/", "_")
+        return self._folder / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-{namespace}"
+
+
+class Catalog:
+    """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
+
+    def __init__(
+        self, files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+    ) -> None:
+        """Open the environment in ``path``; ``populate`` fills it from the packs when it is new.
+
+        Or when it is damaged, of another store, or to be made ``anew``, unless a living process uses it.
+        """
+        self.path = path
+        self._config = config
+        self._thread_lock = threading.Lock()
+        self._owner = process_identity.this_process()
+        self._marks = CatalogUsers(files, path / "open")
+        self._lock_descriptor = DESCRIPTORS.open(
+            os.open, path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(self._marks.take_back)
+            with self._writer_lock():
+                self._refuse_namesake()
+                self._set_aside_if_damaged(anew=anew)
+                self._marks.put()
+                try:
+                    self._open(store_id, populate)
+                except CatalogError:
+                    if not self._damage_note.exists():
+                        raise
+                    self._set_aside_if_damaged()
+                    self._open(store_id, populate)
+            stack.pop_all()
+
+    @property
+    def _damage_note(self) -> Path:
+        return self.path / "open" / "damaged"
+
+    def _open(self, store_id: bytes, populate: Populate) -> None:
+        # LMDB maps it. Before LMDB opens it: to close it later would drop LMDB's locks.
+        reserve(self.path / "lock.mdb", _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES)
+        with self._lmdb_errors(), contextlib.ExitStack() as stack:
+            self._env = lmdb.open(
+                str(self.path),
+                map_size=self._config.catalog_map_bytes,
+                max_readers=self._config.catalog_readers,
+                max_dbs=len(_DATABASES) + 3,
+                sync=False,
+            )
+            stack.callback(self._env.close)
+            self._db: dict[str, Any] = {name: self._env.open_db(name.encode()) for name in _DATABASES}
+            self._env.reader_check()
+            with self._env.begin(write=True) as txn:
+                transaction = Transaction(txn, self._db)
+                if transaction.store_id() != store_id:
+                    for database in self._db.values():
+                        txn.drop(database, delete=False)
+                    populate(transaction)
+                    transaction.put_store_id(store_id)
+                    emit("catalog.rebuilt", str(self.path))
+            stack.pop_all()
+
+    def _refuse_namesake(self) -> None:
+        """Refuse to work beside a process of this one's number: LMDB knows its readers by their numbers alone."""
+        _, alive = self._marks.of_others()
+        if any(owner.pid == self._owner.pid for owner in alive.values()):
+            raise CatalogError(
+                f"the catalog {self.path} is in use by a process of another PID namespace that has this one's number, "
+                f"{self._owner.pid}: give their containers one PID namespace, or each a store of its own"
+            )
+
+    def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
+        dead, alive = self._marks.of_others()
+        noted = self._damage_note.exists()
+        if (dead or anew) and not alive and not noted:
+            # The damage that killed the last user may be where no walk finds it: LMDB asserts more when it writes.
+            # And reading the indexes of all packs takes about as long as a walk.
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+        elif (self.path / "data.mdb").exists() and (
+            noted or (dead and not _is_intact(self.path, self._config.catalog_map_bytes))
+        ):
+            if alive:
+                raise CatalogError(
+                    f"the catalog {self.path} is damaged and in use by "
+                    f"{', '.join(map(process_identity.describe, alive.values()))}; "
+                    "stop them: the next start rebuilds it"
+                )
+            aside = self.path.with_name(layout.catalog_set_aside_name(time.time_ns()))
+            aside.mkdir()
+            for name in _FILES:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).rename(aside / name)
+        self._damage_note.unlink(missing_ok=True)
+        # Beside living users the marks of the dead stay, for the first start that finds none.
+        for marker in () if alive else dead:
+            marker.unlink(missing_ok=True)
+
+    def dead_pins(self) -> dict[bytes, Owner]:
+        """Return by key the owners of pins that protect nothing more: a process has ended, or its save has.
+
+        Call this before listing the manifests, which then include all that these owners committed.
+        """
+        with self.read() as transaction:
+            pins = transaction.pins().items()
+        return {
+            key: owner
+            for key, (owner, _) in pins
+            if self._marks.is_dead(owner) or process_identity.is_let_go(key, owner)
+        }
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """Begin a read transaction; keep it short, it holds old pages alive."""
+        with self._lmdb_errors(), self._env.begin() as txn:
+            yield Transaction(txn, self._db)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """Begin a write transaction that outlives this process when the block ends, and is void when it raises.
+
+        Raises:
+            LockTimeoutError: another process holds the writer lock; the message names it.
+        """
+        with self._writer_lock(), self._lmdb_errors(), self._env.begin(write=True) as txn:
+            yield Transaction(txn, self._db)
+
+    @contextlib.contextmanager
+    def _lmdb_errors(self) -> Iterator[None]:
+        """Give errors of LMDB their types; what means damage is noted, and the next start sets the catalog aside."""
+        try:
+            yield
+        except lmdb.Error as error:
+            if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or self._is_full(str(error)):
+                raise OutOfSpaceError(
+                    f"catalog {self.path}: {error}; free space, or delete checkpoints and run gc"
+                ) from error
+            if isinstance(error, _NO_DAMAGE):
+                raise CatalogError(f"catalog {self.path}: {error}") from error
+            self._note_damage()
+            raise CatalogError(
+                f"catalog {self.path}: {error}; stop all processes that use it, the next start rebuilds it"
+            ) from error
+        except CatalogError:
+            self._note_damage()
+            raise
+
+    def _is_full(self, message: str) -> bool:
+        # LMDB calls a write that the disk took only in part an input/output error.
+        exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
+        return "No space left" in message or ("Input/output error" in message and exhausted)
+
+    def _note_damage(self) -> None:
+        with contextlib.suppress(OSError):
+            self._damage_note.touch()
+
+    @contextlib.contextmanager
+    def _writer_lock(self) -> Iterator[None]:
+        # LMDB's own lock waits for ever and names nobody; this one has a deadline and says who holds it.
+        timeout = self._config.lock_timeout_s
+        if not self._thread_lock.acquire(timeout=timeout):
+            raise LockTimeoutError(
+                f"the catalog {self.path} was locked by another thread of this process for {timeout:g} s"
+            )
+        try:
+            if not wait_lock(self._lock_descriptor, timeout, exclusive=True):
+                raise LockTimeoutError(
+                    f"the catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop it, or wait"
+                )
+            os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    unlock(self._lock_descriptor)
+        finally:
+            self._thread_lock.release()
+
+    def _holder(self) -> str:
+        text = os.pread(self._lock_descriptor, 20, 0).decode(errors="replace").strip()
+        if not text.isdecimal():
+            return "an unknown process"
+        return process_identity.describe(Owner(int(text), 0, "", ""))
+
+    def close(self) -> None:
+        """Make the catalog durable, close it, and remove the mark that this process uses it.
+
+        Raises:
+            CatalogError: the device refused; the next start rebuilds the catalog.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(self._marks.take_back)
+            stack.callback(self._env.close)
+            try:
+                with self._lmdb_errors():
+                    self._env.sync(True)
+            except CatalogError:
+                self._note_damage()
+                raise
+
+
+def _is_intact(path: Path, map_bytes: int) -> bool:
+    """Tell whether every entry of the catalog in ``path`` can be read and has the right checksum.
+
+    A child process walks it: a damaged map may kill who walks it.
+    """
+    command = [sys.executable, "-c", _WALK, str(path), str(map_bytes)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_WALK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+_open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}
+_open_lock = threading.Lock()
+
+
+def open_catalog(
+    files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+) -> Catalog:
+    """Return this process's catalog for ``path``, opening it if it is not open yet.
+
+    With ``anew`` an existing catalog is dropped first, unless a process (also this one) has it open.
+
+    Give it back with :func:`release_catalog`.
+    """
+    key = (os.getpid(), os.path.realpath(path))
+    if any(where == key[1] and pid != key[0] for pid, where in _open_catalogs):
+        # LMDB cannot: to open it beside what was inherited, or to close that, would take the parent's locks away.
+        raise ForkedStoreError(
+            f"the process that this one was forked from had opened the catalog {path}, so the store can only "
+            "be read here; start this process by 'spawn', or fork before the first save"
+        )
+    with _open_lock:
+        catalog, users = _open_catalogs.get(key, (None, 0))
+        if catalog is None:
+            catalog = Catalog(files, path, store_id, config, populate, anew=anew)
+        _open_catalogs[key] = (catalog, users + 1)
+        return catalog
+
+
+def release_catalog(catalog: Catalog) -> None:
+    """Give a catalog back; the last user closes it."""
+    key = (os.getpid(), os.path.realpath(catalog.path))
+    with _open_lock:
+        _, users = _open_catalogs[key]
+        if users > 1:
+            _open_catalogs[key] = (catalog, users - 1)
+        else:
+            del _open_catalogs[key]
+            catalog.close()

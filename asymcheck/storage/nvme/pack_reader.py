@@ -1,0 +1,144 @@
+"""Packs opened for reading, under a shared lock (SPEC.md §7.2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
+from asymcheck.format import layout
+from asymcheck.format.pack import entry_length
+from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
+from asymcheck.storage.interfaces import OpenPack
+from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, refuses_direct, try_lock
+from asymcheck.storage.nvme.drives import needs_slot
+from asymcheck.storage.pack_index import PackIndex, find_frames
+from asymcheck.storage.slots import Slot
+from asymcheck.types import PackId
+
+_POLL_S = 0.01
+
+
+class PackFile(OpenPack):
+    """A complete pack open for reading, with a shared lock that keeps it from being recycled."""
+
+    def __init__(self, file: OpenFile, index: PackIndex) -> None:
+        """Take over an open file; use :func:`open_pack`."""
+        super().__init__(index, file.path)
+        self._file = file
+        file.use_direct()
+        self._device = os.fstat(file.descriptor).st_dev
+
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:
+        """Read frame ``sequence`` into ``slot`` as it is stored, unchecked, and return it.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+        """
+        frame = slot.memory[: entry_length(self.entries[sequence])]
+        self._check_count(sequence, [frame], self._file.read([frame], self._offset(sequence)))
+        return frame
+
+    def direct_shift(self, sequence: int) -> int | None:
+        """Return the payload's offset in the file modulo a block, if the payload is large and not encoded.
+
+        Direct I/O asks for an address in memory that is congruent to it.
+        """
+        entry = self.entries[sequence]
+        is_plain = entry["codec"] == CODEC_IDENTITY and entry["stored_length"] >= ALIGNED_PAYLOAD_MIN_BYTES
+        return int(entry["payload_shift"]) if self._file.is_direct and is_plain else None
+
+    def read_payload(
+        self, sequence: int, payload: memoryview, slot: Slot
+    ) -> tuple[memoryview, memoryview, memoryview] | None:
+        """Read a frame with its payload into ``payload``, with no copy but of the payload's first and last block.
+
+        Header, padding, and what of the payload shares a block with either, go through ``slot``. Return None if that
+        is slow on this drive, or refused.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+        """
+        if needs_slot(self._device, payload):
+            return None
+        block, length, shift = BLOCK_BYTES, len(payload), int(self.entries[sequence]["payload_shift"])
+        first = -shift % block
+        last = (length - first) % block
+        head = slot.memory[: block + shift + first]
+        tail = slot.memory[2 * block : 3 * block if last else 2 * block]
+        buffers = [head, payload[first : length - last], tail]
+        file = self._file
+        try:
+            count = file.files.pread(file.descriptor, buffers, self._offset(sequence), self.path)
+        except StorageError as error:
+            if not refuses_direct(error):
+                raise
+            return None
+        self._check_count(sequence, buffers, count)
+        payload[:first], payload[length - last :] = head[block + shift :], tail[:last]
+        return head[: block + shift], payload, tail[last:]
+
+    def _offset(self, sequence: int) -> int:
+        return int(self.entries[sequence]["offset"])
+
+    def _check_count(self, sequence: int, buffers: Sequence[memoryview], count: int) -> None:
+        length = sum(map(len, buffers))
+        if count < length:
+            raise TruncatedError(
+                f"frame {sequence} of pack {self.path.name}: the file ends after {count} of {length} bytes"
+            )
+
+    def close(self) -> None:
+        """Release the lock. Closing twice is no error."""
+        self._file.close()
+
+
+def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, *, thorough: bool = False) -> PackFile:
+    """Open a complete pack for reading under a shared lock, and check its header and index.
+
+    When these are damaged, the frames are found by scanning, and ``damage`` of the result says what was wrong. A
+    ``thorough`` scan goes on behind damaged frames, and may find none.
+
+    Raises:
+        MissingPartitionError: there is no such pack (it was never complete, or was recycled).
+        LockTimeoutError: collection or a writer held it for ``timeout_s`` seconds.
+        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+    """
+    path = directory / layout.pack_name(pack_id)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        file = _opened(files, path)
+        try:
+            if try_lock(file.descriptor, exclusive=False):
+                if is_same_file(file.descriptor, path):
+                    return PackFile(file, find_frames(file.read_range, path.name, pack_id, thorough=thorough))
+            elif time.monotonic() > deadline:
+                raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        time.sleep(_POLL_S)
+
+
+def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
+    """Find every frame that can be found in a complete pack, without its lock.
+
+    Nobody changes it while the file has this name; one that is recycled meanwhile is damaged, or another one.
+
+    Raises:
+        MissingPartitionError: there is no such pack.
+        FormatError: what is in it is of another pack, or needs a newer program.
+    """
+    with contextlib.closing(_opened(files, directory / layout.pack_name(pack_id))) as file:
+        return find_frames(file.read_range, file.path.name, pack_id, thorough=True)
+
+
+def _opened(files: Files, path: Path) -> OpenFile:
+    try:
+        return OpenFile(files, path, DESCRIPTORS.open(files.open_read, path))
+    except FileNotFoundError as error:
+        raise MissingPartitionError(f"pack {path.name} does not exist") from error

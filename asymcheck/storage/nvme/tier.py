@@ -1,0 +1,325 @@
+"""The NVMe tier: a store directory on a local drive (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from asymcheck.config import WRITER, StoreConfig
+from asymcheck.errors import (
+    InvalidInputError,
+    MissingPartitionError,
+    ReadOnlyStoreError,
+    StoreNotFoundError,
+    StructureError,
+)
+from asymcheck.format import layout
+from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
+from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
+from asymcheck.storage.interfaces import StoreTier
+from asymcheck.storage.limits import check_config
+from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
+from asymcheck.storage.nvme.drives import needs_slot
+from asymcheck.storage.nvme.manifests import ManifestFiles
+from asymcheck.storage.nvme.mounts import refuse_network
+from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
+from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
+from asymcheck.storage.pack_index import PackIndex
+from asymcheck.storage.slots import SlotPool
+from asymcheck.types import PackId
+
+_INDEXES_KEPT = 64
+_FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
+
+
+class NvmeTier(StoreTier):
+    """One opened store directory."""
+
+    root: Path
+    manifests: ManifestFiles
+
+    def __init__(self, root: Path, config: StoreConfig, *, read_only: bool = False, files: Files | None = None) -> None:
+        """Open the store at ``root``; create it when it is missing or an empty directory, unless ``read_only``.
+
+        Raises:
+            StoreNotFoundError: nothing is there and ``read_only``; or a directory that is not a store.
+            UnsupportedFileSystemError: a writable store on a network file system.
+            FormatError: the descriptor is damaged or of another version.
+            ReadOnlyStoreError: the store has a writer feature that this program lacks.
+            InvalidInputError: a value of ``config`` cannot be used.
+        """
+        super().__init__()
+        check_config(config)
+        self.root = root
+        self.config = config
+        self.files = files or Files()
+        self.read_only = read_only
+        self.packs = root / layout.PACKS
+        """The folder of complete packs."""
+        self._catalog: Catalog | None = None
+        self._catalog_lock = threading.Lock()
+        self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
+        self._indexes_lock = threading.Lock()
+        if not read_only:
+            refuse_network(root)
+            with translated("look at", root):
+                self._create_if_missing()
+            # Also when it was there: whoever created the store may have been killed before this.
+            self.files.sync_directory(root)
+        self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
+        missing = missing_writer_features(self.descriptor.writer_features)
+        if missing and not read_only:
+            raise ReadOnlyStoreError(
+                f"store {root} needs writer feature(s) {', '.join(missing)}: open it with read_only=True"
+            )
+        self.refuse_lost_manifests()
+        if not read_only:
+            self._make_missing_folders()
+        self.manifests = ManifestFiles(self.files, root)
+        self.slots = SlotPool(config.slots, config.partition_bytes)
+        self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
+
+    def _read_descriptor(self) -> tuple[Descriptor, int]:
+        path = self.root / layout.DESCRIPTOR_NAME
+        with translated("look at", self.root):
+            if self.root.is_file():
+                raise StoreNotFoundError(f"{self.root} is a file; a store is a directory")
+        data = self.files.read_small(path, RECORD_BYTES)
+        if data is None:
+            what = "is not an asymcheck store (it has no asymcheck.store)" if self.root.exists() else "does not exist"
+            raise StoreNotFoundError(f"{self.root} {what}")
+        return decode_descriptor(data, f"store descriptor {path}")
+
+    def _create_if_missing(self) -> None:
+        if (self.root / layout.DESCRIPTOR_NAME).exists():
+            return
+        # An interrupted creation leaves empty folders and temporary files. Others belong to somebody, or to a store
+        # that has lost its descriptor, and a new one would hide that.
+        foreign = [name for name in self.files.list(self.root) if not self._is_left_by_creation(name)]
+        if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
+            raise StoreNotFoundError(
+                f"{self.root} has other files in it and is not a store; name an empty or a new directory"
+            )
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        above = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not above.is_dir():
+            raise InvalidInputError(f"cannot create store {self.root}: {above} is a file")
+        for path in reversed(missing):
+            self.files.make_directory(path)
+        for name in _FOLDERS:
+            self.files.make_directory(self.root / name)
+        # All that leads to the descriptor lasts before there is one. Also what was there already: a process that was
+        # killed may have made it. A directory above that cannot be opened is not ours.
+        for path in (self.root, *self.root.absolute().parents):
+            with contextlib.suppress(ReadOnlyStoreError):
+                self.files.sync_directory(path)
+        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
+        self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor))
+
+    def _is_left_by_creation(self, name: str) -> bool:
+        path = self.root / name
+        return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
+
+    def refuse_lost_manifests(self) -> None:
+        """Refuse a store whose manifests are gone: all packs look like garbage, and a collection would free them."""
+        folder = self.root / layout.MANIFESTS
+        with translated("look at", folder):
+            if folder.exists() or not self.pack_ids():
+                return
+        raise StructureError(
+            f"store {self.root} has packs, but its folder {layout.MANIFESTS} is gone: put it back, from where it was "
+            "moved to or from a copy; only if every checkpoint was deleted, make an empty one"
+        )
+
+    def _make_missing_folders(self) -> None:
+        # A copy made by a tool that keeps only files, as git does, has lost the folders that were empty.
+        missing = [name for name in _FOLDERS if not (self.root / name).exists()]
+        for name in missing:
+            self.files.make_directory(self.root / name)
+        if missing:
+            self.files.sync_directory(self.root)
+
+    def check_writable(self) -> None:
+        """Refuse writes to a store that was opened read-only."""
+        self.check_usable()
+        if self.read_only:
+            raise ReadOnlyStoreError(f"store {self.root} was opened with read_only=True")
+
+    def open_catalog(self, populate: Populate, *, anew: bool = False) -> Catalog:
+        """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged.
+
+        With ``anew`` also when it is neither, unless a process has it open.
+        """
+        self.check_writable()
+        with self._catalog_lock:
+            if self._catalog is None:
+                with translated("open catalog of store", self.root):
+                    self._catalog = open_catalog(
+                        self.files,
+                        self.root / layout.CATALOG,
+                        self.descriptor.store_id,
+                        self.config,
+                        populate,
+                        anew=anew,
+                    )
+            return self._catalog
+
+    def leave_catalog(self) -> None:
+        """Close the catalog, if it is open; the next use opens it again, and rebuilds it if damage was noted."""
+        with self._catalog_lock:
+            if self._catalog is not None:
+                release_catalog(self._catalog)
+                self._catalog = None
+
+    def repair_descriptor(self) -> bool:
+        """Write the store descriptor again when one of its copies is damaged; return whether it was."""
+        path = self.root / layout.DESCRIPTOR_NAME
+        data = self.files.read_small(path, RECORD_BYTES) or b""
+        whole = repaired_record(data)
+        if whole in (None, data):
+            return False
+        decode_descriptor(whole, f"store descriptor {path}")
+        self.files.replace_record(path, whole)
+        self.damaged_descriptor_copies = 0
+        return True
+
+    def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
+        """Open a complete pack and find every frame that can be found in it; see :func:`open_pack`."""
+        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s, thorough=True)
+
+    @property
+    def may_shift(self) -> bool:
+        """Whether payloads in packs of this store may be shifted to where direct I/O needs no copy (SPEC.md §7.1)."""
+        return SHIFTED_PAYLOAD in self.descriptor.reader_features
+
+    def needs_slot(self, memory: memoryview) -> bool:
+        """Tell whether ``memory`` is written sooner through a slot than directly."""
+        return needs_slot(self._device, memory)
+
+    @functools.cached_property
+    def _device(self) -> int:
+        with translated("look at", self.packs):
+            return self.packs.stat().st_dev
+
+    def start_pack(self, needed_bytes: int) -> PackWriter:
+        """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""
+        return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
+
+    def pack_ids(self) -> list[PackId]:
+        """Return the ids of all complete packs."""
+        ids = map(layout.parse_pack_name, self.files.list(self.packs))
+        return [pack_id for pack_id in ids if pack_id is not None]
+
+    def pack_bytes(self, pack_id: PackId) -> int:
+        """Return the bytes of a pack's file; 0 when it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.packs / layout.pack_name(pack_id)).stat().st_size
+        return 0
+
+    def usage(self) -> tuple[int, int, int, int]:
+        """Return the number and bytes of packs in use, then of packs in the pool."""
+        sizes = []
+        for pack_id in self.pack_ids():
+            # A pack may be recycled between the listing and the look at it.
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((self.packs / layout.pack_name(pack_id)).stat().st_size)
+        pooled = self.pool.sizes().values()
+        return len(sizes), sum(sizes), len(pooled), sum(pooled)
+
+    def open_pack(self, pack_id: PackId, *, wait: bool = True) -> PackFile:
+        """Open a complete pack for reading; see :func:`asymcheck.storage.nvme.pack_reader.open_pack`."""
+        return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
+
+    def index_of(self, pack_id: PackId) -> PackIndex:
+        """Return the index of a complete pack, as :meth:`open_pack` finds it.
+
+        The index is read again only when the file is another one, or was changed.
+        """
+        path = self.packs / layout.pack_name(pack_id)
+        try:
+            with translated("look at", path):
+                status = path.stat()
+        except FileNotFoundError as error:
+            raise MissingPartitionError(f"pack {path.name} does not exist") from error
+        file = (status.st_ino, status.st_size, status.st_ctime_ns)
+        with self._indexes_lock:
+            kept = self._indexes.pop(pack_id, None)
+        if kept is None or kept[0] != file:
+            with contextlib.closing(self.open_pack(pack_id)) as pack:
+                kept = file, PackIndex(pack.header, pack.entries, pack.damage)
+        with self._indexes_lock:
+            # The pack that was asked for longest ago comes first.
+            self._indexes[pack_id] = kept
+            if len(self._indexes) > _INDEXES_KEPT:
+                del self._indexes[next(iter(self._indexes))]
+        return kept[1]
+
+    def peek(self, pack_id: PackId) -> PackIndex:
+        """Find what is in a pack that is locked, or damaged; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""
+        return peek(self.files, self.packs, pack_id)
+
+    def stale_temporaries(self) -> list[Path]:
+        """Return files of unfinished packs and records whose writer is gone."""
+        return [path for path in self._temporaries() if self._is_unlocked(path)]
+
+    def leftovers(self) -> list[str]:
+        """Return the stale temporaries by their place in the store."""
+        return [str(path.relative_to(self.root)) for path in self.stale_temporaries()]
+
+    def foreign(self) -> list[str]:
+        """Return what is not the store's, by its place in it."""
+        top = self.files.list(self.root)
+        found = [name for name in top if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
+        return found + [
+            f"{layout.PACKS}/{name}"
+            for name in self.files.list(self.packs)
+            if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name)
+        ]
+
+    def remove_stale_temporaries(self) -> int:
+        """Remove files of unfinished packs and records whose writer is gone, and damaged catalogs; return how many."""
+        removed = 0
+        for path in self._temporaries():
+            with self.locked(path) as held:
+                if held:
+                    self.files.unlink(path)
+                    removed += 1
+        for name in filter(layout.is_catalog_set_aside, self.files.list(self.root)):
+            for part in self.files.list(self.root / name):
+                self.files.unlink(self.root / name / part)
+            removed += self.files.remove_directory(self.root / name)
+        return removed
+
+    def _temporaries(self) -> list[Path]:
+        packs = [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
+        records = [self.root / name for name in self.files.list(self.root) if layout.is_record_temporary(name)]
+        return [*packs, *records, *self.manifests.temporary_heads()]
+
+    def _is_unlocked(self, path: Path) -> bool:
+        with self.locked(path, exclusive=False) as held:
+            return held
+
+    @contextlib.contextmanager
+    def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
+        """Try to lock a file for the ``with`` block; yields whether it was had."""
+        try:
+            descriptor = DESCRIPTORS.open(self.files.open_read, path)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            yield try_lock(descriptor, exclusive=exclusive) and is_same_file(descriptor, path)
+        finally:
+            DESCRIPTORS.close(descriptor)
+
+    def close(self) -> None:
+        """Close the catalog; closing twice is no error."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self.leave_catalog()

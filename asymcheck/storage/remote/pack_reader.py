@@ -1,0 +1,219 @@
+"""Packs in a remote location: reading them by few large ranged reads, several at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, ParamSpec, TypeVar
+
+from asymcheck.config import RemoteConfig
+from asymcheck.errors import ClosedStoreError, MissingPartitionError, TruncatedError
+from asymcheck.executor import begin, carry_out
+from asymcheck.format.pack import entry_length
+from asymcheck.storage.interfaces import OpenPack
+from asymcheck.storage.pack_index import PackIndex, find_frames
+from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.slots import Slot
+from asymcheck.types import PackId
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
+    """Read header and index of a pack.
+
+    Raises:
+        MissingPartitionError: there is no such pack.
+        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+        RemoteUnreachableError: nobody knows.
+    """
+    kept = OpenedFile()
+    try:
+        return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
+    except FileNotFoundError as error:
+        if files.stat(path) is None:
+            raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error
+        raise MissingPartitionError(f"pack {path.name} came and went in {files.location}") from error
+
+
+@dataclasses.dataclass(eq=False)
+class _Piece:
+    """Neighbouring frames that are read together."""
+
+    start: int
+    end: int
+    frames: set[int]
+    loading: Future[memoryview] | None = None
+
+
+class Readers(Executor):
+    """At most ``count`` threads, which end when nothing is left to do, or with the process.
+
+    Python joins the threads of concurrent.futures at its exit, however long a location takes to answer.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+        self._is_shut = False
+
+    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Begin ``call`` when it is its turn."""
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._is_shut:
+                raise ClosedStoreError("the location was closed while something was read from it")
+            self._waiting.append((future, partial(call, *args, **kwargs)))
+            if self._free:
+                begin(self._work, "read-ahead")
+                self._free -= 1
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                future, call = self._waiting.popleft()
+            carry_out(future, call)
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it; nobody waits
+        """Begin nothing more; what has begun ends as it may."""
+        with self._lock:
+            self._is_shut = True
+            left = list(self._waiting) if cancel_futures else []
+        for future, _ in left:
+            future.cancel()
+
+
+class ReadAhead:
+    """Fetches pieces before they are asked for, at the end of a pack those of the pack that is expected next."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        self.threads = Readers(config.reads)
+        self.memory = RangeMemory(config.piece_bytes, config.reads)
+        self._last: RemotePack | None = None
+        self._lock = threading.Lock()
+
+    def follow(self, pack: RemotePack) -> None:
+        """Read ``pack`` after those that were expected before it."""
+        with self._lock:
+            last, self._last = self._last, pack
+        # In this order there is no way from a pack back to it, also when it is expected again.
+        pack.next = None
+        if last is not None and last is not pack:
+            last.next = pack
+
+    def close(self) -> None:
+        """Fetch nothing more, and keep no memory."""
+        self.threads.shutdown(cancel_futures=True)
+        self.memory.let_go()
+
+
+class RemotePack(OpenPack):
+    """A complete pack opened for reading. Threads may read together."""
+
+    def __init__(
+        self, files: RemoteFiles, paths: Callable[[], Iterator[PurePosixPath]], index: PackIndex, reading: ReadAhead
+    ) -> None:
+        """Read the file that is at one of ``paths``, whose index was read; ``reading`` fetches ahead."""
+        super().__init__(index, next(paths()))
+        self.next: RemotePack | None = None
+        """The one that is expected after it."""
+        self._paths = paths
+        self._files = files
+        self._reading = reading
+        self._kept = OpenedFile()
+        self._pieces: list[_Piece] = []
+        self._piece_of: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def _span(self, sequence: int) -> tuple[int, int]:
+        entry = self.entries[sequence]
+        offset = int(entry["offset"])
+        return offset, offset + entry_length(entry)
+
+    def expect(self, frames: Sequence[int]) -> None:
+        """Say which frames will be read: neighbours are fetched together, and before they are asked for."""
+        config = self._files.config
+        pieces: list[_Piece] = []
+        for sequence in sorted(set(frames)):
+            start, end = self._span(sequence)
+            last = pieces[-1] if pieces else None
+            if last is not None and start - last.end <= config.gap_bytes and end - last.start <= config.piece_bytes:
+                last.end = end
+                last.frames.add(sequence)
+            else:
+                pieces.append(_Piece(start, end, {sequence}))
+        with self._lock:
+            self._pieces = pieces
+            self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
+        self._reading.follow(self)
+
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
+        """Return frame ``sequence`` as it lies there, unchecked; not in ``slot``: what was read is memory enough.
+
+        Raises:
+            TruncatedError: the file ends before the frame does.
+            RemoteUnreachableError: it could not be read, or not in time.
+        """
+        start, end = self._span(sequence)
+        with self._lock:
+            number = self._piece_of.pop(sequence, None)
+            piece = None if number is None else self._pieces[number]
+        if number is not None:
+            self._load_from(number)
+        if piece is None or piece.loading is None:
+            data, begin = self._read(start, end), start
+        else:
+            data, begin = piece.loading.result(), piece.start
+        found = data[start - begin : end - begin]
+        if len(found) < end - start:
+            name = f"frame {sequence} of pack {self.path.name}"
+            raise TruncatedError(f"{name}: the file ends after {len(found)} of {end - start} bytes")
+        if piece is not None:
+            with self._lock:
+                piece.frames.discard(sequence)
+                if not piece.frames:
+                    piece.loading = None
+        return found
+
+    def _load_from(self, number: int) -> None:
+        """Begin to read a piece and those behind it, in the packs behind this one, too."""
+        pack, left = self, self._files.config.reads
+        while left:
+            left = pack._load(number, left)
+            if pack.next is None:
+                return
+            pack, number = pack.next, 0
+
+    def _load(self, number: int, count: int) -> int:
+        """Begin to read so many pieces from one on; return how many are left to be begun elsewhere."""
+        with self._lock:
+            pieces = self._pieces[number : number + count]
+            for piece in pieces:
+                if piece.loading is None and piece.frames:
+                    piece.loading = self._reading.threads.submit(self._read, piece.start, piece.end)
+        return count - len(pieces)
+
+    def _read(self, start: int, end: int) -> memoryview:
+        # It may have got another name since it was opened.
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):
+                return self._files.read_range(path, start, end - start, self._kept, self._reading.memory)[0]
+        raise MissingPartitionError(f"pack {self.path.name} was removed while it was being read")
+
+    def close(self) -> None:
+        """Forget what was read ahead."""
+        with self._lock:
+            self._pieces, self._piece_of = [], {}

@@ -1,0 +1,166 @@
+"""Pacing: at which steps a checkpoint is begun, when the interval is to follow from what is measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asymcheck.capture.background_saver import Statistics
+from asymcheck.errors import InvalidInputError
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, slowest
+
+Told = Callable[[int, Callable[[], object]], Any]
+"""Returns on all ranks what a function makes on rank 0 at a step; or, to one that missed it, at an earlier step."""
+
+_MEASURED = 3
+"""Checkpoints that are made early, to measure. The first makes the ring and fills caches: no matter to a median."""
+_STEPS_BETWEEN = 2
+"""Steps between two of these, at least: the fence of one has to be behind when the next begins."""
+_STEPS_KEPT = 63
+_CAPTURES_KEPT = 16
+
+
+class FixedInterval:
+    """Says that a checkpoint is due every so many steps: nothing is measured for that."""
+
+    def __init__(self, every: int) -> None:
+        self._before: int | None = None
+        self.chosen = ChosenInterval(every, "so it was asked for")
+        """How often, and why."""
+
+    def is_due(self, step: int, _now_s: float, _so_far: Statistics) -> bool:
+        """Tell whether a checkpoint is to be begun."""
+        before, self._before = self._before, step
+        # Steps may come in strides, as where several optimizers count them: a multiple in between counts, too.
+        every = self.chosen.steps
+        return step % every == 0 or (before is not None and step // every > before // every)
+
+    def facts(self, _so_far: Statistics) -> None:
+        """Return nothing."""
+
+    def began(self, step: int) -> None:
+        """Do nothing: which steps are due was clear before."""
+
+    def restart(self, step: int) -> None:
+        """Say that training goes on from ``step``."""
+        self._before = step
+
+
+class IntervalController:
+    """Says at each step whether a checkpoint is due. For the training thread."""
+
+    def __init__(self, aim: AutoInterval) -> None:
+        self._aim = aim
+        self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._stalls_s: deque[float] = deque(maxlen=_CAPTURES_KEPT)
+        self._begun = 0
+        self._stalled_before = 0.0
+        self._last: tuple[int, float, float] | None = None
+        self._captured: int | None = None
+        self._since = 0
+        self.chosen = ChosenInterval(0, "no checkpoint was measured yet")
+        """How often, and why."""
+
+    def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
+        """Tell whether a checkpoint is to be begun, as step ``step`` ends at ``now_s`` of a steady clock."""
+        self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
+        return self._decide(step, so_far)
+
+    def _decide(self, step: int, so_far: Statistics) -> bool:
+        if self._begun < _MEASURED:
+            # Not at the very first step, which compiles and allocates, and after which no time of a step is known.
+            settled = so_far.durable + so_far.lost >= so_far.captures
+            return bool(self._step_s) and (not self._begun or (settled and self._since >= _STEPS_BETWEEN))
+        self.chosen = choose(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
+        return self._captured is None or step < self._captured or step - self._captured >= self.chosen.steps
+
+    def _measure(self, step: int, now_s: float, stalled: float) -> None:
+        self._since += 1
+        if self._stalls_s:
+            self._stalls_s[-1] = stalled - self._stalled_before
+        if self._last is not None and step > self._last[0]:
+            last_step, last_s, last_stalled = self._last
+            self._step_s.append(max(now_s - last_s - (stalled - last_stalled), 0.0) / (step - last_step))
+        self._last = (step, now_s, stalled)
+
+    def facts(self, so_far: Statistics) -> TrainingPace:
+        """Return what was measured here."""
+        return TrainingPace(
+            step_s=statistics.median(self._step_s) if self._step_s else 0.0,
+            stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
+            durable_s=statistics.median(so_far.durable_s[-_CAPTURES_KEPT:] or [0.0]),
+        )
+
+    def began(self, step: int) -> None:
+        """Say that a checkpoint of this step was begun."""
+        self._begun += 1
+        self._since = 0
+        self._captured = step
+        self._stalled_before = self._last[2] if self._last is not None else 0.0
+        self._stalls_s.append(0.0)
+        if self._begun < _MEASURED:
+            self.chosen = ChosenInterval(0, f"{self._begun} of {_MEASURED} checkpoints were measured")
+
+    def restart(self, step: int) -> None:
+        """Say that training goes on from ``step``: what was measured holds, but not the time of this iteration."""
+        self._last = None
+        self._captured = step
+
+
+class RankedIntervalController(IntervalController):
+    """The same on each of several ranks: rank 0 decides, at steps that it has named to all of them before.
+
+    At such a step it says whether a checkpoint is begun, and which step is the next such. All ranks measure; what they
+    have measured comes to rank 0 with their commits, so that nobody waits for it.
+    """
+
+    def __init__(self, aim: AutoInterval, told: Told) -> None:
+        """Begin with nothing measured; rank 0 speaks by ``told``."""
+        super().__init__(aim)
+        self._told = told
+        self._before: int | None = None
+        self._next = 0
+
+    def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
+        """Tell whether a checkpoint is to be begun, as rank 0 has it.
+
+        Raises:
+            RanksMissingError: rank 0 does not say so in time.
+            RankFailedError: it is at another step.
+        """
+        self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
+        before, self._before = self._before, step
+        while before is None or not before < step < self._next:
+            said = self._told(step, partial(self._say, step, so_far))
+            self._next = said["next"]
+            self.chosen = ChosenInterval(said["steps"], said["reason"])
+            if said["step"] == step:
+                return bool(said["is_due"])
+            before = said["step"]
+        return False
+
+    def _say(self, step: int, so_far: Statistics) -> object:
+        is_due = self._decide(step, so_far)
+        if self.chosen.steps:
+            captured = self._captured if self._captured is not None and not is_due else step
+            upcoming = max(captured + self.chosen.steps, step + 1)
+        else:
+            # What is measured is not there yet: it is asked for ever less often.
+            upcoming = step + (_STEPS_BETWEEN if is_due else self._since)
+        chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
+        return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
+
+
+def pacer_of(every: object, told: Told | None = None) -> IntervalController | FixedInterval:
+    """Return what decides when a checkpoint is due; with ``told``, the same on several ranks."""
+    if every == "auto" or isinstance(every, AutoInterval):
+        aim = every if isinstance(every, AutoInterval) else AutoInterval()
+        return IntervalController(aim) if told is None else RankedIntervalController(aim, told)
+    if type(every) is not int or every < 1:
+        raise InvalidInputError(
+            f"every={every!r:.100}: give the number of steps between two checkpoints, 1 or more, or 'auto'"
+        )
+    return FixedInterval(every)

@@ -1,0 +1,109 @@
+"""Captures that are given up: what still writes for them is waited for, and nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.ring_flush import RingFlusher
+from asymcheck.capture.two_phase_commit import TwoPhaseCommit
+from asymcheck.commit.pack_builder import PackBuilder
+from asymcheck.commit.save_request import new_save_id
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import StorageError, TornCaptureError
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.storage.local_files import DESCRIPTORS
+from asymcheck.storage.nvme import NvmeTier, PackWriter
+from asymcheck.storage.process_identity import is_let_go, this_process
+from asymcheck.types import PackId
+
+
+class _Writes:
+    """Writes nothing more."""
+
+    def write_soon(self, inflight: InFlight, number: int) -> None:
+        """Refuse."""
+        raise AssertionError(inflight, number)
+
+    def write(self, inflight: InFlight, number: int) -> bool:
+        """Refuse."""
+        raise AssertionError(inflight, number)
+
+
+def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() -> None:
+    """What comes next removes the packs that these threads write into; the others are told all the same."""
+    error = TornCaptureError("the state changed")
+    told: list[tuple[bytes, bool]] = []
+    joint = TwoPhaseCommit.__new__(TwoPhaseCommit)
+    vars(joint)["_committing"] = SimpleNamespace(report=lambda _at, what, *, failed: told.append((what, failed)))
+    capture = SimpleNamespace(turn=SimpleNamespace(number=1, shares_anew=False), error=error)
+    waited: list[str] = []
+    write = SimpleNamespace(exception=lambda: waited.append("until it has ended"))
+    inflight = SimpleNamespace(capture=capture, writes=[write])
+    inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
+    with pytest.raises(TornCaptureError):
+        joint.commit(cast(InFlight, inflight), _Writes())
+    assert waited
+    assert told == [(b"TornCaptureError: the state changed", True)]
+
+
+def _write(packing: PackBuilder, tier: NvmeTier) -> None:
+    data = os.urandom(100_000)
+
+    def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
+        with tier.slots.slot(len(data)) as slot:
+            slot.payload(len(data))[:] = data
+            writer.write(slot, descriptor)
+
+    packing.write(FrameDescriptor.identity(digest(data), len(data)), write)
+
+
+def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike[str]) -> None:
+    """Nobody would seal or remove it: it would lie there, locked, until the process ends."""
+    with Store.open(store_path) as store:
+        packing, before = PackBuilder(store._opened.nvme, store._opened.catalog()), set(DESCRIPTORS._open)
+        packing.expect(1 << 20)
+        _write(packing, store._opened.nvme)
+        packing.abandon()
+        with pytest.raises(StorageError, match="given up"):
+            _write(packing, store._opened.nvme)
+        assert os.listdir(store._opened.nvme.packs) == []
+        assert before == DESCRIPTORS._open
+
+
+@pytest.mark.parametrize("error", [TornCaptureError("the state changed"), KeyboardInterrupt()])
+def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
+    store_path: os.PathLike[str], error: BaseException
+) -> None:
+    """An interrupt that came while the training thread copied is one: no pack, no descriptor, no pin."""
+    data = os.urandom(100_000)
+    descriptor = FrameDescriptor.identity(digest(data), len(data))
+    with Store.open(store_path) as store:
+        tier, catalog, before = store._opened.nvme, store._opened.catalog(), set(DESCRIPTORS._open)
+        transaction = RingTransaction(tier, catalog, store._opened.encoder, new_save_id(), 0)
+        transaction.expect(frame_length(len(data)))
+        with tier.slots.slot(len(data)) as slot:
+            slot.payload(len(data))[:] = data
+            transaction.add_frame(descriptor.digest, len(data), slot.stamp(descriptor, PackId(bytes(16)), 0))
+        assert len(os.listdir(tier.packs)) == 1
+        flusher = RingFlusher.__new__(RingFlusher)
+        vars(flusher)["_joint"] = None
+        capture = SimpleNamespace(error=error)
+        capture.failing = partial(Capture.failing, cast(Capture, capture))
+        inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
+        inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
+        # One that came through would end all tests, and not this one alone.
+        with contextlib.suppress(KeyboardInterrupt):
+            flusher._settle(cast(InFlight, inflight))
+        assert capture.error is error
+        assert os.listdir(tier.packs) == []
+        assert before == DESCRIPTORS._open
+        assert is_let_go(transaction._pin, this_process())

@@ -1,0 +1,218 @@
+"""Pacing from a made-up training: it measures early, then keeps to what it chose, and adapts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from asymcheck.capture.background_saver import Statistics
+from asymcheck.policies.interval import AutoInterval, TrainingPace
+from asymcheck.training.interval_controller import IntervalController, RankedIntervalController
+
+
+class Training:
+    """A training whose clock and costs are made up."""
+
+    def __init__(self, pacer: IntervalController, *, step_s: float, stall_s: float, durable_s: float = 0.5) -> None:
+        self.pacer, self.step_s, self.stall_s, self.durable_s = pacer, step_s, stall_s, durable_s
+        self.spent = Statistics(ring_bytes=2_100)
+        self.now_s = 1_000.0
+        self.durable_at: list[float] = []
+        self.first_stall_s = 3.0
+
+    def run(self, first: int, count: int) -> list[int]:
+        """Take steps, and return those at which a checkpoint was begun."""
+        begun = []
+        for step in range(first, first + count):
+            self.now_s += self.step_s
+            done = [at for at in self.durable_at if at <= self.now_s]
+            self.durable_at = [at for at in self.durable_at if at > self.now_s]
+            self.spent.durable += len(done)
+            self.spent.durable_s += [self.durable_s] * len(done)
+            if self.pacer.is_due(step, self.now_s, self.spent):
+                self.pacer.began(step)
+                begun.append(step)
+                stall_s = self.stall_s + (0 if self.spent.captures else self.first_stall_s)
+                self.spent.captures += 1
+                self.spent.captured_bytes += 1_000
+                # Half of it in step(), half at the fence of the next iteration.
+                self.spent.step_s += stall_s / 2
+                self.spent.fence_s += stall_s / 2
+                self.now_s += stall_s
+                self.durable_at.append(self.now_s + self.durable_s)
+        return begun
+
+
+def test_it_measures_early_and_then_keeps_to_its_choice() -> None:
+    """Three checkpoints, not at the first step; then Young's interval, without the stall of the first checkpoint."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    assert pacer.chosen.steps == 0
+    begun = training.run(0, 200)
+    assert begun[:3] == [1, 3, 5]
+    assert pacer.chosen.steps == 20
+    assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 9
+    assert "Young's interval for 100 ms of stall and a failure every 33.3 min" in str(pacer.chosen)
+
+
+def test_it_waits_for_the_store_before_it_measures_again() -> None:
+    """One that is not durable yet tells nothing of how long that takes; then as often as the store makes them so."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=1)))
+    training = Training(pacer, step_s=1.0, stall_s=0.001, durable_s=9.5)
+    begun = training.run(0, 60)
+    assert begun[:5] == [1, 11, 21, 31, 41]
+    assert pacer.chosen.steps == 10
+    assert "the store takes so long until one is durable" in str(pacer.chosen)
+
+
+class OneDrive(Training):
+    """Checkpoints wait for the drive until those before them are written, and the training when two of them do."""
+
+    def run(self, first: int, count: int) -> list[int]:
+        """Take steps, and return those at which a checkpoint was begun."""
+        begun = []
+        for step in range(first, first + count):
+            self.now_s += self.step_s
+            done = [at for at in self.durable_at if at <= self.now_s]
+            self.durable_at = self.durable_at[len(done) :]
+            self.spent.durable += len(done)
+            if self.pacer.is_due(step, self.now_s, self.spent):
+                self.pacer.began(step)
+                begun.append(step)
+                self.spent.captures += 1
+                waited_s = max(self.durable_at[-2] - self.now_s, 0.0) if len(self.durable_at) > 1 else 0.0
+                self.spent.step_s += self.stall_s + waited_s
+                self.now_s += self.stall_s + waited_s
+                self.durable_at.append(max(self.now_s, *self.durable_at[-1:], 0.0) + self.durable_s)
+                # Of those that have ended; here all at once, as nobody looks earlier.
+                self.spent.durable_s.append(self.durable_at[-1] - self.now_s)
+        return begun
+
+
+def test_a_slow_drive_does_not_hold_the_training() -> None:
+    """Room for two in the ring makes it no faster: begun twice as often, they would fill the ring, and then wait."""
+    pacer = IntervalController(AutoInterval())
+    training = OneDrive(pacer, step_s=0.5, stall_s=0.005, durable_s=28.0)
+    began_s = training.now_s
+    begun = training.run(0, 20_000)
+    assert training.spent.step_s < 0.01 * (training.now_s - began_s)
+    assert {later - earlier for earlier, later in itertools.pairwise(begun[3:])} == {pacer.chosen.steps}
+    assert 56 <= pacer.chosen.steps <= 70
+
+
+def test_it_follows_what_changes_and_not_what_wavers() -> None:
+    """A stall a tenth longer changes nothing; one a hundred times as long makes checkpoints rarer."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 100)
+    calm = pacer.chosen
+    training.stall_s = 0.11
+    training.run(100, 800)
+    assert pacer.chosen is calm
+    training.stall_s = 10.0
+    training.run(900, 5000)
+    assert pacer.chosen.steps == 1000
+
+
+def test_slower_steps_are_counted_by_their_median() -> None:
+    """Not by one that took an hour."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 50)
+    training.now_s += 3600
+    training.run(50, 50)
+    assert pacer.chosen.steps == 20
+    training.step_s = 4.0
+    training.run(100, 200)
+    assert pacer.chosen.steps == 5
+
+
+def test_a_restore_begins_the_interval_again() -> None:
+    """From the step that was restored, whichever way that is; the time of the restore is none of a step."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 100)
+    pacer.restart(45)
+    training.now_s += 500
+    before = max(pacer._step_s)
+    assert training.run(46, 60)[:2] == [65, 85]
+    pacer.restart(106)
+    training.now_s += 500
+    training.run(107, 3)
+    assert max(pacer._step_s) == before
+    assert pacer.chosen.steps == 20
+
+
+def test_a_resumed_training_measures_again() -> None:
+    """In a process of its own, from whatever step."""
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
+    pacer.restart(700)
+    begun = Training(pacer, step_s=1.0, stall_s=0.1).run(701, 60)
+    assert begun[:4] == [702, 704, 706, 726]
+
+
+class Channel:
+    """What rank 0 says, for another rank, and how often."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def say(self, _step: int, make: Callable[[], object]) -> Any:  # noqa: ANN401 - as Told has it
+        """On rank 0."""
+        self.said.append(make())
+        return self.said[-1]
+
+    def listener(self) -> Callable[[int, Callable[[], object]], Any]:
+        """On another."""
+        said = iter(self.said)
+        return lambda _step, _make: next(said)
+
+
+def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
+    """Whatever they measure themselves; it is asked at the steps that it has named, also after a restore."""
+    channel, aim = Channel(), AutoInterval(mtbf=timedelta(seconds=2000))
+    first, other = RankedIntervalController(aim, channel.say), RankedIntervalController(aim, channel.listener())
+    runs: list[list[list[int]]] = []
+    for pacer, step_s in ((first, 1.0), (other, 0.05)):
+        training = Training(pacer, step_s=step_s, stall_s=0.1, durable_s=9.5)
+        begun = [training.run(0, 150)]
+        for back_to in (45, 110):
+            pacer.restart(back_to)
+            begun.append(training.run(back_to + 1, 60))
+        runs.append(begun)
+    assert runs[0] == runs[1]
+    begun, back, on = runs[0]
+    # It is asked after twice as many steps each time while one is not durable.
+    assert begun[:3] == [1, 17, 33]
+    assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 5
+    assert (back, on) == ([65, 85, 105], [130, 150, 170])
+    assert other.chosen == first.chosen
+    assert len(channel.said) < 30
+
+
+def test_a_rank_that_missed_a_word_takes_the_next_step_from_it() -> None:
+    """It asks no more than the others do, of whom nobody asks before that step."""
+    channel = Channel()
+    first = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
+    begun = Training(first, step_s=1.0, stall_s=0.1).run(0, 60)
+    late = RankedIntervalController(AutoInterval(), channel.listener())
+    steps = {said["step"]: said["next"] for said in channel.said}
+    missed = begun[-2]
+    channel.said[:] = [said for said in channel.said if said["step"] >= missed]
+    assert [late.is_due(step, 0.0, Statistics()) for step in range(missed + 1, steps[missed] + 1)] == [
+        *([False] * (steps[missed] - missed - 1)),
+        True,
+    ]
+
+
+def test_the_slowest_rank_counts() -> None:
+    """What others had measured is taken into account where it is known."""
+    pacer = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), Channel().say)
+    training = Training(pacer, step_s=1.0, stall_s=0.1)
+    training.run(0, 50)
+    assert pacer.chosen.steps == 20
+    training.spent.paces = [TrainingPace(step_s=1.0, stall_s=2.5, durable_s=0.5)]
+    training.run(50, 50)
+    assert pacer.chosen.steps == 250

@@ -1,0 +1,163 @@
+"""What optimizers own, found along the state before as if each were the first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asymcheck.capture.optimizer_fence import OptimizerOwnership
+from asymcheck.state.flattener import Flattener
+from asymcheck.state.shards import TensorShard
+from asymcheck.state.walk import flatten
+
+State = dict[Any, Any]
+
+
+class Trained:
+    """A training with a parameter that is no part of the model, and a buffer of which the state has one half."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterList(torch.rand(3) for _ in range(3))
+        self.hidden = torch.nn.Parameter(torch.rand(3))
+        self.optimizer = torch.optim.AdamW([*self.model, self.hidden])
+        for parameter in (*self.model, self.hidden):
+            parameter.grad = torch.rand(3)
+        self.optimizer.step()
+        self.both = torch.rand(6)
+        self.value: State = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "buffer": self.both[:3],
+            "hidden": self.hidden.data,
+            "rng": torch.get_rng_state(),
+        }
+
+    def owned(self, ownership: OptimizerOwnership, flattener: Flattener) -> tuple[bool, ...]:
+        """Return which of its tensors may be captured later."""
+        return ownership.deferred_rows(flattener.flatten(self.value).leaves, [self.optimizer])
+
+    def move_mean(self, tensor: torch.Tensor) -> None:
+        """Have a part of the optimizer's state lie elsewhere."""
+        self.optimizer.state[self.model[0]]["exp_avg"] = tensor
+
+    def lose_parameter(self) -> None:
+        """Have the optimizer know one parameter less."""
+        self.optimizer.state.pop(self.optimizer.param_groups[0]["params"].pop())
+
+
+OWNERS: dict[str, Callable[[Trained], object]] = {
+    "nothing": lambda _: None,
+    "a generator": lambda it: it.value.update(rng=torch.get_rng_state()),
+    "a buffer elsewhere": lambda it: it.value.update(buffer=torch.rand(3)),
+    "a buffer that is a parameter's": lambda it: it.value.update(buffer=it.model[0].data[:2]),
+    "a buffer that is all of a parameter": lambda it: it.value.update(buffer=it.hidden.data, hidden=torch.rand(3)),
+    "a buffer that an optimizer has": lambda it: it.optimizer.add_param_group(
+        {"params": [it.value["buffer"].requires_grad_()]}
+    ),
+    "a parameter that none has": Trained.lose_parameter,
+    "one more that is no optimizer's": lambda it: it.value.update(more=torch.rand(1)),
+    "state that none has": lambda it: it.optimizer.state.pop(it.model[0]),
+    "state elsewhere": lambda it: it.move_mean(torch.rand(3)),
+    "state where a buffer is": lambda it: it.move_mean(it.both[3:]),
+    "a parameter elsewhere": lambda it: setattr(it.model[0], "data", torch.rand(3)),
+    "a parameter that is not there elsewhere": lambda it: setattr(it.hidden, "data", torch.rand(3)),
+    "a parameter that is frozen": lambda it: it.model[1].requires_grad_(False),
+    "a parameter that is frozen no more": lambda it: it.model[1].requires_grad_(True),
+    "an array of a parameter": lambda it: it.value.update(rng=it.model[0].detach().numpy()),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(OWNERS)), max_size=5))
+@settings(deadline=None)
+def test_what_optimizers_own_is_found_as_if_each_state_were_the_first(changes: Sequence[str]) -> None:
+    """A tensor that is taken for an optimizer's, and is not, would be torn."""
+    training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
+    for change in ["nothing", "nothing", *changes]:
+        try:
+            OWNERS[change](training)
+        except (IndexError, ValueError, KeyError):
+            continue
+        assert training.owned(ownership, flattener) == training.owned(OptimizerOwnership(), Flattener())
+
+
+@pytest.mark.parametrize("change", OWNERS)
+def test_a_change_of_what_optimizers_own_is_seen(change: str) -> None:
+    """By each alone."""
+    training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
+    training.owned(ownership, flattener)
+    OWNERS[change](training)
+    assert training.owned(ownership, flattener) == training.owned(OptimizerOwnership(), Flattener())
+
+
+def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
+    """Of an array, nothing but its address as an object tells it from the one before, which may be gone."""
+    training, ownership = Trained(), OptimizerOwnership()
+    training.value["rng"] = np.zeros(3)
+    leaves = flatten(training.value).leaves
+    assert all(ownership.deferred_rows(leaves, [training.optimizer])[:2])
+    array = next(row for row, leaf in enumerate(leaves) if leaf.name == "rng")
+    leaves[array] = dataclasses.replace(leaves[array], source=training.model[0].detach().numpy())
+    assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
+
+
+def test_an_embedding_that_scales_its_rows_is_found_where_it_takes_the_place_of_another_one() -> None:
+    """Each call of it changes its weight, which is an optimizer's."""
+    model = torch.nn.ModuleDict({"words": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 2, bias=False)})
+    ownership, found = OptimizerOwnership(), []
+    for bound in (None, None, 1.0, 1.0, None):
+        model["words"] = torch.nn.Embedding(4, 2, max_norm=bound)
+        leaves = flatten({"model": model}).leaves
+        assert [leaf.name for leaf in leaves] == ["model.words.weight", "model.out.weight"]
+        found.append(ownership.deferred_rows(leaves, [torch.optim.SGD(model.parameters())], modules=[model]))
+    assert found == [(True, True), (True, True), (False, True), (False, True), (True, True)]
+
+
+def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None:
+    """As two ranks' worth of rows that happen to lie in one tensor."""
+    weight = torch.nn.Parameter(torch.rand(2, 2))
+    optimizer = torch.optim.SGD([weight])
+    parts = [TensorShard(weight, (4, 2), (offset, 0)) for offset in (0, 2)]
+    leaves = flatten({"parts": parts, "buffer": torch.rand(1)}).leaves
+    assert OptimizerOwnership().deferred_rows(leaves, [optimizer]) == (True, True, False)
+
+
+def test_a_frozen_parameter_is_no_optimizers() -> None:
+    """It leaves that as it is; an average of others that moves in ``forward`` is often among its parameters."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("trained", "average")})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand(2, 2)
+    optimizer.step()
+    ownership, leaves = OptimizerOwnership(), flatten({"model": model, "optimizer": optimizer}).leaves
+    assert [leaf.name for leaf in leaves][:2] == ["model.trained.weight", "model.average.weight"]
+    found = [ownership.deferred_rows(leaves, [optimizer])]
+    model["average"].requires_grad_(False)
+    found.append(ownership.deferred_rows(leaves, [optimizer]))
+    assert found == [(True, True, True, True), (True, False, True, False)]
+
+
+def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
+    """What it does not show is copied at once."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups = inner.param_groups
+
+    weight = torch.nn.Parameter(torch.rand(2))
+    leaves = flatten({"weight": weight, "buffer": torch.rand(1)}).leaves
+    assert OptimizerOwnership().deferred_rows(leaves, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
+
+
+def test_an_empty_tensor_is_no_optimizers() -> None:
+    """It has no memory by which it could be told from another one; nor is there anything to capture."""
+    weight = torch.nn.Parameter(torch.rand(4)[:0])
+    leaves = flatten({"weight": [weight], "buffer": torch.rand(4)[:0]}).leaves
+    optimizer = torch.optim.SGD([weight.detach().requires_grad_()])
+    assert OptimizerOwnership().deferred_rows(leaves, [optimizer]) == (False, False)

@@ -1,0 +1,41 @@
+"""The flush from the ring: what two threads ask of it at once is done, each part once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
+
+from asymcheck.capture.inflight import InFlight
+from asymcheck.capture.ring_flush import RingFlusher
+
+
+class _Overtaken(list[Future[bool]]):
+    """A list that another thread appends to, too, before the first to do so goes on."""
+
+    def __init__(self, other: Callable[[], object]) -> None:
+        self._others = [other]
+
+    def append(self, future: Future[bool]) -> None:
+        """Append, and be overtaken the first time."""
+        super().append(future)
+        if self._others:
+            self._others.pop()()
+
+
+def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
+    """The commit thread queues what is complete while a thread that makes room queues what was put off."""
+    queued: dict[int, Future[bool]] = {}
+
+    def submit(_write: object, _inflight: InFlight, number: int) -> Future[bool]:
+        queued[number] = Future()
+        return queued[number]
+
+    flusher = RingFlusher.__new__(RingFlusher)
+    vars(flusher)["_writers"] = SimpleNamespace(submit=submit)
+    inflight = cast(InFlight, SimpleNamespace())
+    inflight.writes = _Overtaken(lambda: flusher.write_soon(inflight, 1))
+    flusher.write_soon(inflight, 0)
+    assert sorted(queued) == [0, 1]
+    assert {id(done) for done in queued.values()} == {id(done) for done in inflight.writes}

@@ -1,0 +1,23 @@
+"""The size of a ring that was given none, and the largest partition that goes through a ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asymcheck.capture import background_saver
+from asymcheck.config import StoreConfig
+
+
+def test_the_largest_partition_is_the_configured_one_while_no_limit_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that tells nothing of its memory gives no reason to cut finer."""
+    monkeypatch.setattr(background_saver, "_limits", lambda *_: [])
+    config = StoreConfig()
+    assert background_saver.cut_for_ring(config, None, Path(), 1).deferred_bytes_max == config.deferred_bytes_max
+
+
+@pytest.mark.parametrize(("ring_bytes", "most"), [(64 << 20, 16 << 20), (256 << 20, 32 << 20)])
+def test_a_ring_takes_two_of_the_largest_partitions(ring_bytes: int, most: int) -> None:
+    """One is copied while another one is written; frames take a little more than their bytes."""
+    assert background_saver.cut_for_ring(StoreConfig(), ring_bytes, Path(), 1).deferred_bytes_max == most

@@ -1,0 +1,101 @@
+"""The encoder: what it decides follows from what whole partitions took, not from samples alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck.codecs.derived import BFLOAT16
+from asymcheck.codecs.encode import Encoded
+from asymcheck.commit import encoder as module
+from asymcheck.commit.encoder import Base, Contents, Encoder, WriteMeter, contents_of
+from asymcheck.config import Compression
+from asymcheck.format.digest import digest
+from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY
+from asymcheck.policies.compression import EncodingSample
+from asymcheck.state.partition_plan import Piece
+
+PLAIN = memoryview(np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype("<f4").tobytes())
+NAME = digest(PLAIN)
+
+
+@pytest.fixture
+def contents() -> Contents:
+    """Weights."""
+    return contents_of([Piece(0, 0, len(PLAIN))], "weights", ["float32"])
+
+
+def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample is over before the core is taken away; a partition is not, and counts."""
+
+    def starved(name: bytes, plain: memoryview, *rest: object) -> Encoded | None:
+        if len(plain) == len(PLAIN):
+            time.sleep(0.5)
+        return encode(name, plain, *rest)  # type: ignore[arg-type]  # passed on as they came
+
+    encode = module._encode
+    monkeypatch.setattr(module, "_encode", starved)
+    monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e6)
+    encoder = Encoder("auto", "nvme")
+    first = encoder.choose(PLAIN, contents, [])
+    assert first.codec == CODEC_BYTE_PLANES
+    encoded = encoder.encode(NAME, first, PLAIN, contents, [])
+    assert encoded is not None
+    assert encoder.choose(PLAIN, contents, []).codec == CODEC_IDENTITY
+    assert encoder.reasons() == {"weights": {"byte-planes": first.why}}
+
+
+def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even at a sample."""
+    monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
+    assert Encoder("off", "nvme").choose(PLAIN, contents, []).codec == CODEC_IDENTITY
+
+
+def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes time; but what did not pay, or was not there, may some day."""
+    monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e8)
+    encoder = Encoder("auto", "nvme")
+    looks = [number for number in range(10_000) if encoder.looks_for(CODEC_DERIVED, contents)]
+    pauses = [after - before - 1 for before, after in itertools.pairwise(looks)]
+    assert pauses[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert set(pauses[11:]) == {1024}
+
+
+@pytest.mark.parametrize(("mode", "bytes_per_s", "looks"), [("auto", 5e7, 100), ("auto", 5e9, 0), ("off", 5e7, 0)])
+def test_bases_are_looked_for_where_they_pay(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch, mode: Compression, bytes_per_s: float, looks: int
+) -> None:
+    """They are on a slow drive, and not on a fast one."""
+    monkeypatch.setattr(WriteMeter, "bytes_per_s", bytes_per_s)
+    encoder = Encoder(mode, "nvme")
+    encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1000, 1e9)
+    assert sum(encoder.looks_for(CODEC_DERIVED, contents) for _ in range(100)) == looks
+
+
+def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
+    """Whatever it takes, and whatever was found before."""
+    encoder = Encoder("smallest", "nvme")
+    encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1, 1e9)
+    assert all(encoder.looks_for(CODEC_DERIVED, contents) for _ in range(100))
+
+
+@pytest.mark.parametrize("wrong_from", [0, len(PLAIN) - 4096], ids=["all", "the end"])
+def test_what_was_no_original_says_nothing_of_others_of_the_kind(wrong_from: int) -> None:
+    """Whether a look at a sample finds that out, or only the whole partition."""
+    copy = torch.frombuffer(bytearray(PLAIN), dtype=torch.float32).bfloat16()
+    plain = memoryview(copy.view(torch.uint8).numpy().tobytes())
+    contents = contents_of([Piece(0, 0, len(plain))], "weights", ["bfloat16"])
+    other = memoryview(bytes(PLAIN[:wrong_from]) + bytes(PLAIN[wrong_from:])[::-1])
+    bases = [[Base(CODEC_DERIVED, digest(one), one, 0, BFLOAT16)] for one in (other, PLAIN)]
+    encoder = Encoder("smallest", "nvme")
+    for base, codec in zip(bases, (CODEC_BYTE_PLANES, CODEC_DERIVED), strict=True):
+        choice = encoder.choose(plain, contents, base)
+        encoded = encoder.encode(digest(plain), choice, plain, contents, base)
+        assert encoded is not None
+        assert encoded.descriptor.codec == codec

@@ -1,0 +1,85 @@
+"""Known partitions: the index of a pack is read once for many saves, and again when the pack is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.storage.nvme import NvmeTier, PackFile
+from asymcheck.types import PackId
+
+STATE_BYTES = 400_000
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[PackId]:
+    """The packs that were opened, in order."""
+    opened: list[PackId] = []
+    open_pack = NvmeTier.open_pack
+
+    def counted(tier: NvmeTier, pack_id: PackId, *, wait: bool = True) -> PackFile:
+        opened.append(pack_id)
+        return open_pack(tier, pack_id, wait=wait)
+
+    monkeypatch.setattr(NvmeTier, "open_pack", counted)
+    return opened
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    """A state that is saved several times."""
+    return {"w": torch.rand(STATE_BYTES // 4)}
+
+
+@pytest.fixture
+def store(store_path: Path, state: dict[str, torch.Tensor]) -> Iterator[Store]:
+    """A store that has the state, and knows the index of its pack."""
+    with Store.open(store_path) as store:
+        for step in range(2):
+            store.save(state, step=step)
+        yield store
+
+
+def test_an_index_is_read_once_for_many_saves(
+    store: Store, state: dict[str, torch.Tensor], opened: list[PackId]
+) -> None:
+    """Whatever is saved besides: a later pack is read when a save reuses a partition of it."""
+    for step in range(2, 5):
+        assert store.save(state, step=step).written_bytes == 0
+    assert opened == []
+    other = {"other": torch.rand(STATE_BYTES // 4)}
+    for step in range(5, 8):
+        store.save(state | other, step=step)
+    assert len(opened) == 1
+
+
+def _damage_index(pack: Path) -> None:
+    data = bytearray(pack.read_bytes())
+    data[:BLOCK_BYTES] = data[-BLOCK_BYTES:] = bytes(BLOCK_BYTES)
+    pack.write_bytes(data)
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, _damage_index])
+def test_a_pack_that_is_gone_or_changed_is_not_believed(
+    store: Store, state: dict[str, torch.Tensor], lose: Callable[[Path], object]
+) -> None:
+    """The save writes its partitions again, and so makes the checkpoint whole."""
+    (pack,) = store._opened.nvme.packs.iterdir()
+    lose(pack)
+    assert store.save(state, step=2).written_bytes == STATE_BYTES
+    assert torch.equal(store.load(step=2)["w"], state["w"])  # type: ignore[index]  # as saved
+
+
+def test_a_pack_that_another_process_collects_is_not_believed(store: Store, state: dict[str, torch.Tensor]) -> None:
+    """The file has moved to the pool; its partitions are written again."""
+    with Store.open(store.path) as other:
+        for step in range(2):
+            other.delete(step)
+        assert other.gc().freed_packs == 1
+    assert store.save(state, step=2).written_bytes == STATE_BYTES
+    assert store.verify() == []

@@ -1,0 +1,392 @@
+"""Checkpoints to and from files of other formats: what comes back, what is refused, and how much memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import errno
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from asymcheck import RngState, Store
+from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.part import TIED
+from asymcheck.errors import (
+    ForeignFileError,
+    InvalidInputError,
+    OutOfSpaceError,
+    StorageError,
+)
+from tests.store.equality import assert_same
+
+BIG = 600_000
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store."""
+    with Store.open(store_path) as opened:
+        yield opened
+
+
+def _state() -> dict[str, Any]:
+    shared = torch.randn(BIG)
+    return {
+        "model": collections.OrderedDict(
+            [
+                ("embed.weight", shared),
+                ("half", torch.randn(7, 5).to(torch.bfloat16)),
+                ("eight", torch.randn(9).to(torch.float8_e4m3fn)),
+                ("flags", torch.tensor([True, False])),
+                ("count", torch.tensor(3)),
+                ("none", torch.empty(0, 4)),
+                ("head.weight", shared),
+            ]
+        ),
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(BIG)}}, "lr": 0.1},
+        "array": np.arange(5, dtype=np.uint32),
+        "number": np.float32(2.5),
+        "epoch": 3,
+    }
+
+
+def test_a_part_becomes_a_safetensors_file(store: Store, tmp_path: Path) -> None:
+    """Names without the part's own, every dtype to the bit, tied tensors once with a note of their further names."""
+    state = _state()
+    store.save(state, step=5)
+    done = export_checkpoint(store, Output(tmp_path / "m.safetensors"), part="model")
+    loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    expected = {name: tensor for name, tensor in state["model"].items() if name != "head.weight"}
+    assert_same(dict(sorted(loaded.items())), dict(sorted(expected.items())))
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert json.loads(metadata[TIED]) == {"head.weight": "embed.weight"}
+    assert (done.tensors, done.checkpoint.step, done.left_out, done.skipped) == (6, 5, (), ())
+    assert done.nbytes == sum(tensor.nbytes for tensor in expected.values())
+    assert [path.name for path in tmp_path.glob("*m.safetensors*")] == ["m.safetensors"]
+
+
+def test_what_a_safetensors_file_cannot_hold_is_named(store: Store, tmp_path: Path) -> None:
+    """Plain values are listed; a dtype that safetensors lacks is an error before a file is there."""
+    store.save(_state(), step=1)
+    done = export_checkpoint(store, Output(tmp_path / "all.safetensors"))
+    assert done.left_out == ("optimizer.lr", "number", "epoch")
+    store.save({"z": torch.zeros(3, dtype=torch.complex128)}, step=2)
+    with pytest.raises(InvalidInputError, match=r"complex128.*\.pt"):
+        export_checkpoint(store, Output(tmp_path / "z.safetensors"))
+    assert not list(tmp_path.glob("*z.safetensors*"))
+
+
+def test_a_whole_state_becomes_a_torch_file(store: Store, tmp_path: Path) -> None:
+    """Structure, plain values and ties stay; arrays become tensors, numpy numbers Python's; zip tools find no fault."""
+    state = _state()
+    store.save(state, step=1)
+    export_checkpoint(store, Output(tmp_path / "all.pt"))
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    state["array"], state["number"] = torch.from_numpy(state["array"]), 2.5
+    assert_same(loaded, state)
+    assert loaded["model"]["embed.weight"].data_ptr() == loaded["model"]["head.weight"].data_ptr()
+    assert type(loaded["model"]) is collections.OrderedDict
+    with zipfile.ZipFile(tmp_path / "all.pt") as archive:
+        assert archive.testzip() is None
+        assert all(member.CRC for member in archive.infolist() if member.file_size)
+
+
+def test_real_training_state_goes_through_a_torch_file(store: Store, tmp_path: Path) -> None:
+    """Model, optimizer, schedule and random numbers, as a training loop has them."""
+    model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    model(torch.randn(4, 100)).sum().backward()
+    optimizer.step()
+    store.save({"model": model, "optimizer": optimizer, "schedule": schedule, "rng": RngState()}, step=1)
+    export_checkpoint(store, Output(tmp_path / "a.pt"))
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert_same(loaded["model"], model.state_dict())
+    assert_same(loaded["optimizer"], optimizer.state_dict())
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    schedule.load_state_dict(loaded["schedule"])
+
+
+def test_a_torch_file_comes_back_as_it_was(store: Store, tmp_path: Path) -> None:
+    """Views, transposes, conjugates and ties; the bytes are read from the file, not loaded."""
+    base = torch.randn(40, 50)
+    state = {
+        "base": base,
+        "again": base,
+        "transposed": base.t(),
+        "every second": torch.arange(10)[::2],
+        "inner": torch.arange(100)[20:30],
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(2.0, dtype=torch.float64),
+        "nothing": torch.empty(0),
+        "nothing turned": torch.empty(0, 3, dtype=torch.complex64).t().conj(),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "plain": [1, 2.5, None, "x", (True, {"deep": torch.ones(BIG)})],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    import_checkpoint(store, tmp_path / "a.pt", step=3)
+    expected = {**state, "conj": state["conj"].resolve_conj(), "parameter": state["parameter"].detach()}  # type: ignore[attr-defined]  # a tensor
+    loaded: Any = store.load(3)
+    assert_same(loaded, expected)
+    assert loaded["base"] is loaded["again"]
+    export_checkpoint(store, Output(tmp_path / "b.pt"))
+    assert_same(torch.load(tmp_path / "b.pt", weights_only=True), expected)
+
+
+def test_an_old_torch_file_is_read_as_well(store: Store, tmp_path: Path) -> None:
+    """Those of before torch 1.6 are no zip files."""
+    torch.save({"a": torch.arange(5)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), {"a": torch.arange(5)})
+
+
+class _Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nothing_in_a_torch_file_is_executed(store: Store, tmp_path: Path, zipped: bool) -> None:
+    """An object in it is an error that says what to do instead."""
+    torch.save({"a": _Touch(tmp_path / "touched")}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ForeignFileError, match=r"a\.pt.*Store\.save"):
+        import_checkpoint(store, tmp_path / "a.pt")
+    assert not (tmp_path / "touched").exists()
+    assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) -> None:
+    """In one sentence of our own: torch's is advice to trust the file."""
+    torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ForeignFileError) as caught:
+        import_checkpoint(store, tmp_path / "f.pt")
+    assert str(caught.value) == (
+        f"{tmp_path / 'f.pt'}: it holds a pickled object of argparse.Namespace, which is never run; load it in a "
+        "program of your own, and store what that gives with Store.save()"
+    )
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_what_torch_cannot_write_is_an_error_of_the_package(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Torch says neither which file nor why; the operating system does, when it is asked again."""
+    store.save({"a": torch.ones(3)}, step=1)
+    pwritev = os.pwritev
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nmore")
+
+    def refuse(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwritev(descriptor, buffers, offset)
+
+    monkeypatch.setattr("asymcheck.convert.torch_file.torch.save", fail)
+    monkeypatch.setattr("asymcheck.storage.local_files.os.pwritev", refuse)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(StorageError, match=r"m\.pt") as caught:
+        export_checkpoint(store, Output(tmp_path / "below" / "m.pt"))
+    assert isinstance(caught.value, OutOfSpaceError) == is_full
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x03\x04" + bytes(1000), b"not at all", bytes(5000)])
+def test_what_is_no_torch_file_is_refused(store: Store, tmp_path: Path, content: bytes) -> None:
+    """By name, not with a traceback out of torch."""
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(ForeignFileError, match=r"a\.pt"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4, 700, -1])
+def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tmp_path: Path, kept: int) -> None:
+    """No other program reads it either; torch's own words would be to trust it."""
+    torch.save({"a": torch.randn(1000)}, tmp_path / "a.pt")
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:kept])
+    with pytest.raises(ForeignFileError, match=r"cut short.*; fetch or write it again"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_what_torch_says_of_a_file_is_not_to_trust_it(store: Store, tmp_path: Path) -> None:
+    """But what of it is not read."""
+    torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
+    with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\); load it in a program") as caught:
+        import_checkpoint(store, tmp_path / "a.pt")
+    assert "PyTorch 2.6" not in str(caught.value)
+    torch.save({"a": torch.randn(3, dtype=torch.complex64).conj().imag}, tmp_path / "b.pt")
+    with pytest.raises(ForeignFileError, match=r"a tensor of torch\.float32 that is negated by a flag; load it"):
+        import_checkpoint(store, tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("content", [{}, [], {"optimizer_state_dict": {"zero_stage": "x"}}])
+def test_a_folder_that_only_looks_like_one_of_deepspeed_is_refused(
+    store: Store, tmp_path: Path, content: object
+) -> None:
+    """By its path, not with a traceback."""
+    torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ForeignFileError, match=r"not what engine\.save_checkpoint"):
+        import_checkpoint(store, tmp_path)
+
+
+def test_a_pipe_is_refused(store: Store, tmp_path: Path) -> None:
+    """To open it would wait for a writer."""
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match="not a regular file"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def test_a_value_that_cannot_be_stored_is_named(store: Store, tmp_path: Path) -> None:
+    """As at a save: torch allows any keys in its files, the store does not."""
+    torch.save({"a": {"deep": torch.Size([1, 2]), "bad": {(1, 2): 3}}}, tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match=r"a\.pt: .* at a\.bad: mapping key"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def _model() -> Any:  # noqa: ANN401 - transformers has no types
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=64)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def test_a_restored_folder_is_a_model_for_transformers(store: Store, tmp_path: Path) -> None:
+    """`from_pretrained`, offline: the same logits from a folder of several files."""
+    transformers = pytest.importorskip("transformers")
+    model = _model()
+    model.save_pretrained(tmp_path / "first")
+    store.save({"model": model, "epoch": 1}, step=1)
+    output = Output(tmp_path / "again", max_shard_bytes=100_000, files_from=tmp_path / "first")
+    export_checkpoint(store, output, part="model")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True).eval()
+    tokens = torch.arange(20)[None]
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_a_model_folder_comes_back_as_it_was(store: Store, tmp_path: Path) -> None:
+    """Tensors, metadata and the files beside them; a second model that differs in one tensor costs that tensor."""
+    model = _model()
+    model.save_pretrained(tmp_path / "first")
+    (tmp_path / "first" / "merges.txt").write_text("a b\n")
+    (tmp_path / "first" / "empty.txt").write_text("")
+    import_checkpoint(store, tmp_path / "first", step=1)
+    export_checkpoint(store, Output(tmp_path / "again"), step=1)
+    for path in (tmp_path / "first").iterdir():
+        if path.suffix != ".safetensors":
+            assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    first = safetensors.torch.load_file(tmp_path / "first" / "model.safetensors")
+    assert_same(safetensors.torch.load_file(tmp_path / "again" / "model.safetensors"), first)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight += 1
+    model.save_pretrained(tmp_path / "second")
+    saved = import_checkpoint(store, tmp_path / "second", step=2)
+    assert saved.written_bytes is not None
+    assert saved.written_bytes < saved.state_bytes
+
+
+def test_ties_survive_a_safetensors_file(store: Store, tmp_path: Path) -> None:
+    """The names that a file cannot hold twice come back from its metadata."""
+    store.save(_state(), step=1)
+    export_checkpoint(store, Output(tmp_path / "m.safetensors"), part="model")
+    import_checkpoint(store, tmp_path / "m.safetensors", step=2)
+    loaded: Any = store.load(2)
+    assert loaded["model"]["head.weight"] is loaded["model"]["embed.weight"]
+    assert TIED not in loaded["safetensors"]["metadata"]
+
+
+@pytest.mark.parametrize(
+    "entry", ["{", "[]", '{"x": "gone"}', '{"a": "a"}', '{"b": 3}', '{"b": ["a"]}', '{"b": {}}', "[" * 100_000]
+)
+def test_a_note_of_ties_that_is_wrong_is_refused(store: Store, tmp_path: Path, entry: str) -> None:
+    """It names what is not there, or is no note at all."""
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", metadata={TIED: entry})
+    with pytest.raises(ForeignFileError, match=TIED):
+        import_checkpoint(store, tmp_path / "m.safetensors")
+
+
+def test_parts_are_found_by_their_dotted_name(store: Store, tmp_path: Path) -> None:
+    """Keys may have dots in them, and numbers count as keys; what is not there is named with what is."""
+    store.save({"a.b": {"c": torch.ones(1)}, "a": {"x": {3: {"y": torch.zeros(2)}}}}, step=1)
+    for part, names in {"a.b": ["c"], "a.x.3": ["y"], "a": ["x.3.y"], "a.x": ["3.y"]}.items():
+        export_checkpoint(store, Output(tmp_path / "o.safetensors", overwrite=True), part=part)
+        assert list(safetensors.torch.load_file(tmp_path / "o.safetensors")) == names
+    with pytest.raises(InvalidInputError, match=r"no part 'b'; it has a\.b, a"):
+        export_checkpoint(store, Output(tmp_path / "p.safetensors"), part="b")
+
+
+def test_a_part_of_dotted_keys_is_those_that_begin_with_it(store: Store, tmp_path: Path) -> None:
+    """As a module's state has them; a piece of a word is no part."""
+    names = ["transformer.h.0.w", "transformer.h.1.w", "transformers", "head"]
+    store.save({"model": {name: torch.ones(place + 1) for place, name in enumerate(names)}}, step=1)
+    for part, expected in {"model.transformer": ["h.0.w", "h.1.w"], "model.transformer.h.1": ["w"]}.items():
+        export_checkpoint(store, Output(tmp_path / "o.safetensors", overwrite=True), part=part)
+        assert list(safetensors.torch.load_file(tmp_path / "o.safetensors")) == expected
+    with pytest.raises(InvalidInputError, match=r"no part 'model\.trans'"):
+        export_checkpoint(store, Output(tmp_path / "p.safetensors"), part="model.trans")
+
+
+def test_two_tensors_of_one_dotted_name_are_refused(store: Store, tmp_path: Path) -> None:
+    """One of them would be lost."""
+    store.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, step=1)
+    with pytest.raises(InvalidInputError, match=r"'a\.b'.*\.pt"):
+        export_checkpoint(store, Output(tmp_path / "o.safetensors"))
+    export_checkpoint(store, Output(tmp_path / "o.pt"))
+
+
+PEAK = """
+import sys, resource, torch
+from pathlib import Path
+from asymcheck import Store
+from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024
+
+folder = Path(sys.argv[1])
+with Store.open(folder / "store") as store, Store.open(folder / "other") as other:
+    # Whatever torch imports on first use is not counted.
+    store.save({"a": torch.ones(5)}, step=0, run="small")
+    export_checkpoint(store, Output(folder / f"small-{sys.argv[2]}"), run="small")
+    import_checkpoint(other, folder / f"small-{sys.argv[2]}", run="small")
+    before = peak()
+    export_checkpoint(store, Output(folder / sys.argv[2]))
+    exported = peak()
+    import_checkpoint(other, folder / sys.argv[2])
+    print(exported - before, peak() - exported)
+"""
+
+
+@pytest.mark.parametrize("name", ["big.safetensors", "big.pt", "big"])
+def test_memory_stays_bounded(store: Store, tmp_path: Path, name: str) -> None:
+    """A state of 400 MB goes out and in again with less than 64 MiB more than a process that has done a small one."""
+    store.save({f"t{i}": torch.randn(25_000_000) for i in range(4)}, step=1)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), name], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    exported, imported = map(int, done.stdout.split())
+    assert exported < 64, f"export took {exported} MiB"
+    assert imported < 64, f"import took {imported} MiB"

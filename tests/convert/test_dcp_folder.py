@@ -1,0 +1,238 @@
+"""Folders of torch's DCP: converted as they are, and refused where they are damaged or want to run something."""
+
+import io
+import itertools
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+
+from asymcheck import Store
+from asymcheck.cli.main import commands
+from asymcheck.convert.convert import import_checkpoint
+from asymcheck.convert.dcp_folder import _METADATA, _Joined, _read_metadata
+from asymcheck.errors import AsymcheckError, ForeignFileError
+from asymcheck.state.boxes import Box
+from asymcheck.state.leaves import TensorBytes
+from tests.integrations.test_dcp import example
+from tests.store.equality import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state() -> dict[str, Any]:
+    """What DCP takes apart; arrays are left out, of which a folder has pickles."""
+    return {key: value for key, value in example().items() if key != "array"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that DCP wrote."""
+    folder = tmp_path_factory.mktemp("dcp") / "folder"
+    dcp.save(state(), checkpoint_id=folder)
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(written, tmp_path / "folder"))
+
+
+def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
+    """By the command; every tensor and value comes back, lists as lists."""
+    done = CliRunner().invoke(commands, ["convert", str(written), str(tmp_path / "store"), "--step", "7"])
+    assert done.exit_code == 0, done.output
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        loaded: Any = store.load(7)
+    assert_same({key: loaded[key] for key in state()}, state())
+
+
+def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path) -> None:
+    """Such as the weights of a model in channels_last: DCP writes them as they lie."""
+    weights = {
+        "last": torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last),
+        "turned": torch.arange(12.0).view(3, 4).t(),
+    }
+    dcp.save(weights, checkpoint_id=tmp_path / "folder")
+    with Store.open(store_path) as store:
+        import_checkpoint(store, tmp_path / "folder")
+        assert_same(store.load(), weights)
+
+
+def test_what_was_not_taken_apart_stays_as_it_is(store_path: Path, tmp_path: Path) -> None:
+    """A mapping by number is a list only where DCP made it of one."""
+    whole = {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1}]}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save({"optimizer": whole}, checkpoint_id=tmp_path / "folder", planner=planner)
+    with Store.open(store_path) as store:
+        import_checkpoint(store, tmp_path / "folder")
+        assert_same(store.load(), {"optimizer": whole})
+
+
+class _InMemory(TensorBytes):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__("int32", tuple(tensor.shape))
+        self._data = tensor.contiguous().numpy().tobytes()
+
+        self.count = 0
+
+    def read(self, start: int, target: memoryview) -> None:
+        self.count += len(target)
+        target[:] = self._data[start : start + len(target)]
+
+
+@pytest.mark.parametrize("keep", [_InMemory, lambda part: part])
+@pytest.mark.parametrize("cuts", [((0, 5),), ((0, 2, 5), (0, 3, 4)), ((0, 1, 5), (0, 4), (0, 2, 6))])
+def test_parts_are_put_together(cuts: tuple[tuple[int, ...], ...], keep: Callable[[torch.Tensor], Any]) -> None:
+    """Cut along one dimension or several, in row-major order or not; every range of bytes is that of the whole."""
+    shape = tuple(places[-1] for places in cuts)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    pieces = []
+    for edges in itertools.product(*(itertools.pairwise(places) for places in cuts)):
+        part = whole[tuple(slice(*edge) for edge in edges)]
+        pieces.append((Box(shape, tuple(low for low, _ in edges), tuple(part.shape)), keep(part)))
+    joined = _Joined("int32", shape, pieces)
+    data = whole.numpy().tobytes()
+    for start, length in itertools.product(range(0, len(data), 3), (0, 1, 7, 40, len(data))):
+        target = bytearray(min(length, len(data) - start))
+        joined.read(start, memoryview(target))
+        assert target == data[start : start + length]
+        read = [part for _, part in pieces if isinstance(part, _InMemory)]
+        if read:
+            # Rows may be longer than memory.
+            assert sum(part.count for part in read) == len(target)
+            for part in read:
+                part.count = 0
+
+
+class _Runs:
+    def __init__(self, function: Any, *arguments: object) -> None:  # noqa: ANN401 - any function
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:  # noqa: ANN401 - as pickle has it
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.mkdir, eval, getattr, torch.load, torch.Tensor])
+def test_nothing_that_a_pickle_names_is_run(function: Callable[..., object], folder: Path, tmp_path: Path) -> None:
+    """It is refused by its name."""
+    argument = f"__import__('os').mkdir({str(tmp_path / 'made')!r})" if function is eval else str(tmp_path / "made")
+    (folder / _METADATA).write_bytes(pickle.dumps(_Runs(function, argument)))
+    with pytest.raises(ForeignFileError, match=f"names .*{function.__name__}.*never run"):
+        _read_metadata(folder / _METADATA)
+    assert not (tmp_path / "made").exists()
+
+
+class _Reader(pickle.Unpickler):
+    """Torch's own classes, to change what they say."""
+
+
+def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
+    """Let the metadata say something else."""
+    metadata = _Reader(io.BytesIO((folder / _METADATA).read_bytes())).load()
+    change(metadata)
+    (folder / _METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def _elsewhere(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "../elsewhere.distcp"
+
+
+def _less(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.layer.weight"].chunks[0].sizes = torch.Size([5, 4])
+
+
+def _outside(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.layer.weight"].chunks[0].offsets = torch.Size([1, 0])
+
+
+def _twice(metadata: Metadata) -> None:
+    description = metadata.state_dict_metadata["model.layer.weight"]
+    description.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 4]))] * 2
+
+
+def _other_form(metadata: Metadata) -> None:
+    description = metadata.state_dict_metadata["model.layer.weight"]
+    description.size = description.chunks[0].sizes = torch.Size([4, 6])
+
+
+def _compressed(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_elsewhere, "no file of the folder"),
+        (_less, "not all of it"),
+        (_twice, "not all of it"),
+        (_outside, "does not lie within it"),
+        (_other_form, "not what the metadata says"),
+        (_compressed, "zstd"),
+    ],
+)
+def test_a_folder_that_contradicts_itself_is_refused(
+    change: Callable[[Metadata], None], problem: str, folder: Path, store_path: Path
+) -> None:
+    """Before anything is stored."""
+    changed(folder, change)
+    with Store.open(store_path) as store:
+        with pytest.raises(ForeignFileError, match=problem):
+            import_checkpoint(store, folder)
+        assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        (("none",), "one place"),
+        (("empty", "x"), "one place"),
+        (("model",), "one place"),
+        ((), "no name"),
+        ((("x",),), "no name"),
+        (("x",) * 5000, "no name"),
+    ],
+    ids=["that of a value", "below a tensor", "above a tensor", "nowhere", "a tuple", "deep"],
+)
+def test_a_place_that_cannot_be_is_refused(
+    place: tuple[Any, ...], problem: str, folder: Path, store_path: Path
+) -> None:
+    """Of two values in one place one would be lost."""
+    changed(folder, lambda metadata: metadata.planner_data.update(number=place))
+    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match=problem):
+        import_checkpoint(store, folder)
+
+
+def test_damaged_metadata_is_refused(folder: Path) -> None:
+    """A byte that is another one, or an early end, is an error of the package or makes no difference."""
+    whole = (folder / _METADATA).read_bytes()
+    dice = random.Random(4)
+    refused = 0
+    for _ in range(600):
+        data = bytearray(whole)
+        data[dice.randrange(len(data))] = dice.randrange(256)
+        (folder / _METADATA).write_bytes(data[: dice.randrange(len(data))] if dice.random() < 0.2 else data)
+        try:
+            _read_metadata(folder / _METADATA)
+        except AsymcheckError:
+            refused += 1
+    assert refused > 300
+
+
+def test_what_a_killed_save_leaves_is_called_so(folder: Path, store_path: Path) -> None:
+    """It has no metadata yet; it is no folder of another format."""
+    (folder / _METADATA).unlink()
+    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match="which a save writes last"):
+        import_checkpoint(store, folder)

@@ -1,0 +1,189 @@
+"""Where an export goes: what is there stays whole, and what cannot be written leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from asymcheck import Store
+from asymcheck.convert.convert import Output, export_checkpoint
+from asymcheck.errors import (
+    InconsistentCheckpointError,
+    InvalidInputError,
+    OutOfSpaceError,
+    StorageError,
+)
+from asymcheck.storage.local_files import Files
+from tests.store.equality import assert_same
+
+BIG = 600_000
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store."""
+    with Store.open(store_path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "a/b", "..", "nul\0"])
+def test_a_file_name_that_leads_out_of_the_folder_is_refused(store: Store, tmp_path: Path, name: str) -> None:
+    """A store may come from somebody else."""
+    beside = {"metadata": {}, "files": {name: torch.zeros(3, dtype=torch.uint8)}}
+    store.save({"model": {"a": torch.ones(3)}, "safetensors": beside}, step=1)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(InvalidInputError, match="leads out"):
+        export_checkpoint(store, Output(tmp_path / "below" / "out"))
+    assert not (tmp_path / "evil").exists()
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_what_is_there_is_replaced_only_when_asked(store: Store, tmp_path: Path, name: str) -> None:
+    """And then in one step: the old content stays until the new one is complete."""
+    store.save({"a": torch.ones(3)}, step=1)
+    target = tmp_path / "folder" / name
+    with pytest.raises(InvalidInputError, match="create it first"):
+        export_checkpoint(store, Output(target))
+    target.parent.mkdir()
+    export_checkpoint(store, Output(target))
+    with pytest.raises(InvalidInputError, match="--overwrite"):
+        export_checkpoint(store, Output(target))
+    store.save({"a": torch.zeros(4)}, step=2)
+    export_checkpoint(store, Output(target, overwrite=True))
+    file = target / "model.safetensors" if name == "out" else target
+    loaded = torch.load(file, weights_only=True) if name == "out.pt" else safetensors.torch.load_file(file)
+    assert_same(loaded, {"a": torch.zeros(4)})
+    assert [path.name for path in target.parent.iterdir()] == [name]
+
+
+def test_a_folder_that_is_no_model_is_never_replaced(store: Store, tmp_path: Path) -> None:
+    """Least of all somebody's home."""
+    store.save({"a": torch.ones(3)}, step=1)
+    home = tmp_path / "home"
+    (home / "below").mkdir(parents=True)
+    (home / "model.safetensors").write_bytes(b"x")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("x")
+    for folder in (home, notes):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(InvalidInputError, match="not replaced"):
+            export_checkpoint(store, Output(folder, overwrite=True))
+        assert sorted(folder.rglob("*")) == before
+
+
+def test_what_lies_beside_the_weights_is_never_lost(store: Store, tmp_path: Path) -> None:
+    """A new folder replaces another when it has its configuration, tokenizer and texts as well."""
+    store.save({"model": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, step=1)
+    folder = tmp_path / "out"
+    export_checkpoint(store, Output(folder), part="model")
+    for name in ("config.json", "tokenizer.json", "README.md"):
+        (folder / name).write_text(name)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(InvalidInputError, match=r"README\.md, config\.json, tokenizer\.json.*--files-from .*out"):
+        export_checkpoint(store, Output(folder, overwrite=True), part="optimizer")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    export_checkpoint(store, Output(folder, overwrite=True, files_from=folder), part="optimizer")
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} == {"model.safetensors"}
+    (folder / ".hidden").write_text("x")
+    with pytest.raises(InvalidInputError, match=r"without its \.hidden"):
+        export_checkpoint(store, Output(folder, overwrite=True, files_from=folder), part="model")
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out"]
+
+
+def save_two_and_damage_one(store: Store) -> None:
+    """The newer one."""
+    for step in (1, 2):
+        store.save({"a": torch.full((BIG,), step)}, step=step)
+    newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(newest.read_bytes())
+    data[-5000 if len(data) < BIG else 100_000] ^= 1
+    newest.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name: str) -> None:
+    """The next older one is written instead, or, when the step was named, nothing at all."""
+    save_two_and_damage_one(store)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(InconsistentCheckpointError, match="digest mismatch"):
+        export_checkpoint(store, Output(tmp_path / "below" / name), step=2)
+    assert list((tmp_path / "below").iterdir()) == []
+    done = export_checkpoint(store, Output(tmp_path / "below" / name))
+    assert done.checkpoint.step == 1
+    assert len(done.skipped) == 1
+    assert [path.name for path in (tmp_path / "below").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_what_a_damaged_checkpoint_had_taken_is_free_for_the_next(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """There is room for one checkpoint, and one is written."""
+    save_two_and_damage_one(store)
+    monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: BIG * 8 + 10_000)
+    assert export_checkpoint(store, Output(tmp_path / name)).checkpoint.step == 1
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_too_little_room_is_told_before_anything_is_written(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All files of a folder count together, though none of them has its bytes yet."""
+    store.save({f"t{i}": torch.randn(1000) for i in range(4)}, step=1)
+    monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: 9000)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(OutOfSpaceError, match="only 9000 are free"):
+        export_checkpoint(store, Output(tmp_path / "below" / name, max_shard_bytes=4000))
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+def test_a_folder_stays_when_the_new_one_cannot_take_its_name(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one gets its name back."""
+    store.save({"a": torch.ones(3)}, step=1)
+    export_checkpoint(store, Output(tmp_path / "out"))
+    rename = Path.rename
+
+    def refusing(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial") and Path(target).name == "out":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(StorageError):
+        export_checkpoint(store, Output(tmp_path / "out", overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice is about the target, not about the store."""
+    store.save({"a": torch.ones(3)}, step=1)
+
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("asymcheck.convert.export_target.os.ftruncate", refuse)
+    with pytest.raises(InvalidInputError, match=r"cannot be written here.*name another place") as caught:
+        export_checkpoint(store, Output(tmp_path / "m.safetensors"))
+    assert "read_only" not in str(caught.value)
+
+
+def test_a_torch_that_cannot_write_part_by_part_is_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones that the package works with otherwise; the error says what to use instead."""
+    store.save({"a": torch.ones(3)}, step=1)
+    monkeypatch.delattr(torch.serialization, "skip_data")
+    with pytest.raises(InvalidInputError, match=r"newer torch, or use \.safetensors"):
+        export_checkpoint(store, Output(tmp_path / "m.pt"))
+    assert not list(tmp_path.glob("*m.pt*"))

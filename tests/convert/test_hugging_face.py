@@ -1,0 +1,374 @@
+"""Folders of Hugging Face models: read, refused where they contradict themselves or lead outside, and written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.convert import hugging_face
+from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, plan_shards, read_folder
+from asymcheck.convert.safetensors_format import NewTensor
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError
+from tests.convert.files import byte_tensor, write
+
+SHARDS = {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}
+FIRST, SECOND = SHARDS
+
+
+def put(path: Path, names: list[str], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with tensors of as many bytes as their names have characters."""
+    write(path, [(byte_tensor(name, len(name)), name.encode()) for name in names], metadata)
+
+
+def put_index(folder: Path, weight_map: object) -> None:
+    """Write an index with that weight map."""
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+
+WEIGHT_MAP = {name: shard for shard, names in SHARDS.items() for name in names}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in two shards with its index and two small files."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for shard, names in SHARDS.items():
+        put(folder / shard, names, {"format": "pt"})
+    put_index(folder, WEIGHT_MAP)
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(b"\0")
+    return folder
+
+
+def test_shards_with_an_index(folder: Path) -> None:
+    """Tensors of all shards, by file and place; metadata; the small files, but not the index."""
+    model = read_folder(folder)
+    assert [(t.path, t.name) for t in model.tensors] == [(folder / WEIGHT_MAP[name], name) for name in "abc"]
+    assert model.metadata == {"format": "pt"}
+    assert model.others == ("config.json", "tokenizer.model")
+    assert model.ignored == ()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_a_single_file(name: str, tmp_path: Path) -> None:
+    """One file of any name is the model."""
+    put(tmp_path / name, ["w", "v"], {"k": "1"})
+    (tmp_path / "config.json").write_text("{}")
+    model = read_folder(tmp_path)
+    assert [(t.path, t.name) for t in model.tensors] == [(tmp_path / name, "v"), (tmp_path / name, "w")]
+    assert (model.metadata, model.others, model.ignored) == ({"k": "1"}, ("config.json",), ())
+
+
+def test_the_usual_name_goes_first(tmp_path: Path) -> None:
+    """model.safetensors is read though there are others, which are named as ignored."""
+    put(tmp_path / "model.safetensors", ["w"])
+    put(tmp_path / "consolidated.safetensors", ["x"])
+    model = read_folder(tmp_path)
+    assert [t.name for t in model.tensors] == ["w"]
+    assert model.ignored == ("consolidated.safetensors",)
+
+
+def test_an_index_of_a_single_file(tmp_path: Path) -> None:
+    """An index about model.safetensors alone does not contradict it."""
+    put(tmp_path / "model.safetensors", ["w"])
+    put_index(tmp_path, {"w": "model.safetensors"})
+    assert [t.name for t in read_folder(tmp_path).tensors] == ["w"]
+
+
+def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights, hidden and large files, folders, links to nowhere and to the outside are listed as ignored."""
+    monkeypatch.setattr(hugging_face, "OTHER_BYTES_MAX", 1000)
+    (folder.parent / "secret.json").write_text("{}")
+    (folder / "secret.json").symlink_to("../secret.json")
+    (folder / "nowhere.json").symlink_to("missing.json")
+    (folder / "inside.json").symlink_to("config.json")
+    (folder / "onnx").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "large.json").write_bytes(bytes(1001))
+    (folder / "full.json").write_bytes(bytes(1000))
+    for name in (".gitattributes", "pytorch_model.bin", "pytorch_model.bin.index.json", "old.safetensors"):
+        (folder / name).write_text("")
+    model = read_folder(folder)
+    assert model.others == ("config.json", "full.json", "inside.json", "tokenizer.model")
+    listed = {*model.others, *model.ignored, INDEX_NAME, *SHARDS}
+    assert listed == set(os.listdir(folder))
+    assert set(model.ignored).isdisjoint({*model.others, *SHARDS})
+
+
+def test_metadata_on_which_shards_disagree(folder: Path) -> None:
+    """A key with two values is left out; one that only some shards have is kept."""
+    put(folder / FIRST, SHARDS[FIRST], {"format": "pt", "part": "1", "x": "y"})
+    put(folder / SECOND, SHARDS[SECOND], {"format": "pt", "part": "2"})
+    assert read_folder(folder).metadata == {"format": "pt", "x": "y"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("/etc/x.safetensors", "../x.safetensors", "sub/x.safetensors", "..", "", ".safetensors", "C:x.safetensors"),
+        *("sub\\x.safetensors", "x\0.safetensors", "x\n.safetensors", "pytorch_model.bin", "x" * 250 + ".safetensors"),
+        *(".hidden.safetensors", INDEX_NAME),
+    ],
+)
+def test_names_that_may_lead_elsewhere(name: str, folder: Path) -> None:
+    """A shard is a plain file name: the file is not looked for, even where there is one."""
+    (folder / "sub").mkdir()
+    for place in (folder.parent / "x.safetensors", folder / "sub" / "x.safetensors"):
+        put(place, ["c"])
+    put_index(folder, WEIGHT_MAP | {"c": name})
+    with pytest.raises(ForeignFileError, match=r"which is no name of a .safetensors file in this folder"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("shard", [None, 1, ["x"], {"x": "y"}], ids=str)
+def test_shards_that_are_no_names(shard: object, folder: Path) -> None:
+    """Whatever JSON has for a name of a file is refused unless it is text."""
+    put_index(folder, WEIGHT_MAP | {"c": shard})
+    with pytest.raises(ForeignFileError, match="which is no name"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("name", [FIRST, INDEX_NAME])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_links_that_lead_outside(name: str, absolute: bool, folder: Path) -> None:
+    """A shard or an index behind a link out of the folder is refused, sound as it may be; a link inside is followed."""
+    inside, outside = folder / f"moved-{name}", folder.parent / f"moved-{name}"
+    (folder / name).rename(inside)
+    (folder / name).symlink_to(inside.name)
+    assert len(read_folder(folder).tensors) == 3
+    inside.rename(outside)
+    (folder / name).unlink()
+    (folder / name).symlink_to(outside if absolute else f"../{outside.name}")
+    with pytest.raises(ForeignFileError, match="link that leads out of the folder") as caught:
+        read_folder(folder)
+    assert name in caught.value.path
+
+
+def test_a_link_by_way_of_a_folder(folder: Path) -> None:
+    """A link to a name inside of a linked folder is followed to its end."""
+    (folder.parent / "elsewhere").mkdir()
+    (folder / FIRST).rename(folder.parent / "elsewhere" / "x")
+    (folder / "sub").symlink_to("../elsewhere")
+    (folder / FIRST).symlink_to("sub/x")
+    with pytest.raises(ForeignFileError, match="link that leads out"):
+        read_folder(folder)
+
+
+def test_a_single_file_behind_a_link(tmp_path: Path) -> None:
+    """Without an index the same holds."""
+    (tmp_path / "model").mkdir()
+    put(tmp_path / "x", ["w"])
+    (tmp_path / "model" / "model.safetensors").symlink_to("../x")
+    with pytest.raises(ForeignFileError, match="link that leads out"):
+        read_folder(tmp_path / "model")
+
+
+def test_the_cache_of_the_hub(folder: Path) -> None:
+    """In snapshots/<revision> every file is a link to blobs beside it; other links are refused there as elsewhere."""
+    cache = folder.parent / "models--x--y"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "main").mkdir(parents=True)
+    for number, name in enumerate(os.listdir(folder)):
+        (folder / name).rename(cache / "blobs" / str(number))
+        (cache / "snapshots" / "main" / name).symlink_to(f"../../blobs/{number}")
+    (cache / "snapshots" / "current").symlink_to("main")
+    for revision in ("main", "current"):
+        model = read_folder(cache / "snapshots" / revision)
+        assert [t.name for t in model.tensors] == ["a", "b", "c"]
+        assert model.others == ("config.json", "tokenizer.model")
+    (cache / "snapshots").rename(cache / "revisions")
+    with pytest.raises(ForeignFileError, match="link that leads out"):
+        read_folder(cache / "revisions" / "main")
+    (cache / "revisions").rename(cache / "snapshots")
+    (cache / "blobs").rename(cache / "refs")
+    (cache / "blobs").symlink_to("refs")
+    with pytest.raises(ForeignFileError, match="link that leads out"):
+        read_folder(cache / "snapshots" / "main")
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    """The folder is incomplete: a fault of the folder, so it is no NotFoundError."""
+    (folder / SECOND).unlink()
+    with pytest.raises(ForeignFileError, match=rf"{SECOND}: a file of weights that is missing"):
+        read_folder(folder)
+
+
+def test_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
+    """In another shard, or in none: both are named."""
+    put_index(folder, WEIGHT_MAP | {"b": SECOND})
+    with pytest.raises(ForeignFileError, match=f"'b' is not in {SECOND}, but in {FIRST}"):
+        read_folder(folder)
+    put_index(folder, WEIGHT_MAP | {"d": SECOND})
+    with pytest.raises(ForeignFileError, match=f"'d' is not in {SECOND}, but nowhere"):
+        read_folder(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    """Which of them counts, nobody can know."""
+    put(folder / SECOND, ["c", "a"])
+    with pytest.raises(ForeignFileError, match=f"'a' is in {FIRST} and in {SECOND}"):
+        read_folder(folder)
+
+
+def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
+    """Some readers load it and others do not."""
+    put(folder / SECOND, ["c", "d"])
+    with pytest.raises(ForeignFileError, match=f"'d' of {SECOND} is not in the index"):
+        read_folder(folder)
+
+
+def test_index_and_single_file(folder: Path) -> None:
+    """Readers differ in which of them they load."""
+    put(folder / "model.safetensors", ["a", "b", "c"])
+    with pytest.raises(ForeignFileError, match=r"there is model.safetensors too"):
+        read_folder(folder)
+
+
+def test_no_weights_and_too_many(tmp_path: Path) -> None:
+    """A folder of something else, and one whose file is not clear, say what to give instead."""
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(ForeignFileError, match=r"no file ends in .safetensors; .*convert"):
+        read_folder(tmp_path)
+    for name in ("x.safetensors", "y.safetensors"):
+        put(tmp_path / name, ["w"])
+    with pytest.raises(ForeignFileError, match=r"2 files end in .safetensors, .*x.safetensors', 'y"):
+        read_folder(tmp_path)
+
+
+def test_what_is_no_folder(tmp_path: Path) -> None:
+    """A missing one, a file, and a link to itself."""
+    with pytest.raises(NotFoundError, match="no such folder"):
+        read_folder(tmp_path / "missing")
+    put(tmp_path / "x.safetensors", ["w"])
+    with pytest.raises(ForeignFileError, match="not a folder"):
+        read_folder(tmp_path / "x.safetensors")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="cannot list"):
+        read_folder(tmp_path / "loop")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "not JSON"),
+        ("[]", "no JSON object with a weight_map"),
+        ("{}", "no JSON object with a weight_map"),
+        ('{"weight_map":{}}', "no JSON object with a weight_map"),
+        ('{"weight_map":[]}', "no JSON object with a weight_map"),
+        ('{"weight_map":{"a":"x","a":"y"}}', "a key twice"),
+        ('{"weight_map":' + "[" * 50_000, "recursion"),
+    ],
+    ids=["empty", "list", "object", "map", "list-map", "twice", "deep"],
+)
+def test_an_index_that_is_none(text: str, what: str, folder: Path) -> None:
+    """The index is read as strictly as a header."""
+    (folder / INDEX_NAME).write_text(text)
+    with pytest.raises(ForeignFileError, match=what) as caught:
+        read_folder(folder)
+    assert caught.value.path == str(folder / INDEX_NAME)
+
+
+def test_an_index_beyond_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read; at the limit it is."""
+    monkeypatch.setattr(hugging_face, "OTHER_BYTES_MAX", (folder / INDEX_NAME).stat().st_size)
+    read_folder(folder)
+    with (folder / INDEX_NAME).open("a") as file:
+        file.write(" ")
+    with pytest.raises(ForeignFileError, match="an index has at most"):
+        read_folder(folder)
+
+
+def test_a_broken_shard_is_named(folder: Path) -> None:
+    """The error is that of the file."""
+    os.truncate(folder / SECOND, 9)
+    with pytest.raises(ForeignFileError, match="truncated") as caught:
+        read_folder(folder)
+    assert caught.value.path == str(folder / SECOND)
+
+
+sizes = st.lists(st.integers(0, 12), min_size=1, max_size=12)
+
+
+@given(sizes, st.integers(1, 20))
+def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> None:
+    """Names, order and cuts are those of huggingface_hub, for tensors that share no storage."""
+    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
+    state = {f"t{i}": size for i, size in enumerate(sizes)}
+    split = hub.split_state_dict_into_shards_factory(
+        state, get_storage_size=lambda size: size, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    shards = plan_shards([byte_tensor(name, size) for name, size in state.items()], limit)
+    assert {shard.name: [tensor.name for tensor in shard.tensors] for shard in shards} == split.filename_to_tensors
+    index = json.loads(encode_index(shards))
+    assert index == {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+
+
+def test_no_tensors_make_one_file() -> None:
+    """A model without tensors is still a file."""
+    assert plan_shards([], 1) == [Shard("model.safetensors", ())]
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    """A limit that holds nothing is refused."""
+    with pytest.raises(InvalidInputError, match="shards of 0 bytes"):
+        plan_shards([byte_tensor("a", 1)], 0)
+
+
+def test_a_limit_that_holds_nothing_is_refused() -> None:
+    """The smallest limit is one byte."""
+    with pytest.raises(InvalidInputError, match="shards of 0 bytes"):
+        plan_shards([byte_tensor("a", 1)], 0)
+
+
+def test_the_text_of_an_index() -> None:
+    """Sorted, indented and ended as transformers writes it."""
+    shards = plan_shards([byte_tensor("b", 2), byte_tensor("a", 2)], 2)
+    assert encode_index(shards).decode() == (
+        '{\n  "metadata": {\n    "total_size": 4\n  },\n'
+        '  "weight_map": {\n    "a": "model-00002-of-00002.safetensors",\n'
+        '    "b": "model-00001-of-00002.safetensors"\n  }\n}\n'
+    )
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
+def test_what_huggingface_hub_writes(limit: int, tmp_path: Path) -> None:
+    """A folder that it saved is read with each tensor's bytes, in one file or several."""
+    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
+    state = _model().state_dict()
+    hub.save_torch_state_dict(state, tmp_path, max_shard_size=limit)
+    model = read_folder(tmp_path)
+    assert {t.name for t in model.tensors} == state.keys()
+    assert (len({t.path for t in model.tensors}) > 1) == (limit == 64)
+    for tensor in model.tensors:
+        data = tensor.path.read_bytes()[tensor.start : tensor.start + tensor.nbytes]
+        assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), state[tensor.name].reshape(-1))
+    assert model.metadata["format"] == "pt"
+
+
+@pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
+def test_what_huggingface_hub_reads(limit: int, tmp_path: Path) -> None:
+    """A folder by our plan, headers and index is loaded by it into a model, strictly; and read back by us."""
+    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
+    state = _model().state_dict()
+    news = [NewTensor(name, "float32", tuple(t.shape), t.nbytes) for name, t in state.items()]
+    shards = plan_shards(news, limit)
+    for shard in shards:
+        write(tmp_path / shard.name, [(t, state[t.name].numpy().tobytes()) for t in shard.tensors], {"format": "pt"})
+    if len(shards) > 1:
+        (tmp_path / INDEX_NAME).write_bytes(encode_index(shards))
+    loaded = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    hub.load_torch_model(loaded, tmp_path, strict=True)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
+    assert {t.name for t in read_folder(tmp_path).tensors} == state.keys()
+    assert {name for shard in shards for name in safetensors.torch.load_file(tmp_path / shard.name)} == state.keys()

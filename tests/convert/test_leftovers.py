@@ -1,0 +1,146 @@
+"""What a killed export leaves beside its target: the next one removes it, and gives back what it had set aside."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from asymcheck import Store
+from asymcheck.convert import export_target
+from asymcheck.convert.convert import Output, export_checkpoint
+from asymcheck.convert.export_target import Draft
+from asymcheck.errors import InvalidInputError
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+import asymcheck.cli
+from asymcheck.integrations import target
+
+def stop(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def rename(self, target, rename=Path.rename):
+    if self.name.endswith(".partial"):
+        stop()
+    return rename(self, target)
+
+where = sys.argv.pop(1)
+if where == "while it is written":
+    target.TargetFile.sync = stop
+elif where == "between the renames":
+    Path.rename = rename
+elif where == "before the old one is removed":
+    target.shutil.rmtree = stop
+asymcheck.cli.main()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder to write to, beside a store of one checkpoint."""
+    with Store.open(tmp_path / "store") as store:
+        store.save({"w": torch.full((300,), 2.0)}, step=1)
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+def _kill(place: Path, name: str, where: str) -> list[str]:
+    """Have an export to ``name`` killed; return what it has left."""
+    words = ("restore", str(place.parent / "store"), "--to", str(place / name), "--overwrite")
+    done = subprocess.run([sys.executable, "-c", KILLED, where, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return sorted(path.name for path in place.iterdir())
+
+
+def _export(place: Path, name: str, *, overwrite: bool = False) -> list[str]:
+    """Export again; return what is there then."""
+    with Store.open(place.parent / "store", read_only=True) as store:
+        export_checkpoint(store, Output(place / name, overwrite=overwrite))
+    return sorted(path.name for path in place.iterdir())
+
+
+def _old_model(place: Path) -> None:
+    (place / "m").mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, place / "m" / "model.safetensors")
+
+
+def _weights(place: Path) -> float:
+    return float(safetensors.torch.load_file(place / "m" / "model.safetensors")["w"][0])
+
+
+@pytest.mark.parametrize("name", ["m", "[*].pt"])
+def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
+    """It is as large as the checkpoint, and hidden. That of another target stays until something is written there."""
+    others = _kill(place, "m.other.pt", "while it is written")
+    left = set(_kill(place, name, "while it is written")) - set(others)
+    assert (len(others), len(left)) == (1, 1)
+    assert left.pop().startswith(f".{name}.")
+    assert _export(place, name) == sorted([*others, name])
+
+
+def test_drafts_of_who_may_be_alive_stay(place: Path) -> None:
+    """Of this process, of another one, of another machine, and what is no draft of ours."""
+    waiting = f"""
+import sys
+from pathlib import Path
+from asymcheck.convert.export_target import Draft
+Draft(Path({str(place / "m.pt")!r}), overwrite=False).file()
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        own = Draft(place / "m.pt", overwrite=False)
+        own.file()
+        for name in (".m.pt.1234567-5-00000000000000aa-01234567.partial", ".m.pt.01234567.partial", ".m.pt.x"):
+            (place / name).touch()
+        before = sorted(path.name for path in place.iterdir())
+        assert len(before) == 5
+        assert _export(place, "m.pt") == sorted([*before, "m.pt"])
+        process.communicate()
+    assert len(_export(place, "m.pt", overwrite=True)) == len(before)
+    own.discard()
+
+
+def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> None:
+    """Between two renames there is none of its name: the next export finds the old one, and treats it as ever."""
+    _old_model(place)
+    left = _kill(place, "m", "between the renames")
+    assert [name.rpartition(".")[2] for name in left] == ["partial", "old"]
+    with pytest.raises(InvalidInputError, match="m exists; give another name"):
+        _export(place, "m")
+    assert [path.name for path in place.iterdir()] == ["m"]
+    assert _weights(place) == 1
+    assert _export(place, "m", overwrite=True) == ["m"]
+    assert _weights(place) == 2
+
+
+def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
+    """A kill after the renames leaves what is to be removed, also when the new one has gone since."""
+    _old_model(place)
+    left = _kill(place, "m", "before the old one is removed")
+    assert [name for name in left if not name.endswith(".partial")] == ["m"]
+    assert len(left) == 2
+    assert _weights(place) == 2
+    (place / "m").rename(place / "moved")
+    assert _export(place, "m") == ["m", "moved"]
+    assert _weights(place) == 2
+
+
+def test_what_cannot_be_removed_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be of another user."""
+    left = _kill(place, "m.pt", "while it is written")
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(export_target.Path, "unlink", refuse)
+    assert _export(place, "m.pt") == [*left, "m.pt"]

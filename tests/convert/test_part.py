@@ -1,0 +1,139 @@
+"""Which part of a checkpoint an export writes: nothing that was asked for is left out in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from asymcheck import Store
+from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.errors import InvalidInputError
+from tests.store.equality import assert_same
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store."""
+    with Store.open(store_path) as opened:
+        yield opened
+
+
+def _folder(tmp_path: Path) -> Path:
+    """A model folder with a configuration."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    return tmp_path / "model"
+
+
+def test_what_was_added_to_a_converted_model_is_exported_too(store: Store, tmp_path: Path) -> None:
+    """Weights from elsewhere, then an optimizer: all of it goes into the file, or is named where there is no place."""
+    import_checkpoint(store, _folder(tmp_path), step=0)
+    state: Any = store.load()
+    state |= {"optimizer": {"m": torch.zeros(3)}, "epoch": 3}
+    store.save(state, step=1)
+    export_checkpoint(store, Output(tmp_path / "full.pt"))
+    assert_same(torch.load(tmp_path / "full.pt", weights_only=True), state)
+    done = export_checkpoint(store, Output(tmp_path / "full.safetensors"))
+    loaded = safetensors.torch.load_file(tmp_path / "full.safetensors")
+    assert set(loaded) == {"model.w", "optimizer.m", "safetensors.files.config.json"}
+    assert loaded["safetensors.files.config.json"].numpy().tobytes() == b"{}"
+    assert done.left_out == ("safetensors.metadata.format", "epoch")
+
+
+@pytest.mark.parametrize("part", ["model", None])
+def test_a_converted_model_keeps_what_lay_beside_it(store: Store, tmp_path: Path, part: str | None) -> None:
+    """Its configuration comes back with the weights, also when training has added to the state."""
+    import_checkpoint(store, _folder(tmp_path), step=0)
+    if part is not None:
+        state: Any = store.load()
+        store.save({**state, "epoch": 3}, step=1)
+    export_checkpoint(store, Output(tmp_path / "out"), part=part)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert set(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")) == {"w"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"version": "0.4"},
+        {"metadata": {"format": "pt"}},
+        {"metadata": {"format": 1}, "files": {}},
+        {"metadata": {}, "files": {"a": "text"}},
+        {"metadata": {}, "files": {}, "more": 1},
+        "text",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_model", [True, False], ids=["model", "none"])
+def test_a_key_of_that_name_in_a_state_of_ones_own_means_nothing(
+    store: Store, tmp_path: Path, source: object, has_model: bool
+) -> None:
+    """It goes out as it came in."""
+    state = {**({"model": {"w": torch.ones(3)}} if has_model else {"w": torch.ones(3)}), "safetensors": source}
+    store.save(state, step=0)
+    export_checkpoint(store, Output(tmp_path / "o.pt"))
+    assert_same(torch.load(tmp_path / "o.pt", weights_only=True), state)
+
+
+def test_the_files_of_a_converted_model_can_be_named_as_a_part(store: Store, tmp_path: Path) -> None:
+    """Then they are tensors with their bytes, and nothing lies beside them."""
+    import_checkpoint(store, _folder(tmp_path), step=0)
+    export_checkpoint(store, Output(tmp_path / "out"), part="safetensors.files")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert loaded["config.json"].numpy().tobytes() == b"{}"
+
+
+NESTED: Any = {"l": [torch.ones(1), {"q": torch.ones(2)}, (torch.zeros(3), None)], "none": None, "epoch": 3, "e": {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("l.1", NESTED["l"][1]),
+        ("l.1.q", NESTED["l"][1]["q"]),
+        ("l.2.0", NESTED["l"][2][0]),
+        ("l.2.1", None),
+        ("none", None),
+        ("e", {}),
+        ("epoch", 3),
+    ],
+)
+def test_a_part_is_what_lies_there(store: Store, tmp_path: Path, part: str, expected: object) -> None:
+    """Inside of lists and tuples by index, as names of tensors have it; also None."""
+    store.save(NESTED, step=0)
+    export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
+    assert_same(torch.load(tmp_path / "o.pt", weights_only=True), expected)
+
+
+@pytest.mark.parametrize("part", ["l.3", "l.-1", "l.00", "l.q", "l.0.0", "none.x", "epoch.0", "e.x"])
+def test_a_part_that_is_not_there_is_refused(store: Store, tmp_path: Path, part: str) -> None:
+    """With what there is."""
+    store.save(NESTED, step=0)
+    with pytest.raises(InvalidInputError, match=rf"no part '{part}'; it has l, none, epoch, e"):
+        export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
+
+
+@pytest.mark.parametrize("name", ["o.safetensors", "o"])
+@pytest.mark.parametrize("part", ["none", "epoch", "e", "l.2.1"])
+def test_a_part_without_tensors_makes_no_file_of_tensors(store: Store, tmp_path: Path, part: str, name: str) -> None:
+    """It would be empty, and who named the part wants what is in it."""
+    store.save(NESTED, step=0)
+    with pytest.raises(InvalidInputError, match=rf"part '{part}' of the checkpoint has no tensors; a \.pt file takes"):
+        export_checkpoint(store, Output(tmp_path / name), part=part)
+    assert not list(tmp_path.glob("*o*.*"))
+
+
+def test_a_file_without_tensors_comes_back(store: Store, tmp_path: Path) -> None:
+    """As it was, for nobody has named a part."""
+    safetensors.torch.save_file({}, tmp_path / "m.safetensors", {"format": "pt"})
+    import_checkpoint(store, tmp_path / "m.safetensors")
+    export_checkpoint(store, Output(tmp_path / "o.safetensors"))
+    assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()

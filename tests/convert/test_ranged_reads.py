@@ -1,0 +1,63 @@
+"""A file made of reads by position does what a file with the same bytes does."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+
+from asymcheck.convert.torch_file import _RangedFile
+
+DATA = bytes(range(256)) * 3
+START = 50
+
+
+class Source:
+    """A file that fails when more is asked for than the range has, or nothing."""
+
+    size = START + len(DATA) + 100
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill the target."""
+        assert START <= start < start + len(target) <= START + self.length
+        target[:] = DATA[start - START : start - START + len(target)]
+
+
+def ranged(length: int = len(DATA)) -> _RangedFile:
+    """The first bytes of the data, as a range in the middle of a file."""
+    return _RangedFile(Source(length), START, length)  # type: ignore[arg-type]  # does what the test needs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_reads_as_another_file_does(seed: int) -> None:
+    """Whatever is done in whatever order, also past the end."""
+    chosen = random.Random(seed)
+    ours, theirs = ranged(), io.BytesIO(DATA)
+    for _ in range(50):
+        action = chosen.choice(("read", "readinto", "rest", "set", "current", "end"))
+        count = chosen.randint(0, 400)
+        if action == "read":
+            assert ours.read(count) == theirs.read(count)
+        elif action == "readinto":
+            mine, other = bytearray(count), bytearray(count)
+            assert ours.readinto(memoryview(mine)) == theirs.readinto(other)
+            assert mine == other
+        elif action == "rest":
+            assert ours.read() == theirs.read()
+        elif action == "set":
+            assert ours.seek(count) == theirs.seek(count)
+        elif action == "current":
+            assert ours.seek(count, io.SEEK_CUR) == theirs.seek(count, io.SEEK_CUR)
+        else:
+            assert ours.seek(-count, io.SEEK_END) == theirs.seek(-count, io.SEEK_END)
+        assert ours.tell() == theirs.tell()
+
+
+def test_what_it_says_of_itself() -> None:
+    """Libraries ask before they read."""
+    assert (ranged().readable(), ranged().seekable(), ranged().writable()) == (True, True, False)
+    assert ranged(0).read() == b""

@@ -1,0 +1,109 @@
+"""Where a checkpoint is not written to, and what a name stands for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.convert.convert import Output, export_checkpoint
+from asymcheck.convert.export_target import check_target, format_of, is_store
+from asymcheck.errors import InvalidInputError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("m.safetensors", "safetensors"),
+        ("M.SafeTensors", "safetensors"),
+        ("m.pt", "torch"),
+        ("m.PTH", "torch"),
+        ("pytorch_model.bin", "torch"),
+        ("model", "folder"),
+        ("model-v1.5", "folder"),
+        ("llama.7b", "folder"),
+        ("llama-3.1-8B", "folder"),
+        ("w.onnx", "unknown"),
+        ("a.txt", "unknown"),
+        ("w.GGUF", "unknown"),
+    ],
+)
+def test_a_name_stands_for_a_format(name: str, expected: str) -> None:
+    """By its suffix, in capitals or not; a dot alone makes no file."""
+    assert format_of(Path(name)) == expected
+
+
+@pytest.mark.parametrize("name", [".", "", "/", "..", "../here", "below/..", "below/../"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_place_that_cannot_be_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool
+) -> None:
+    """The folder that the command runs in and those above it, and what has no name of its own."""
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with Store.open(tmp_path / "store") as store:
+        store.save({"a": torch.ones(3)}, step=1)
+        with pytest.raises(InvalidInputError, match="is no name for something new; give one"):
+            export_checkpoint(store, Output(Path(name), overwrite=overwrite))
+    assert sorted(path.name for path in tmp_path.rglob("*") if "store" not in str(path)) == ["below", "here"]
+
+
+@pytest.mark.parametrize("name", ["store", "store/w.safetensors", "store/packs/w.pt", "link/model"])
+def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
+    """Neither in its place nor below it, by whatever way."""
+    with Store.open(tmp_path / "store") as store:
+        store.save({"a": torch.ones(3)}, step=1)
+        (tmp_path / "link").symlink_to(store.path / "packs")
+        before = sorted(store.path.rglob("*"))
+        with pytest.raises(InvalidInputError, match=r"store.*name another place"):
+            export_checkpoint(store, Output(tmp_path / name, overwrite=True))
+        assert sorted(store.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["w.onnx", "m.gguf", "m.ckpt", "m.h5", "a.txt", "b.Pickle5"])
+def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
+    """A folder of that name is not what is meant."""
+    with pytest.raises(InvalidInputError, match=r"a name that ends in \.safetensors, \.pt, \.pth, \.bin, or"):
+        check_target(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["file:///mnt/x.pt", "hdfs://namenode:8020/x", "s3://bucket/x.safetensors"])
+def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Not even when there is a folder of the name that pathlib makes of it."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(parents=True)
+    for check in (check_target, is_store):
+        with pytest.raises(InvalidInputError, match="that is a URI"):
+            check(Path(name))
+
+
+def test_a_folder_that_is_there_is_one_with_any_suffix(tmp_path: Path) -> None:
+    """Somebody has made it: that is what is meant."""
+    (tmp_path / "model.v2").mkdir()
+    assert check_target(tmp_path / "model.v2") == "folder"
+
+
+def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
+    """Not even when told to overwrite."""
+    (tmp_path / "m.pt").mkdir()
+    (tmp_path / "model").write_text("x")
+    with pytest.raises(InvalidInputError, match=r"is a folder, and a \.pt file is to be written"):
+        check_target(tmp_path / "m.pt")
+    with pytest.raises(InvalidInputError, match="is a file, and a name without"):
+        check_target(tmp_path / "model")
+
+
+def test_what_is_neither_file_nor_folder_stays(tmp_path: Path) -> None:
+    """A pipe or a device, and a link where a folder is to be: refused before anything is read."""
+    os.mkfifo(tmp_path / "pipe.pt")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("pipe.pt", "pipe"):
+        with pytest.raises(InvalidInputError, match="is no file and no folder"):
+            check_target(tmp_path / name)
+    with pytest.raises(InvalidInputError, match=f"name what it leads to: {tmp_path / 'real'}"):
+        check_target(tmp_path / "link")

@@ -1,0 +1,242 @@
+"""Files of torch.save that other programs have packed anew: the tensors that torch loads of them, or an error."""
+
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.convert import torch_file
+from asymcheck.convert.convert import import_checkpoint
+from asymcheck.errors import AsymcheckError, ForeignFileError
+from tests.store.equality import assert_same
+
+PICKLE = "data.pkl"
+Change = Callable[[str, bytes], bytes]
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """A new store."""
+    with Store.open(store_path) as opened:
+        yield opened
+
+
+def example() -> dict[str, Any]:
+    """Tensors of all sizes, a view among them, and one that is not in row-major order."""
+    dice = torch.Generator().manual_seed(4)
+    state: dict[str, Any] = {f"w{size}": torch.randn(size, generator=dice) for size in (0, 1, 3, 100, 5000)}
+    return {
+        **state,
+        "inner": state["w100"][20:30],
+        "none": torch.empty(3)[3:],
+        "turned": torch.randn(30, 40, generator=dice).t(),
+        "step": 3,
+    }
+
+
+def packed(path: Path, compression: int = zipfile.ZIP_STORED, change: Change | None = None) -> Path:
+    """Write the archive anew, as zip tools do it; ``change`` may give a record, by its name, other bytes."""
+    target = path.with_name(f"packed-{path.name}")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w", compression) as archive:
+        for name in source.namelist():
+            data = source.read(name)
+            archive.writestr(name, data if change is None else change(name.partition("/")[2], data))
+    return target
+
+
+def unpacked(path: Path) -> Path:
+    """Write the archive anew from its files in another order, with folders as members and a note at the end."""
+    target = path.with_name(f"unpacked-{path.name}")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as archive:
+        names = sorted(source.namelist(), reverse=True)
+        folder = names[0].partition("/")[0]
+        for name in (f"{folder}/", f"{folder}/data/", *names):
+            archive.writestr(name, b"" if name.endswith("/") else source.read(name))
+        archive.comment = b"a note"
+    return target
+
+
+def compressed_pickle(path: Path) -> Path:
+    """Compress the pickle, and nothing else."""
+    target = path.with_name(f"smaller-{path.name}")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as archive:
+        for name in source.namelist():
+            kind = zipfile.ZIP_DEFLATED if name.endswith(PICKLE) else zipfile.ZIP_STORED
+            archive.writestr(name, source.read(name), compress_type=kind)
+    return target
+
+
+@pytest.mark.parametrize("pack", [lambda path: path, packed, unpacked, compressed_pickle])
+def test_what_torch_loads_is_what_is_stored(store: Store, tmp_path: Path, pack: Callable[[Path], Path]) -> None:
+    """Wherever the records lie."""
+    torch.save(example(), tmp_path / "a.pt")
+    path = pack(tmp_path / "a.pt")
+    assert_same(torch.load(path, weights_only=True), example())
+    import_checkpoint(store, path)
+    assert_same(store.load(), example())
+
+
+def test_checksums_are_not_needed(store: Store, tmp_path: Path) -> None:
+    """Torch writes files without, if it is asked to."""
+    had = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(example(), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(had)
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), example())
+
+
+def test_a_record_may_be_longer_than_its_tensors(store: Store, tmp_path: Path) -> None:
+    """A storage of ten bytes has two numbers of four."""
+    state = {"two": torch.arange(10, dtype=torch.uint8)[:8].view(torch.float32)}
+    torch.save(state, tmp_path / "a.pt")
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), state)
+
+
+def test_compressed_tensors_are_refused(store: Store, tmp_path: Path) -> None:
+    """With what to do; their bytes as they lie in the file are not those of the tensors."""
+    torch.save(example(), tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match=r"record data/\d is compressed; .*zip -0"):
+        import_checkpoint(store, packed(tmp_path / "a.pt", zipfile.ZIP_DEFLATED))
+    assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize("record", [PICKLE, "version", "byteorder"])
+@pytest.mark.parametrize("said", [None, 1000, 200_000])
+def test_a_record_that_expands_without_end_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, said: int | None
+) -> None:
+    """By its length in the directory before anything is expanded, and no further than that when it is a lie."""
+    monkeypatch.setattr(torch_file, "_INFLATED_BYTES_MAX", 1 << 20)
+    torch.save(example(), tmp_path / "a.pt")
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(path, "w") as archive:
+        for name in source.namelist():
+            is_it = name.partition("/")[2] == record
+            kind = zipfile.ZIP_DEFLATED if is_it else zipfile.ZIP_STORED
+            archive.writestr(name, bytes(64 << 20) if is_it else source.read(name), compress_type=kind)
+            if is_it and said is not None:
+                archive.getinfo(name).file_size = said
+    tracemalloc.start()
+    with pytest.raises(ForeignFileError, match=f"record {record} is .*{'as long' if said else 'without compression'}"):
+        import_checkpoint(store, path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_compressed_record_that_ends_too_soon_is_refused(store: Store, tmp_path: Path) -> None:
+    """Its stream has all the bytes that it should, but no end."""
+    torch.save(example(), tmp_path / "a.pt")
+    path = compressed_pickle(tmp_path / "a.pt")
+    with zipfile.ZipFile(path) as archive:
+        (member,) = (one for one in archive.infolist() if one.filename.endswith(PICKLE))
+    data = path.read_bytes()
+    stored = struct.pack("<II", member.compress_size, member.file_size)
+    assert data.count(stored) == 2
+    path.write_bytes(data.replace(stored, struct.pack("<II", member.compress_size - 1, member.file_size)))
+    with pytest.raises(ForeignFileError, match="not as long as its directory says"):
+        import_checkpoint(store, path)
+
+
+def test_another_byte_order_is_refused(tmp_path: Path) -> None:
+    """By the command, which torch would end with a segmentation fault."""
+    torch.save(example(), tmp_path / "a.pt")
+    path = packed(tmp_path / "a.pt", change=lambda name, data: b"big" if name == "byteorder" else data)
+    command = [sys.executable, "-m", "asymcheck", "convert", str(path), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "byte order is 'big'" in done.stderr
+
+
+def _larger(name: str, data: bytes) -> bytes:
+    # BININT1 0 and 4: storage offset and size of the first tensor.
+    assert name != PICKLE or b"K\x00K\x04\x85" in data
+    return data.replace(b"K\x00K\x04\x85", b"K\x00K\x40\x85", 1) if name == PICKLE else data
+
+
+def _beyond(name: str, data: bytes) -> bytes:
+    return data.replace(b"K\x00K\x04\x85", b"K\x01K\x04\x85", 1) if name == PICKLE else data
+
+
+def _shorter(name: str, data: bytes) -> bytes:
+    return data[:-4] if name == "data/0" else data
+
+
+@pytest.mark.parametrize("change", [_larger, _beyond, _shorter])
+def test_a_tensor_that_is_larger_than_its_storage_is_refused(store: Store, tmp_path: Path, change: Change) -> None:
+    """It would get bytes of others."""
+    torch.save({"first": torch.arange(4.0), "second": torch.arange(1000.0)}, tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match="larger than its storage data/0"):
+        import_checkpoint(store, packed(tmp_path / "a.pt", change=change))
+    assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize("twin", ["a/data/0", "a/DATA/0"])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_records_of_one_name_are_refused(store: Store, tmp_path: Path, twin: str) -> None:
+    """Which of them counts depends on the reader."""
+    torch.save(example(), tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        archive.writestr(twin, b"other")
+    with pytest.raises(ForeignFileError, match="two of its records have one name"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def test_a_file_behind_another_is_refused(store: Store, tmp_path: Path) -> None:
+    """As a wrong length in the metadata of a folder of DCP has it: the second would be taken for the first."""
+    for name in ("a.pt", "b.pt"):
+        torch.save(example(), tmp_path / name)
+    with (tmp_path / "a.pt").open("ab") as file:
+        file.write((tmp_path / "b.pt").read_bytes())
+    with pytest.raises(ForeignFileError, match="not of what it begins with"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def test_an_archive_that_is_none_of_torch_is_refused(store: Store, tmp_path: Path) -> None:
+    """It has no pickle."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/b", b"c")
+    with pytest.raises(ForeignFileError, match=r"no record data\.pkl"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def test_a_state_that_contains_itself_is_refused(store: Store, tmp_path: Path) -> None:
+    """So is one that is nested too deep."""
+    loop: list[object] = []
+    loop.append(loop)
+    torch.save(loop, tmp_path / "loop.pt")
+    with pytest.raises(ForeignFileError, match="recursion"):
+        import_checkpoint(store, tmp_path / "loop.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
+    """Or makes no difference, or gives other values: torch's files say nothing of their bytes."""
+    torch.save({"a": torch.arange(9.0), "b": [torch.ones(3, 2).t(), 2.5]}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    dice = random.Random(5)
+    refused = 0
+    with Store.open(tmp_path / "store") as store:
+        for step in range(120):
+            data = bytearray(whole)
+            for _ in range(dice.randrange(1, 4)):
+                data[dice.randrange(len(data))] = dice.randrange(256)
+            (tmp_path / "a.pt").write_bytes(data[: dice.randrange(len(data))] if dice.random() < 0.1 else data)
+            try:
+                import_checkpoint(store, tmp_path / "a.pt", step=step)
+            except AsymcheckError:
+                refused += 1
+    assert refused > 30

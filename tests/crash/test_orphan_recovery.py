@@ -1,0 +1,140 @@
+"""Rings that another training takes up at this moment: one's own is waited for, those of others are left to them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
+from asymcheck.storage.shm import RingReader, open_left, orphaned_rings
+from tests.checkpointer.loops import folder_for_rings, rings
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
+from tests.crash.trainer import assert_restored, train_two_runs
+from tests.zygote import Zygote
+
+
+def _held(ring: Path) -> RingReader:
+    """Hold a ring as somebody does who takes it up."""
+    holder = open_left(ring)
+    assert holder is not None
+    return holder
+
+
+def _adopt(folder: Path) -> None:
+    with Store.open(folder / "store") as store, store.training.adopting(folder_for_rings(folder)):
+        pass
+
+
+def _later(action: Callable[[], object]) -> threading.Thread:
+    thread = threading.Timer(2.0, action)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def two(zygote: Zygote, tmp_path: Path) -> dict[str, Path]:
+    """The rings of two runs of one store, by their names: each has all that there is of its run."""
+    kill_when_ready(zygote.start(train_two_runs, path=str(tmp_path), steps=3), tmp_path)
+    found = {}
+    for ring in rings(tmp_path):
+        with RingReader(ring) as reader:
+            found[reader.header.run] = ring
+    return found
+
+
+@pytest.mark.parametrize("how", ["given up", "taken up"])
+def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Whether they come to an end with it or not: an older step would be restored without what it holds."""
+    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    (ring,) = rings(folder)
+    holder = _held(ring)
+
+    def go_on() -> None:
+        holder.close()
+        if how == "taken up":
+            _adopt(folder)
+
+    thread = threading.Thread(target=go_on)
+
+    def warn_and_go_on(message: str, category: type[Warning]) -> None:
+        # Not after a fixed time, in which a busy machine may not get so far as to wait.
+        warn_user(message, category)
+        thread.start()
+
+    monkeypatch.setattr(orphaned_rings, "warn_user", warn_and_go_on)
+    with pytest.warns(CaptureWarning, match=rf"{ring}.* held by process {os.getpid()} .* waiting"):
+        assert_restored(folder, CAPTURED - 1)
+    thread.join()
+    assert rings(folder) == []
+
+
+def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> None:
+    """Whoever had it gave up what it held."""
+    (ring,) = rings(folder)
+    holder = _held(ring)
+    thread = _later(lambda: (holder.unlink(), holder.close()))
+    assert_restored(folder, DURABLE - 1, DURABLE - 1)
+    thread.join()
+
+
+def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is restored; when it has ended, all is there."""
+    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
+    (ring,) = rings(folder)
+    with (
+        _held(ring),
+        pytest.warns(CaptureWarning, match="at most 0.1 seconds"),
+        pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*stop that process"),
+    ):
+        assert_restored(folder, 0)
+    assert_restored(folder, CAPTURED - 1)
+
+
+def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from another container."""
+    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_LOCKS", folder / "locks")
+    (ring,) = rings(folder)
+    for text in (None, "1: FLOCK\n", f"1: FLOCK  ADVISORY  WRITE -1 00:00:{ring.stat().st_ino} 0 EOF\n"):
+        if text is not None:
+            (folder / "locks").write_text(text)
+        with (
+            _held(ring),
+            pytest.warns(CaptureWarning, match="held by a process that cannot be seen from here"),
+            pytest.raises(LockTimeoutError, match="by a process that cannot be seen from here"),
+        ):
+            assert_restored(folder, 0)
+
+
+def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str, Path]) -> None:
+    """Who goes on with that run waits for it."""
+    began = time.monotonic()
+    with _held(two["two"]):
+        assert_restored(tmp_path, 2, run="one")
+    assert time.monotonic() - began < orphaned_rings._TAKEN_UP_S
+    assert rings(tmp_path) == [two["two"]]
+    assert_restored(tmp_path, 2, run="two")
+
+
+@pytest.mark.parametrize("run", ["one", "two"])
+def test_ones_own_ring_is_taken_up_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
+    """So that who waits for another one's has it soon; all of them are taken up in the end."""
+    assert sorted(two) == ["one", "two"]
+    with (
+        Store.open(tmp_path / "store") as store,
+        store.training.adopting(folder_for_rings(tmp_path), run=run) as adopted,
+    ):
+        taken = [(one.run, one.step) for one in adopted if one.ref is not None]
+    (other,) = two.keys() - {run}
+    assert taken == [(run, 0), (run, 1), (run, 2), (other, 0), (other, 1), (other, 2)]
+    assert rings(tmp_path) == []

@@ -1,0 +1,145 @@
+"""Scenarios in which ranks fail, differ, or do not come: the others say so, and what is left goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from asymcheck.capture.inflight import CheckpointReport
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
+from tests.distributed.launched import RANK, checkpointer, noted, opened, ranks_of
+from tests.distributed.training import Training
+
+
+def failures(folder: Path) -> dict[str, object]:
+    """Ranks that fail, differ, or do not come: the others say so, and go on to the next checkpoint."""
+    found: dict[str, object] = {}
+    with opened(folder) as store:
+        training = Training()
+        state = training.state()
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60), on_error="warn") as ckpt, noted() as texts:
+            training.train(0, 0)
+            ckpt.save(0)
+            training.train(1, 0)
+            with full_disk() if RANK == 1 else contextlib.nullcontext():
+                found["refused save"] = raised(lambda: ckpt.save(1))
+            # The same step again, with other bytes: another attempt.
+            training.train(2, 0)
+            second = ckpt.save(1)
+            found["attempts"] = [second.save_id, training.digest()]
+            training.train(3, 0)
+            with unstorable(state) if RANK == 1 else contextlib.nullcontext():
+                found["unstorable"] = raised(lambda: ckpt.save(3))
+            # A rank that fails to take the state fails the restore of all.
+            with unfitting(state) if RANK == 1 else contextlib.nullcontext():
+                found["unfitting"] = raised(ckpt.restore)
+            found["restored"] = raised(lambda: getattr(ckpt.restore(), "save_id", None))
+            found["restored bytes"] = training.digest()
+            training.train(4, 0)
+            found["other steps"] = raised(lambda: ckpt.save(4 + RANK))
+            found["told"] = list(texts)
+        late = ranks_of(folder, 60)
+        with checkpointer(folder, store, state, ranks=late, run="late", on_error="warn") as ckpt:
+            ckpt.save(0)
+            late.timeout_s = 1.5
+            with noted() as texts:
+                if RANK == 0:
+                    began = time.monotonic()
+                    ckpt.step(1)
+                    ckpt.wait()
+                    found["waited"] = time.monotonic() - began
+                    found["missing in the commit"] = texts
+                time.sleep(0 if RANK == 0 else 2.5)
+                with noted() as more:
+                    found["missing in step"] = [raised(lambda: ckpt.step(2)), more] if RANK == 1 else None
+        if RANK == 0:
+            alone = checkpointer(folder, store, state, ranks=ranks_of(folder, 0.5), run="alone")
+            found["missing at the start"] = raised(alone.restore)
+    return found
+
+
+def caught(folder: Path) -> dict[str, object]:
+    """Errors that one rank raises, and its caller catches: the ranks stay in step, and nothing else is lost."""
+    training = Training()
+    state = training.state()
+    refused: set[int] = set()
+
+    def refuse(report: CheckpointReport) -> None:
+        if report.step in refused:
+            message = f"step {report.step} is not liked"
+            raise InvalidInputError(message)
+
+    with opened(folder) as store:
+        found: dict[str, object] = {}
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60), on_checkpoint=refuse) as ckpt:
+            refused |= {1} if RANK == 1 else {2}
+            steps = []
+            for step in range(7):
+                training.train(step, 0)
+                metrics = {"loss": cast(float, "unknown") if step == 4 and RANK == 1 else 0.5}
+                steps.append(raised(partial(ckpt.step, step, metrics)))
+                # What has become of it is known here, and not told yet.
+                store.training.settle()
+            found["steps"] = steps
+            refused |= {6} if RANK == 1 else set()
+            found["restored"] = [raised(ckpt.restore), raised(lambda: getattr(ckpt.restore(), "step", None))]
+            training.train(7, 0)
+            ckpt.step(7)
+            refused |= {7} if RANK == 0 else set()
+            found["rolled back"] = [raised(ckpt.rollback), raised(lambda: ckpt.rollback().step)]
+            refused |= {8} if RANK == 1 else set()
+            found["saved"] = [raised(lambda: ckpt.save(8)), raised(lambda: ckpt.save(9).step)]
+        with checkpointer(folder, store, state, ranks=ranks_of(folder, 60)) as ckpt:
+            found["other steps"] = [raised(lambda: ckpt.restore(3 if RANK else None)), raised(lambda: ckpt.restore(3))]
+            with noted() as texts:
+                ckpt.save(2)
+            found["earlier step"] = list(texts)
+        assert ckpt._together is not None
+        found["left"] = ckpt._together._session is None
+        found["stored"] = [one.step for one in store.checkpoints() if one.complete]
+    return found
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let packs not be entered."""
+    seal_frames = RingTransaction.seal_frames
+
+    def refused(_self: RingTransaction) -> None:
+        message = "the disk of this test is full"
+        raise OutOfSpaceError(message)
+
+    RingTransaction.seal_frames = refused  # type: ignore[method-assign]  # a fault
+    yield
+    RingTransaction.seal_frames = seal_frames  # type: ignore[method-assign]  # as above
+
+
+@contextlib.contextmanager
+def unstorable(state: dict[str, object]) -> Iterator[None]:
+    """Have something in the state that cannot be stored."""
+    state["object"] = object()
+    yield
+    del state["object"]
+
+
+@contextlib.contextmanager
+def unfitting(state: dict[str, object]) -> Iterator[None]:
+    """Have a tensor in the state that is of another shape."""
+    own, state["own"] = state["own"], torch.zeros(7)
+    yield
+    state["own"] = own
+
+
+def raised(call: Callable[[], object]) -> str:
+    """Return what error a call raises, or what it returned."""
+    try:
+        return f"returned {call()!r}"
+    except AsymcheckError as error:
+        return f"{type(error).__name__}: {error}"

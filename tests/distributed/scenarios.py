@@ -1,0 +1,267 @@
+"""What the ranks of a test do. Run as a program, in one process a rank; each tells what it found in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import asymcheck
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import AsymcheckError
+from tests.distributed.failing import caught, failures
+from tests.distributed.launched import RANK, Scenario, checkpointer, noted, opened, process_group, ranks_of
+from tests.distributed.training import Training, digest_of
+
+COLLECTIVES = (
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object "
+    "irecv isend monitored_barrier new_group recv recv_object_list reduce reduce_scatter reduce_scatter_tensor "
+    "scatter scatter_object_list send send_object_list"
+)
+
+
+def refuse_collectives() -> None:
+    """Let every collective raise that a Python program can call."""
+    for name in COLLECTIVES.split():
+
+        def refused(*_arguments: object, name: str = name, **_more: object) -> None:
+            message = f"{name} was called"
+            raise AssertionError(message)
+
+        for module in (dist, distributed_c10d):
+            setattr(module, name, refused)
+
+
+def replicas(folder: Path) -> dict[str, object]:
+    """DDP: no collective, each byte written once, the resumed training is the same."""
+    with process_group(folder), opened(folder) as store:
+        training = Training()
+        ddp = DistributedDataParallel(training.model)
+        refuse_collectives()
+        with checkpointer(folder, store, training.state()) as ckpt:
+            first = ckpt.restore()
+            losses = []
+            for step in range(6):
+                losses.append(training.train(step, RANK, ddp))
+                ckpt.step(step, {"loss": losses[-1]})
+            ckpt.wait()
+            written, states = ckpt.statistics().written_bytes, {5: training.digest()}
+            own = training.own.clone()
+            rolled = ckpt.rollback()
+            assert rolled.step == 5
+            assert training.digest() == states[5]
+
+        # Another training: other numbers everywhere, until it is restored.
+        again = Training(seed=1)
+        again_ddp = DistributedDataParallel(again.model)
+        for step in range(2):
+            # It orders its sums anew after its first step, which makes other last bits with more than two ranks.
+            again.train(step, RANK, again_ddp)
+        with checkpointer(folder, store, again.state()) as ckpt:
+            restored = ckpt.restore(2)
+            assert restored is not None
+            resumed = [again.train(step, RANK, again_ddp) for step in range(3, 6)]
+            saved = ckpt.save(5)
+        assert torch.equal(own, again.own)
+        assert again.digest() == states[5]
+        return {
+            "first": None if first is None else first.step,
+            "losses": losses,
+            "resumed": resumed,
+            "written": written,
+            "saved": [saved.step, saved.generation, saved.complete, saved.world_size],
+            "generations": [rolled.generation, restored.generation],
+        }
+
+
+def sharded(folder: Path) -> dict[str, object]:
+    """FSDP2: each rank stores its part, and gets it back; somebody else gets whole tensors."""
+    with process_group(folder), opened(folder) as store:
+        training = Training()
+        for layer in training.model:
+            fully_shard(layer)
+        fully_shard(training.model)
+        training.make_optimizer()
+        with checkpointer(folder, store, training.state(), keep=asymcheck.Retention(keep_last=2)) as ckpt:
+            ckpt.restore()
+            for step in range(4):
+                training.train(step, RANK, training.model)
+                ckpt.step(step)
+            ckpt.wait()
+            before = training.digest()
+            whole = {name: cast(DTensor, one).full_tensor() for name, one in training.model.named_parameters()}
+            training.train(4, RANK, training.model)
+            assert training.digest() != before
+            restored = ckpt.restore()
+        assert restored is not None
+        assert training.digest() == before
+        if RANK == 0:
+            torch.save(whole, folder / "whole.pt")
+        return {"step": restored.step, "prunes": ckpt._upkeep is not None and ckpt._upkeep._pruner is not None}
+
+
+def divergence(folder: Path) -> dict[str, object]:
+    """A replica that changes on one rank alone."""
+    with opened(folder) as store:
+        training = Training()
+        with checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60)) as ckpt, noted() as texts:
+            for step in range(5):
+                training.train(step, 0)
+                if step == 3 and RANK == 1:
+                    with torch.no_grad():
+                        weight = training.model[1].weight
+                        weight.view(torch.int32)[0, 0] ^= 1
+                ckpt.step(step)
+                ckpt.wait()
+            told = list(texts)
+            before = training.digest()
+            training.train(5, 0)
+            ckpt.restore()
+        return {"told": told, "is_same": training.digest() == before, "weight": digest_of([training.model[1].weight])}
+
+
+def paced(folder: Path) -> dict[str, object]:
+    """An interval that is chosen: DDP with one slow rank, for which the other one waits in each step."""
+    # So long that the interval is many steps even where other work slows down every one of them.
+    aim = asymcheck.AutoInterval(mtbf=timedelta(seconds=20), overhead=1.0)
+    begun: list[int] = []
+    chosen: list[list[object]] = []
+    with process_group(folder), opened(folder) as store:
+        training = Training()
+        ddp = DistributedDataParallel(training.model)
+        refuse_collectives()
+        with checkpointer(folder, store, training.state(), every=aim) as ckpt:
+            ckpt.restore()
+            for first, enough in ((0, 5), (2, 10)):
+                # As many steps as these checkpoints take, at most so many that it ends.
+                for step in range(first, 5000):
+                    time.sleep(0.004 if RANK else 0.0)
+                    training.train(step, RANK, ddp)
+                    if ckpt.step(step):
+                        begun.append(step)
+                        chosen.append([ckpt.interval.steps, ckpt.interval.reason])
+                    if len(begun) == enough:
+                        break
+                ckpt.wait()
+                if not first:
+                    # To the first one that was saved.
+                    ckpt.restore(1)
+            steps = [pace.step_s for pace in ckpt.statistics().paces]
+    return {"begun": begun, "chosen": chosen, "step_s": steps}
+
+
+def killed(folder: Path) -> dict[str, object]:
+    """Train and save until killed, or so many steps; note what the state is at each step before it is saved."""
+    found: dict[str, object] = {}
+    with opened(folder) as store, noted() as texts:
+        training = Training()
+        ranks = ranks_of(folder, 90)
+        ckpt = checkpointer(folder, store, training.state(), ranks=ranks, on_error="warn")
+        restored = ckpt.restore()
+        # Processes may start at very different times; from here on they keep together.
+        ranks.timeout_s = float(sys.argv[4])
+        found = {"restored": None if restored is None else restored.step, "digest": training.digest(), "told": texts}
+        tell(found)
+        start = 0 if restored is None else restored.step + 1
+        try:
+            for step in range(start, start + int(sys.argv[3])):
+                training.train(step, 0)
+                note(folder, step, training.digest())
+                ckpt.step(step)
+                mark(folder, f"step-{step}-{RANK}")
+                time.sleep(0.04)
+                if sum("Lost" in text for text in texts) > 1:
+                    # The other one has ended; that training goes on is enough.
+                    break
+            ckpt.wait()
+        except AsymcheckError as error:
+            found["ended"] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(AsymcheckError):
+            ckpt.close()
+    return found
+
+
+def stuck(folder: Path) -> dict[str, object]:
+    """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
+    with opened(folder) as store:
+        training = Training()
+
+        def train(step: int) -> str:
+            training.train(step, 0)
+            return training.digest()
+
+        never_commit(folder, checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60)), train)
+    return {}
+
+
+def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[int], str]) -> None:
+    """Save step 0, and step 1 as far as memory, then hang; ``train`` takes a step and says what the state is then."""
+    ckpt.restore()
+    note(folder, 0, train(0))
+    ckpt.save(0)
+    RingTransaction.seal_frames = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
+    note(folder, 1, train(1))
+    ckpt.step(1)
+    ckpt.wait("dram")
+    mark(folder, f"in-memory-{RANK}")
+    time.sleep(1000)
+
+
+def note(folder: Path, step: int, text: str) -> None:
+    """Write down what the state is at a step."""
+    path = folder / f"state-{step}-{RANK}"
+    assert not path.exists() or path.read_text() == text, f"step {step} is not what it was before the kill"
+    path.with_suffix(".tmp").write_text(text)
+    path.with_suffix(".tmp").rename(path)
+
+
+def mark(folder: Path, name: str) -> None:
+    """Say that this rank has come so far."""
+    (folder / name).touch()
+
+
+def tell(found: dict[str, object]) -> None:
+    """Tell the test."""
+    path = Path(sys.argv[2]) / f"told-{RANK}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(found))
+    path.with_suffix(".tmp").rename(path)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    one.__name__: one for one in (replicas, sharded, divergence, failures, caught, paced, killed, stuck)
+}
+
+
+def main() -> None:
+    """Do what the command line says: scenarios, with commas between."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[2])
+    found: dict[str, object] = {}
+    for name in sys.argv[1].split(","):
+        inside = folder / name if "," in sys.argv[1] else folder
+        inside.mkdir(exist_ok=True)
+        (inside / "memory").mkdir(exist_ok=True)
+        told = SCENARIOS[name](inside)
+        found = {**found, name: told} if "," in sys.argv[1] else told
+    tell(found)
+
+
+if __name__ == "__main__":
+    main()
+    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    sys.stdout.flush()
+    os._exit(0)

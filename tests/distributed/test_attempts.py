@@ -1,0 +1,67 @@
+"""Several attempts at one step: when one of them proves damaged on a rank, all go back to another one of that step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Ranks, Store
+from asymcheck.commit.save_request import new_save_id
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import SkippedCheckpointWarning
+from asymcheck.types import Checkpoint, Part
+from tests.crash.dead_rings import flip
+from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
+
+ATTEMPTS = [(1, 0.0), (2, 1.0), (2, 2.0)]
+"""Steps, and what is in the weights."""
+
+
+def _save(store: Store) -> list[list[Path]]:
+    """Save all attempts; return the packs of the last one, by rank."""
+    packs: list[list[Path]] = [[], []]
+    for step, value in ATTEMPTS:
+        save_id = new_save_id().hex()
+        for rank in range(2):
+            before = set((store.path / "packs").iterdir())
+            store.save({"w": torch.full((3000,), value + rank / 2)}, step=step, part=Part(rank, 2, save_id))
+            packs[rank] = sorted(set((store.path / "packs").iterdir()) - before)
+    return packs
+
+
+@pytest.mark.parametrize("damaged", [(), (0,), (1,), (0, 1)])
+def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    """The bytes are wrong in a frame that seems to be there, so that only the rank that reads them can tell."""
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        packs = _save(store)
+        for rank in damaged:
+            (pack,) = packs[rank]
+            # Behind the header of the pack, and that of its only frame.
+            flip(pack, 4096 + 200)
+    keys = dist.HashStore()
+    os.mkdir(tmp_path / "memory")
+
+    def restored(rank: int) -> tuple[Checkpoint | None, float]:
+        state = {"w": torch.zeros(3000)}
+        capture = CaptureConfig(ring_folder=str(tmp_path / "memory"))
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0)
+        with (
+            Store.open(tmp_path / "store", config=CONFIG) as store,
+            Checkpointer(store, state, capture=capture, ranks=ranks) as checkpointer,
+        ):
+            checkpoint = checkpointer.restore()
+            assert state["w"].eq(state["w"][0]).all()
+            return checkpoint, state["w"][0].item()
+
+    told = pytest.warns(SkippedCheckpointWarning, match="passed over step 2") if damaged else contextlib.nullcontext()
+    with told:
+        found = each(2, restored)
+    step, value = ATTEMPTS[-2 if damaged else -1]
+    assert [weight for _, weight in found] == [value, value + 0.5]
+    assert [checkpoint is not None and checkpoint.step for checkpoint, _ in found] == [step, step]

@@ -1,0 +1,417 @@
+"""Sessions: ranks find each other and agree, as threads of one process, by a store in its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from asymcheck import Ranks
+from asymcheck.distributed import KeyStore, Session
+from asymcheck.distributed.kv_store import Remedy, missing_error
+from asymcheck.distributed.ranks import find_ranks
+from asymcheck.distributed.rendezvous import RankLocation
+from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
+
+_T = TypeVar("_T")
+_TERMS = {"store": "a"}
+
+
+def ranks_of(store: KeyStore, world_size: int) -> list[Ranks]:
+    """Return all ranks, with one store."""
+    return [Ranks(rank, world_size, store, timeout_s=60.0) for rank in range(world_size)]
+
+
+def each(count: int, work: Callable[[int], _T]) -> list[_T]:
+    """Return what all ranks make at the same time."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 60.0) -> list[Session]:
+    """Return the sessions of ranks that have found each other; from then on they wait ``timeout_s`` for each other."""
+    ranks = ranks_of(store, world_size)
+    sessions = each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    set_timeout(sessions, timeout_s)
+    return sessions
+
+
+def set_timeout(sessions: list[Session], timeout_s: float) -> None:
+    """Let ranks wait this long for each other from now on."""
+    for session in sessions:
+        session._ranks.timeout_s = timeout_s
+
+
+def joined(reports: Sequence[bytes]) -> bytes:
+    """Decide for all of them."""
+    return b"+".join(reports)
+
+
+def test_everyone_gets_the_verdict_on_all_reports() -> None:
+    """In order of rank, round after round."""
+    sessions = sessions_of(dist.HashStore(), 5)
+    for number in range(1, 4):
+        verdicts = each(5, lambda rank: sessions[rank].agree((number, 1), b"%d" % rank, joined, "test"))  # noqa: B023 - used at once
+        assert verdicts == [b"0+1+2+3+4"] * 5
+
+
+def test_ranks_whose_machines_have_a_store_each() -> None:
+    """They share memory with those of their own store; and either all machines push, or none: else nothing is whole."""
+    ranks = ranks_of(dist.HashStore(), 4)
+
+    def join(rank: int, *, pushes: bool) -> Session:
+        machine = rank // 2
+        home = RankLocation(f"store {machine}", f"machine-{machine}", f"life {machine}", pushes)
+        return Session.join(ranks[rank], "run", _TERMS, home)
+
+    # Of the ranks of one machine the first pushes.
+    found = each(4, lambda rank: join(rank, pushes=rank % 2 == 0))
+    assert [one.local_size for one in found] == [2] * 4
+
+    def refused(rank: int) -> str:
+        with pytest.raises(RankFailedError) as error:
+            join(rank, pushes=rank == 2)
+        return str(error.value)
+
+    (said,) = set(each(4, refused))
+    assert said.startswith("rank 2 on machine-1 pushes, and rank 0 on machine-0 does not")
+
+
+def test_each_rank_can_get_a_verdict_of_its_own() -> None:
+    """Also a large one, which goes in pieces."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    large = os.urandom((9 << 20) + 5)
+
+    def decide(reports: Sequence[bytes]) -> list[bytes]:
+        return [large + report for report in reports]
+
+    verdicts = each(3, lambda rank: sessions[rank].agree((1, 1), large[: (5 << 20) + rank], decide, "test"))
+    assert verdicts == [large + large[: (5 << 20) + rank] for rank in range(3)]
+
+
+def test_nothing_that_was_said_stays_for_long() -> None:
+    """A server of a long training does not fill up, whatever was said and however large."""
+    store = dist.HashStore()
+    sessions = sessions_of(store, 3)
+    counts = []
+    for number in range(1, 30):
+
+        def work(rank: int, number: int = number) -> None:
+            if rank == 0:
+                sessions[0].post((number, 0), bytes(5 << 20))
+            else:
+                sessions[rank].hear((number, 0), "test")
+            sessions[rank].agree((number, 1), b"", lambda reports: [b"x"] * len(reports), "test")
+            sessions[rank].agree((number, 2), b"", joined, "test")
+
+        each(3, work)
+        counts.append(store.num_keys())
+    assert max(counts) == counts[1]
+
+
+class _Counting:
+    """A store that counts what one rank asks it."""
+
+    def __init__(self, store: KeyStore) -> None:
+        self._store, self.asked = store, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the methods of torch
+        if name not in ("set", "get", "check", "delete_key"):
+            raise AttributeError(name)
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_rank_asks_the_store_seldom() -> None:
+    """Once for each thing that it says, hears or takes back: one server has the questions of all ranks."""
+    shared = dist.HashStore()
+    stores = [_Counting(shared) for _ in range(3)]
+    ranks = [Ranks(rank, 3, store) for rank, store in enumerate(stores)]
+    sessions = each(3, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    for decide, heard in ((joined, 1), (list, 2)):
+        for store in stores:
+            store.asked.clear()
+        each(3, lambda rank: sessions[rank].agree((heard, 1), b"x", decide, "test"))  # noqa: B023 - used at once
+        for store in stores[1:]:
+            # A verdict of its own is heard, and taken away, beside that there is one.
+            assert (store.asked["set"], store.asked["get"], store.asked["delete_key"]) == (1, heard, heard)
+
+
+def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:
+    """With its reason."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    sessions[2].report((1, 1), b"its disk is full", failed=True)
+
+    def work(rank: int) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            sessions[rank].agree((1, 1), b"", joined, "test")
+        return str(caught.value)
+
+    assert each(2, work) == ["rank 2: its disk is full"] * 2
+
+
+def test_what_rank_0_cannot_decide_fails_for_all() -> None:
+    """Its own error there."""
+    sessions = sessions_of(dist.HashStore(), 2)
+
+    def decide(_reports: Sequence[bytes]) -> bytes:
+        message = "no room for a head record"
+        raise InvalidInputError(message)
+
+    def work(rank: int) -> str:
+        with pytest.raises((InvalidInputError, RankFailedError)) as caught:
+            sessions[rank].agree((1, 1), b"", decide, "test")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    reason = "no room for a head record"
+    assert each(2, work) == [f"InvalidInputError: {reason}", f"RankFailedError: rank 0: {reason}"]
+
+
+def test_missing_ranks_are_named_on_all_others() -> None:
+    """Also on those that began to wait before rank 0 did."""
+    sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
+
+    def work(number: int) -> tuple[int, ...]:
+        with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not answer") as caught:
+            sessions[(0, 2)[number]].agree((1, 1), b"", joined, "save of step 7")
+        return caught.value.missing
+
+    assert each(2, work) == [(1, 3), (1, 3)]
+
+
+def test_a_rank_that_was_missing_is_waited_for_again() -> None:
+    """It may have been slow; the round that it missed is over."""
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.3)
+    with pytest.raises(RanksMissingError):
+        sessions[0].agree((1, 1), b"", joined, "test")
+    with pytest.raises(RanksMissingError):
+        sessions[1].agree((1, 1), b"", joined, "test")
+    set_timeout(sessions, 60.0)
+    assert each(2, lambda rank: sessions[rank].agree((2, 1), b"%d" % rank, joined, "test")) == [b"0+1"] * 2
+
+
+def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it would wait else."""
+    monkeypatch.setattr("asymcheck.distributed.kv_store.ENDING_S", 0.05)
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=1000)
+    other = sessions[0].for_thread()
+    other.is_ending = lambda: True
+    with pytest.raises(RanksMissingError):
+        other.agree((1, 1), b"", joined, "test")
+
+
+def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
+    """Their store is there still, with their meeting and half a round."""
+    store = dist.HashStore()
+    before = sessions_of(store, 3)
+    before[1].report((1, 1), b"old")
+    before[0].post((1, 0), b"old")
+    # A process that ended while it looked for the others.
+    with pytest.raises(RanksMissingError):
+        Session.join(Ranks(0, 3, store, timeout_s=0.05), "run", _TERMS)
+    # Or one that was answered, and ended before it heard that.
+    left = Ranks(0, 3, store).connect()
+    left.put("run/meet", b"left")
+    for rank in (1, 2):
+        left.put(f"run/meet/left/to/{rank}", b"0123456789abcdef")
+    begun = threading.Barrier(3)
+    ranks = ranks_of(store, 3)
+
+    def work(rank: int) -> bytes:
+        begun.wait()
+        if rank == 0:
+            # The others see what is left first.
+            threading.Event().wait(0.2)
+        session = Session.join(ranks[rank], "run", _TERMS)
+        return session.agree((1, 1), b"new%d" % rank, joined, "test")
+
+    assert each(3, work) == [b"new0+new1+new2"] * 3
+
+
+class _Lagging(_Counting):
+    """A store by which a rank hears of its first meeting when rank 0 has opened the second one."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Report, and come back late."""
+        meeting = self._store.get("run/meet")
+        self._store.set(key, value)
+        while key.count("/") == 3 and not self.asked["late"] and self._store.get("run/meet") == meeting:
+            threading.Event().wait(0.001)
+        self.asked["late"] += 1
+
+
+def test_ranks_that_meet_twice_come_into_the_same_sessions() -> None:
+    """Also one that hears of the second meeting before it has looked for its answer in the first."""
+    shared = dist.HashStore()
+    ranks = [Ranks(0, 3, shared), Ranks(1, 3, _Lagging(shared)), Ranks(2, 3, shared)]
+
+    def work(rank: int) -> list[bytes]:
+        sessions = [Session.join(ranks[rank], "run", _TERMS) for _ in range(2)]
+        return [session.agree((1, 1), b"%d" % rank, joined, "test") for session in sessions]
+
+    assert each(3, work) == [[b"0+1+2"] * 2] * 3
+
+
+def do(session: Session, step: int) -> str:
+    """Do something together at a step, to which all report; return what came of it."""
+    try:
+        number, said = (
+            session.begin("saves", step, 1, lambda: None, f"save of step {step}")
+            if (session.is_first)
+            else session.follow("saves", step, f"save of step {step}")
+        )
+        assert said is None
+        return session.agree((number, 1), b"%d" % step, joined, f"save of step {step}").decode()
+    except RanksError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() -> None:
+    """What was done without it is lost, by name, and nothing after that."""
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
+    assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not answer")
+    assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not answer")
+    set_timeout(sessions, 60.0)
+    mismatch = "rank 0 saves step 1 where rank 1 saves step 2"
+    for step in (2, 3):
+        assert each(2, lambda rank: do(sessions[rank], step)) == [f"{step}+{step}"] * 2  # noqa: B023 - used at once
+    sessions = sessions_of(dist.HashStore(), 2)
+    first, second = each(2, lambda rank: do(sessions[rank], 1 + rank))
+    assert first.startswith(f"RankFailedError: rank 1: {mismatch}")
+    assert second.startswith(f"RankFailedError: {mismatch}")
+    # From now on it knows.
+    sessions[0].open(sessions[0].next_number(), "saves", 2, 1, None)
+    assert each(2, lambda rank: do(sessions[rank], 3)) == ["3+3"] * 2
+
+
+def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() -> None:
+    """And is there for the next."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    refusal = InvalidInputError("no number")
+
+    def work(rank: int) -> str:
+        if rank == 2:
+            sessions[2].give_up(sessions[2].next_number(), refusal)
+            return ""
+        return do(sessions[rank], 1)
+
+    assert each(3, work)[:2] == ["RankFailedError: rank 2: InvalidInputError: no number"] * 2
+    sessions[0].give_up(sessions[0].next_number(), refusal)
+    assert do(sessions[1], 2) == do(sessions[2], 2) == "RankFailedError: rank 0: InvalidInputError: no number"
+    assert each(3, lambda rank: do(sessions[rank], 3)) == ["3+3+3"] * 3
+
+
+def test_rank_0_that_gives_up_what_it_has_begun_tells_all() -> None:
+    """Those that have reported to it, and those that hear of it only now; and all are there for the next."""
+    sessions = sessions_of(dist.HashStore(), 3)
+    number, _ = sessions[0].begin("saves", 1, 1, lambda: None, "save of step 1")
+    assert sessions[1].follow("saves", 1, "save of step 1") == (number, None)
+    sessions[0].give_up(number, InvalidInputError("no memory"))
+    with pytest.raises(RankFailedError, match=r"^rank 0: InvalidInputError: no memory$"):
+        sessions[1].agree((number, 1), b"", joined, "save of step 1")
+    assert do(sessions[2], 1) == "RankFailedError: rank 0: InvalidInputError: no memory"
+    assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
+
+
+def test_a_restore_is_taken_for_nothing_else() -> None:
+    """Nor that of another step."""
+    sessions = sessions_of(dist.HashStore(), 2)
+    sessions[0].begin("restores step 3", None, 1, lambda: None, "restore")
+    with pytest.raises(RankFailedError, match="rank 0 restores step 3 where rank 1 restores step 4"):
+        sessions[1].begin("restores step 4", None, 1, lambda: None, "restore")
+    sessions[0].begin("saves", 5, 1, lambda: None, "save")
+    sessions[0].begin("restores step 4", None, 1, lambda: "found", "restore")
+    # It missed something, so that the save is passed over.
+    assert sessions[1].begin("restores step 4", None, 1, lambda: None, "restore") == (3, "found")
+
+
+def test_rank_0_leaves_last_and_nothing_stays() -> None:
+    """Its process may hold the store, and what it said last has to be heard before that ends."""
+    store = dist.HashStore()
+    sessions = sessions_of(store, 3)
+    before = store.num_keys()
+    each(3, lambda rank: sessions[rank].agree((1, 1), b"", joined, "test"))
+    left = [threading.Thread(target=sessions[rank].leave) for rank in range(3)]
+    left[0].start()
+    left[1].start()
+    left[1].join()
+    left[0].join(0.1)
+    assert left[0].is_alive()
+    left[2].start()
+    left[0].join()
+    assert store.num_keys() == before
+
+
+def test_ranks_with_different_terms_do_not_save_together() -> None:
+    """For instance with two stores."""
+    ranks = ranks_of(dist.HashStore(), 2)
+
+    def work(rank: int) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            Session.join(ranks[rank], "run", {"store": str(rank)})
+        return str(caught.value)
+
+    first, second = each(2, work)
+    assert first == second
+    assert "rank 1 has {'store': '1'}, rank 0 has {'store': '0'}" in first
+
+
+def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
+    """And not one of torch, of which nobody knows what it means."""
+
+    class Broken:
+        def set(self, key: str, value: bytes) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+        def get(self, key: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+        def delete_key(self, key: str) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RanksError, match=r"store of the ranks does not answer .*: Connection reset by peer"):
+        Session.join(Ranks(0, 2, Broken()), "run", _TERMS)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "store", "timeout_s"),
+    [
+        (2, 2, None, 1),
+        (-1, 2, None, 1),
+        (0, 100_000, None, 1),
+        (True, 2, None, 1),
+        (0, 2, object(), 1),
+        (0, 2, None, 0),
+        (0, 2, None, "60"),
+        (0, 2, None, None),
+    ],
+)
+def test_what_are_no_ranks_is_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:
+    """At once, and by name."""
+    with pytest.raises(InvalidInputError):
+        Ranks(rank, world_size, store or dist.HashStore(), timeout_s=timeout_s)  # type: ignore[arg-type]  # what is tested
+
+
+def test_one_process_alone_has_no_ranks() -> None:
+    """Whether it says so, or there is nobody else."""
+    assert find_ranks("auto") is None
+    assert find_ranks(None) is None
+    assert find_ranks(Ranks(0, 1, dist.HashStore())) is None
+    with pytest.raises(InvalidInputError, match="ranks="):
+        find_ranks(json)
+
+
+def test_advice_on_missing_ranks_follows_from_what_they_were_missed_in() -> None:
+    """A message may have any text: only a meeting is helped by saving alone."""
+    assert "ranks=None" in str(missing_error([1], "the first save", 1.0, Remedy.MEETING))
+    assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0, Remedy.ROUND))

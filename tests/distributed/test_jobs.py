@@ -1,0 +1,220 @@
+"""Ranks that save, restore, differ and fail, each in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from asymcheck import Store
+from tests.distributed.job import Meeting
+from tests.distributed.training import Training
+
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("jobs")
+_STEPS = 6
+Told = list[dict[str, dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the scenarios of two ranks take place, each in a folder of its name."""
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(meeting: Meeting, folder: Path) -> Told:
+    """What two ranks told of all scenarios, in one launch: most of the time goes into starting processes."""
+    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,paced", 2, folder).wait())
+
+
+@pytest.fixture(scope="module")
+def four(meeting: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What four ranks told."""
+    return cast(Told, meeting.launch("replicas,sharded", 4, tmp_path_factory.mktemp("four")).wait())
+
+
+@pytest.fixture(params=["two", "four"])
+def told(request: pytest.FixtureRequest) -> Told:
+    """The same of both."""
+    return cast(Told, request.getfixturevalue(request.param))
+
+
+def replicated_bytes() -> int:
+    """Bytes of what all ranks have equally."""
+    training = Training()
+    training.train(0, 0)
+    values = [value for one in training.optimizer.state.values() for value in one.values()]
+    return sum(one.nbytes for one in (*training.model.parameters(), *values))
+
+
+def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
+    """Model, optimizer and what is the rank's own; the scenario compares the bytes."""
+    for rank in told:
+        found = rank["replicas"]
+        assert found["resumed"] == cast(list[float], found["losses"])[3:]
+        assert found["saved"] == [5, 3, True, len(told)]
+        assert found["generations"] == [1, 1]
+
+
+def test_what_all_ranks_have_is_written_once(told: Told) -> None:
+    """Within some bytes, and by each of them about as much."""
+    written = [cast(int, rank["replicas"]["written"]) for rank in told]
+    own = _STEPS * Training().own.nbytes
+    assert sum(written) <= 1.02 * _STEPS * replicated_bytes() + len(told) * own
+    assert sum(written) >= 0.5 * _STEPS * replicated_bytes()
+    assert max(written) <= 1.3 * sum(written) / len(written)
+
+
+def test_shards_come_back_to_their_ranks(told: Told) -> None:
+    """The scenario compares the bytes of each rank's shards."""
+    assert [rank["sharded"]["step"] for rank in told] == [3] * len(told)
+
+
+def test_whole_tensors_can_be_read_of_shards(two: Told, folder: Path) -> None:
+    """By somebody who is none of the ranks."""
+    assert len(two) == 2
+    whole = torch.load(folder / "sharded" / "whole.pt", weights_only=True)
+    with Store.open(folder / "sharded" / "store", read_only=True) as store:
+        loaded = cast(dict[str, dict[str, torch.Tensor]], store.load(tensors="model.*"))
+    assert {name: one.shape for name, one in loaded["model"].items()} == {
+        name: one.shape for name, one in whole.items()
+    }
+    assert all(torch.equal(one, whole[name]) for name, one in loaded["model"].items())
+
+
+def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> None:
+    """And leaves whole checkpoints."""
+    assert [rank["sharded"]["prunes"] for rank in two] == [True, False]
+    with Store.open(folder / "sharded" / "store", read_only=True) as store:
+        assert [(one.step, one.complete) for one in store.checkpoints()] == [(2, True), (3, True)]
+        assert not store.verify()
+
+
+def test_a_replica_that_differs_is_told_and_saved_as_it_is(two: Told) -> None:
+    """By both ranks, whichever found it: once, with the tensor, the step, the ranks and both digests."""
+    for rank in two:
+        (text,) = cast(list[str], rank["divergence"]["told"])
+        assert text.startswith(
+            "SilentDivergenceWarning: step 3 of run 'default': tensor model.1.weight is not the same"
+        )
+        assert "on ranks 0 and 1, as it was until step 2" in text
+        assert text.count(" has digest ") == 1
+        assert "another" not in text
+        assert rank["divergence"]["is_same"]
+    assert two[0]["divergence"]["weight"] != two[1]["divergence"]["weight"]
+
+
+def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told) -> None:
+    """Each gets the reason; the next attempt at the same step is another checkpoint, and is the one restored."""
+    first, second = (rank["failures"] for rank in two)
+    full = "step 1 of run 'default' was not saved: rank 1: OutOfSpaceError: the disk of this test is full"
+    assert first["refused save"] == f"LostCheckpointError: {full}"
+    assert "the disk of this test is full" in str(second["refused save"])
+    for found in (first, second):
+        save_id, state = cast(list[str], found["attempts"])
+        assert found["restored"] == f"returned {save_id!r}"
+        assert found["restored bytes"] == state
+    assert first["attempts"] != second["attempts"]
+
+
+def test_what_one_rank_cannot_store_is_lost_on_all(two: Told) -> None:
+    """Also when that rank has not even begun."""
+    first, second = (rank["failures"] for rank in two)
+    assert str(second["unstorable"]).startswith("UnsupportedValueError: cannot store state at object")
+    assert "rank 1: UnsupportedValueError: cannot store state at object" in str(first["unstorable"])
+
+
+def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
+    """Its own error there, and its reason on the others."""
+    first, second = (rank["failures"] for rank in two)
+    assert str(second["unfitting"]).startswith("StateMismatchError: ")
+    assert "rank 1: StateMismatchError" in str(first["unfitting"])
+    assert str(first["unfitting"]).startswith("RankFailedError: ")
+
+
+def test_ranks_that_save_different_steps_are_told_so(two: Told) -> None:
+    """Their states would not belong together."""
+    for rank in two:
+        assert "rank 0 saves step 4 where rank 1 saves step 5" in str(rank["failures"]["other steps"])
+
+
+def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
+    """In the commit, where it does not block the training, and where the ranks find each other."""
+    first, second = (rank["failures"] for rank in two)
+    lost = [
+        text for text in cast(list[str], first["missing in the commit"]) if text.startswith("LostCheckpointWarning")
+    ]
+    assert len(lost) == 1
+    assert "step 1 of run 'late'" in lost[0]
+    assert "rank 1 did not answer" in lost[0]
+    assert str(first["missing at the start"]).startswith("RanksMissingError: finding each other: rank 1 did not answer")
+    outcome, texts = cast(tuple[str, list[str]], second["missing in step"])
+    assert outcome == "returned False"
+    assert texts[0].startswith("LostCheckpointWarning: step 2 of run 'late' was not saved: rank 0 saves step 1")
+
+
+def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
+    """Whatever one rank raises alone; the others hear of it at once where that concerns them."""
+    first, second = (rank["caught"] for rank in two)
+    disliked = "InvalidInputError: step {} is not liked"
+    lost = "step 4 of run 'default' was not saved: rank 1: InvalidInputError: metric 'loss' is 'unknown'"
+    begun = "returned True"
+    steps = cast(list[str], first["steps"])
+    assert steps[5].startswith(f"LostCheckpointError: {lost}")
+    assert [*steps[:5], steps[6]] == [begun, begun, begun, disliked.format(2), begun, begun]
+    steps = cast(list[str], second["steps"])
+    assert steps[4].startswith("InvalidInputError: metric 'loss' is 'unknown'")
+    assert [*steps[:4], *steps[5:]] == [begun, begun, disliked.format(1), begun, begun, begun]
+    assert second["restored"] == [disliked.format(6), "returned 6"]
+    assert first["rolled back"] == [disliked.format(7), "returned 7"]
+    for number, heard in ((6, first["restored"]), (7, second["rolled back"])):
+        refusal, again = cast(list[str], heard)
+        assert refusal.startswith("RankFailedError: ")
+        assert disliked.format(number) in refusal
+        assert again == f"returned {number}"
+    saved, again = cast(list[str], first["saved"])
+    assert saved.startswith("returned <Checkpoint 'default' step 8,")
+    assert again == "returned 9"
+    assert second["saved"] == [disliked.format(8), "returned 9"]
+    assert first["stored"] == second["stored"] == [0, 1, 2, 3, 5, 6, 7, 8, 9, 2]
+
+
+def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told) -> None:
+    """On all ranks; the next restore is one of all."""
+    for rank in two:
+        refusal, restored = cast(list[str], rank["caught"]["other steps"])
+        assert "rank 0 restores the newest checkpoint where rank 1 restores step 3" in refusal
+        assert restored.startswith("returned <Checkpoint 'default' step 3,")
+        assert rank["caught"]["left"]
+
+
+def test_a_later_state_under_an_earlier_step_is_told_on_all_ranks(two: Told) -> None:
+    """Also by save(), which goes another way here than with one process."""
+    for rank in two:
+        texts = cast(list[str], rank["caught"]["earlier step"])
+        assert ["step 2 is saved after step 3" in text for text in texts].count(True) == 1
+
+
+def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:
+    """For the slow one, which it knows from its reports; after a restore likewise."""
+    first, second = (rank["paced"] for rank in two)
+    assert first["begun"] == second["begun"]
+    assert first["chosen"] == second["chosen"]
+    chosen, begun = cast(list[tuple[int, str]], first["chosen"]), cast(list[int], first["begun"])
+    assert [steps for steps, _ in chosen[:3]] == [0, 0, 0]
+    assert begun[0] == 1
+    # Then all went back to step 1. From one to the next, as was said when the former was begun, or later if it was
+    # found then that this is too often.
+    went_back = next(number for number, (one, other) in enumerate(itertools.pairwise(begun), 1) if other < one)
+    assert begun[went_back] > 2
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begun[went_back:])]
+    said = [steps for steps, _ in chosen[went_back:-1]]
+    assert len(gaps) == 4
+    assert all(gap >= steps > 1 for gap, steps in zip(gaps, said, strict=True))
+    assert all(step_s > 0.004 for step_s in cast(list[float], first["step_s"]))
+    assert len(cast(list[float], first["step_s"])) == 2
+    assert second["step_s"] == []

@@ -1,0 +1,156 @@
+"""Ranks that are killed: what was committed by all is restored by all, bit for bit, and what was not is not."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.cli import exit_status
+from asymcheck.format import manifest_reader
+from tests.cli.conftest import run_command
+from tests.crash.dead_rings import copied, refuse_rings
+from tests.distributed.job import LIMIT_S, Job, Meeting
+from tests.distributed.training import Training
+
+_SPAN_S = 0.3
+
+
+def newest_complete(folder: Path) -> int:
+    """Return the newest step of which all ranks' manifests are in the store."""
+    with Store.open(folder / "store", read_only=True) as store:
+        return max((one.step for one in store.checkpoints() if one.complete), default=-1)
+
+
+def wait_for_one(folder: Path, more_than: int) -> None:
+    """Wait until a newer checkpoint is complete."""
+    began = time.monotonic()
+    while not (folder / "store" / "asymcheck.store").exists() or newest_complete(folder) <= more_than:
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.01)
+
+
+def check_restored(job: Job, least: int) -> int:
+    """Check that all ranks were restored to one step, and have what each had there; return the step."""
+    told = [job.told(rank) for rank in range(len(job.processes))]
+    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
+    assert step >= least
+    if step < 0:
+        return step
+    for rank, one in enumerate(told):
+        assert one["digest"] == (job.folder / f"state-{step}-{rank}").read_text()
+    return step
+
+
+def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tmp_path: Path) -> None:
+    """One of two ranks is killed, then the other of their successors; the third launch comes to its end.
+
+    The rank that is left ends by itself, and says whom it misses.
+    """
+    chance = random.Random(7)
+    least = -1
+    for victim in (1, 0):
+        job = meeting.launch("killed", 2, tmp_path, "60", "3")
+        wait_for_one(tmp_path, least + 1)
+        time.sleep(chance.random() * _SPAN_S)
+        job.kill(victim)
+        assert job.processes[1 - victim].has_ended(LIMIT_S), job.output(1 - victim)
+        job.processes[1 - victim].finish()
+        found = job.told(1 - victim)
+        told = "\n".join([*cast(list[str], found["told"]), str(found.get("ended", ""))])
+        assert f"rank {victim} did not answer" in told
+        check_restored(job, least)
+        least = newest_complete(tmp_path)
+
+    job = meeting.launch("killed", 2, tmp_path, "3", "60")
+    told_last = job.wait()
+    step = check_restored(job, least)
+    assert not any("Lost" in text for one in told_last for text in cast(list[str], one["told"]))
+    assert newest_complete(tmp_path) == step + 3
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        assert not [one for one in store.verify() if one.severity == "error"]
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def check_files_from_memory(where: Path) -> None:
+    """``restore --tier dram`` puts together what both ranks left, as it does afterwards from the store."""
+    outcome = run_command(
+        *("restore", where / "whole" / "store", "--tier", "dram", "--ring-folder", where / "whole" / "memory"),
+        *("--to", where / "memory.safetensors"),
+    )
+    assert outcome.status == 0, outcome.err
+    copied(where / "whole", where / "copy")
+    with Store.open(where / "copy" / "store") as store, store.training.adopting(where / "copy" / "memory"):
+        pass
+    outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
+    assert outcome.status == 0, outcome.err
+    assert (where / "memory.safetensors").read_bytes() == (where / "store.safetensors").read_bytes()
+    outcome = run_command(
+        *("restore", where / "part" / "store", "--tier", "dram", "--ring-folder", where / "part" / "memory"),
+        *("--to", where / "part.safetensors"),
+    )
+    assert outcome.status == exit_status.UNREADABLE
+    assert re.search("of its 2 ranks only [01] left it complete in memory", outcome.err)
+
+
+def check_newer_program(where: Path) -> None:
+    """What one rank left that only a newer program can read is waited for: nothing of it is given up."""
+    copied(where / "whole", where / "newer")
+    rings = sorted((where / "newer" / "memory").iterdir())
+
+    def refuse(features: Iterable[str], what: str) -> None:
+        if rings[0].name in what:
+            refuse_rings(features, what)
+
+    with Store.open(where / "newer" / "store") as store:
+        with pytest.MonkeyPatch.context() as newer:
+            newer.setattr(manifest_reader, "check_reader_features", refuse)
+            with store.training.adopting(where / "newer" / "memory") as adopted:
+                assert [one.ref for one in adopted] == [None, None]
+        assert sorted((where / "newer" / "memory").iterdir()) == rings
+        with store.training.adopting(where / "newer" / "memory") as adopted:
+            assert [one.problem for one in adopted] == ["", ""]
+
+
+def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(meeting: Meeting, tmp_path: Path) -> None:
+    """Both were killed when step 1 was complete in the memory of each, and committed by none."""
+    job = meeting.launch("stuck", 2, tmp_path / "whole")
+    for rank in range(2):
+        job.until(rank, f"in-memory-{rank}")
+    job.kill()
+    assert newest_complete(tmp_path / "whole") == 0
+    copied(tmp_path / "whole", tmp_path / "part")
+    rings = sorted((tmp_path / "part" / "memory").iterdir())
+    assert len(rings) == 2
+    rings[1].unlink()
+
+    check_files_from_memory(tmp_path)
+    check_newer_program(tmp_path)
+    with Store.open(tmp_path / "whole" / "store") as store:
+        only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
+        assert [(one.step, one.world_size) for one in only] == [(1, 2)]
+        with store.training.adopting(tmp_path / "whole" / "memory") as taken:
+            pass
+        assert [(one.step, one.ref is not None, one.problem) for one in taken] == [(1, True, "")] * 2
+        for rank in range(2):
+            training = Training(seed=1)
+            training.train(0, 0)
+            assert store.restore(into=training.state(), rank=rank).checkpoint.step == 1
+            assert training.digest() == (tmp_path / "whole" / f"state-1-{rank}").read_text()
+    assert newest_complete(tmp_path / "whole") == 1
+
+    with Store.open(tmp_path / "part" / "store") as store:
+        # It is not promised either.
+        assert store.only_in_memory(ring_folder=tmp_path / "part" / "memory") == []
+        with store.training.adopting(tmp_path / "part" / "memory") as adopted:
+            (left,) = adopted
+        assert (left.step, left.ref) == (1, None)
+        assert "left it complete neither there nor in the store" in left.problem
+        assert [one.step for one in store.checkpoints()] == [0]
+    assert not list((tmp_path / "part" / "memory").iterdir())

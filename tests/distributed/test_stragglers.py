@@ -1,0 +1,130 @@
+"""Ranks that came too late: who lives is waited for as before, who is gone costs little; by a clock of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from asymcheck.distributed import Session
+from asymcheck.errors import RanksMissingError
+from tests.distributed.test_coordinator import joined, sessions_of
+
+_PATIENCE_S = 10.0
+_LATER_S = 3.0
+"""Late for who is waited for a tenth of the time, and in time for all others."""
+
+
+class Time:
+    """A clock that goes on when somebody sleeps; then what is due is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        """Return how late it is."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Do what others do meanwhile."""
+        self.now += seconds
+        due = [do for when, do in self._due if when <= self.now]
+        self._due = [one for one in self._due if one[0] > self.now]
+        for do in due:
+            do()
+
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
+        """Let something be done by another rank."""
+        self._due.append((self.now + seconds, do))
+
+
+Meet = Callable[[int], tuple[Time, list[Session]]]
+
+
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch) -> Meet:
+    """Lets ranks find each other, and then wait by a clock of ours."""
+
+    def met(world_size: int) -> tuple[Time, list[Session]]:
+        time, sessions = Time(), sessions_of(dist.HashStore(), world_size, _PATIENCE_S)
+        monkeypatch.setattr("asymcheck.distributed.kv_store.time", time)
+        return time, sessions
+
+    return met
+
+
+def _missed(time: Time, wait: Callable[[], object]) -> float:
+    """Return how long was waited in vain."""
+    began = time.now
+    with pytest.raises(RanksMissingError):
+        wait()
+    return time.now - began
+
+
+def _agree(session: Session, number: int) -> bytes:
+    return session.agree((number, 1), b"0", joined, "test")
+
+
+def test_a_rank_that_came_too_late_once_is_waited_for_as_before(meet: Meet) -> None:
+    """Though it is later each time than one that is gone would be waited for."""
+    time, (first, late) = meet(2)
+    time.after(_PATIENCE_S + 2, lambda: late.report((1, 1), b"1"))
+    assert _missed(time, lambda: _agree(first, 1)) >= _PATIENCE_S
+    for number in range(2, 6):
+        time.after(_LATER_S, lambda: late.report((number, 1), b"1"))  # noqa: B023 - done before the next
+        # It comes too late to the first round while the second one waits.
+        time.sleep(1.5 if number == 2 else 0)
+        assert _agree(first, number) == b"0+1"
+
+
+def test_a_rank_that_is_gone_costs_little(meet: Meet) -> None:
+    """Each time but the first, and also while another one lives that was missing, too."""
+    time, (first, gone, late) = meet(3)
+    assert _missed(time, lambda: _agree(first, 1)) >= _PATIENCE_S
+    late.report((1, 1), b"2")
+    for number in range(2, 5):
+        assert 1 <= _missed(time, lambda: _agree(first, number)) < 1.5  # noqa: B023 - used at once
+    # It was not, after all.
+    gone.report((3, 1), b"1")
+    gone.report((4, 1), b"1")
+    late.report((4, 1), b"2")
+    time.after(_LATER_S, lambda: [one.report((5, 1), b"x") for one in (gone, late)])
+    assert _agree(first, 5) == b"0+x+x"
+    # And whoever ends now has all the time again, once.
+    assert _missed(time, lambda: _agree(first, 6)) >= _PATIENCE_S
+    assert _missed(time, lambda: _agree(first, 7)) < 1.5
+
+
+@pytest.mark.parametrize("reported", [1, 5])
+def test_the_first_or_the_newest_of_what_a_rank_missed_shows_that_it_lives(meet: Meet, reported: int) -> None:
+    """To the first it may never report, and to the newest not before the next one is over, too."""
+    time, (first, late) = meet(2)
+    for number in range(1, 6):
+        _missed(time, lambda: _agree(first, number))  # noqa: B023 - used at once
+    late.report((reported, 1), b"1")
+    time.after(_LATER_S, lambda: late.report((6, 1), b"1"))
+    assert _agree(first, 6) == b"0+1"
+
+
+def test_the_others_wait_for_rank_0_as_before_when_it_came_too_late_once(meet: Meet) -> None:
+    """And but a short time, for twice as long as it does itself, while it says nothing."""
+    time, (first, other) = meet(2)
+    assert _missed(time, lambda: other.agree((1, 1), b"1", joined, "test")) >= 2 * _PATIENCE_S
+    assert _missed(time, lambda: other.agree((2, 1), b"1", joined, "test")) < 2.5
+    first.post((1, 1), b"late")
+    time.after(_LATER_S, lambda: first.post((3, 1), b"in time"))
+    assert other.agree((3, 1), b"1", joined, "test") == b"in time"
+
+
+def test_what_one_thread_finds_holds_for_all(meet: Meet) -> None:
+    """The training waits no longer for a rank that the commits miss; and as before, when either has seen it again."""
+    time, (first, late) = meet(2)
+    commits, late_commits = first.for_thread(), late.for_thread()
+    assert _missed(time, lambda: _agree(commits, 1)) >= _PATIENCE_S
+    assert _missed(time, lambda: _agree(first, 2)) < 1.5
+    late_commits.report((1, 1), b"1")
+    for session, other, number in ((first, late, 3), (commits, late_commits, 4)):
+        time.after(_LATER_S, lambda: other.report((number, 1), b"1"))  # noqa: B023 - done before the next
+        assert _agree(session, number) == b"0+1"

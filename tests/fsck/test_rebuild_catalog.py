@@ -1,0 +1,235 @@
+"""The catalog from packs and manifests alone, also while other processes have it open."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Store, events
+from asymcheck.format import registry
+from asymcheck.format.catalog_records import pin_key
+from asymcheck.fsck.rebuild_catalog import reconcile
+from asymcheck.storage.nvme import NvmeTier, Transaction
+from asymcheck.storage.process_identity import this_process
+from asymcheck.types import Location, Owner, PackId, SaveId
+from tests.crash.actions import lose_catalog, open_store
+from tests.crash.states import CONFIG, fingerprint, make_state
+from tests.crash.survival import check_steps
+from tests.fsck.damages import check_idle, flip_index, frames, packs
+
+_DEAD = Owner(1, 1, "another boot", "")
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    """A store with two checkpoints."""
+    with open_store(store_path) as store:
+        for step in range(2):
+            store.save(make_state(step), step=step)
+    return store_path
+
+
+def _rows(store: Store) -> tuple[dict[bytes, Location | None], dict[PackId, int | None], set[bytes]]:
+    with store._opened.catalog().read() as transaction:
+        return dict(transaction.locations()), transaction.pack_states(), transaction.manifests()
+
+
+def test_a_lost_catalog_comes_back_as_it_was(path: Path) -> None:
+    """Row by row; the result counts them."""
+    with open_store(path) as store:
+        before = _rows(store)
+    lose_catalog(path)
+    with open_store(path) as store:
+        rebuilt = store.rebuild()
+        assert _rows(store) == before
+    assert (rebuilt.packs, rebuilt.partitions, rebuilt.manifests) == (len(before[1]), len(before[0]), len(before[2]))
+    assert rebuilt.left_out == ()
+
+
+def test_nobody_else_has_it_open(path: Path) -> None:
+    """Then the file itself is a new one: LMDB checks no page of the old."""
+    data = path / "catalog" / "data.mdb"
+    before = data.stat().st_ino
+    keep = path / "catalog" / "keep"
+    keep.hardlink_to(data)  # so that the number of the old file is not given to the new one
+    with open_store(path) as store:
+        store.rebuild()
+        assert data.stat().st_ino != before
+        check_idle(store)
+
+
+def _forget_all(transaction: Transaction) -> None:
+    for name, _ in list(transaction.locations()):
+        transaction.delete_location(name)
+    for pack_id in transaction.pack_states():
+        transaction.delete_pack(pack_id)
+    for key in transaction.manifests():
+        transaction.delete_manifest(key)
+
+
+def _misplace(transaction: Transaction) -> None:
+    for name, location in list(transaction.locations()):
+        assert location is not None
+        transaction.put_location(name, Location(location.pack_id, 1 << 30, 1, 1))
+
+
+def _name_what_is_not_there(transaction: Transaction) -> None:
+    pack_id = PackId(bytes(16))
+    transaction.put_pack(pack_id, registry.PACK_LIVE, 1, 1)
+    for name, location in list(transaction.locations()):
+        assert location is not None
+        transaction.put_location(
+            name, Location(pack_id, location.offset, location.stored_length, location.plain_length)
+        )
+    transaction.put_manifest(b"default/00000001-000000000009-" + b"0" * 32 + b"/00000-of-00001-" + b"0" * 32, 1)
+
+
+@pytest.mark.parametrize("how", ["repair", "rebuild"])
+@pytest.mark.parametrize("lie", [_forget_all, _misplace, _name_what_is_not_there])
+def test_a_catalog_that_lies_is_corrected(path: Path, lie: Callable[[Transaction], None], how: str) -> None:
+    """With sound checksums, and while the store is open here."""
+    with open_store(path) as store:
+        before = _rows(store)
+        with store._opened.catalog().write() as transaction:
+            lie(transaction)
+        assert _rows(store) != before
+        if how == "repair":
+            assert [one.kind for one in store.repair().done] == ["catalog"]
+        else:
+            assert store.rebuild().changed > 0
+        assert _rows(store) == before
+        assert store.rebuild().changed == 0
+        check_idle(store)
+
+
+def test_pins_of_the_living_are_kept(path: Path) -> None:
+    """And those of the dead are not."""
+    living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)
+    with open_store(path) as store:
+        with store._opened.catalog().write() as transaction:
+            transaction.put_pin(living, Owner(1, _start_of_init(), this_process().boot_id, _namespace()), [])
+            transaction.put_pin(dead, _DEAD, [])
+        rebuilt = store.rebuild()
+        assert rebuilt.kept_pins == 1
+        with store._opened.catalog().read() as transaction:
+            assert set(transaction.pins()) == {living}
+
+
+def _start_of_init() -> int:
+    return int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _namespace() -> str:
+    return this_process().pid_namespace
+
+
+def test_a_damaged_pack_is_left_out(path: Path) -> None:
+    """The result says which and why; no save relies on it."""
+    pack = packs(path)[0]
+    names = {name for name, _, _ in frames(pack)}
+    flip_index(pack)
+    with open_store(path) as store:
+        rebuilt = store.rebuild()
+        assert len(rebuilt.left_out) == 1
+        assert pack.name in rebuilt.left_out[0]
+        assert not names & _rows(store)[0].keys()
+
+
+def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collection relies on the catalog to name what it has not seen, so a rebuild must not forget it."""
+    with open_store(path) as store, open_store(path) as other:
+        original = reconcile.__globals__["_manifests"]
+
+        def manifests(tier: object) -> object:
+            found = original(tier)
+            other.save(make_state(5), step=5)
+            return found
+
+        with store._opened.catalog().write() as transaction:
+            _forget_all(transaction)
+        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        assert store.rebuild().manifests == 3
+        monkeypatch.undo()
+        assert len(_rows(store)[2]) == 3
+        assert other.save(make_state(5), step=6).written_bytes == 0
+        check_steps(store, {0: 0, 1: 1, 5: 5, 6: 5})
+
+
+def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack that is gone by the time of the transaction would be promised to saves."""
+    with open_store(path) as store, open_store(path) as other:
+        other.gc()
+        original = reconcile.__globals__["_manifests"]
+
+        def manifests(tier: object) -> object:
+            found = original(tier)
+            for step in range(2):
+                other.delete(step)
+            assert other.gc().freed_packs > 0
+            return found
+
+        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        store.rebuild()
+        monkeypatch.undo()
+        assert _rows(store) == ({}, {}, set())
+        assert store.save(make_state(0), step=0).written_bytes > 0
+        check_steps(store, {0: 0})
+
+
+def test_what_collection_holds_is_not_entered(path: Path) -> None:
+    """Between the mark and the move the file is still here; who entered it again would bring saves to rely on it."""
+    states = []
+    config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
+    with open_store(path) as store, Store(NvmeTier(path, config)) as other:
+        for step in range(2):
+            store.delete(step)
+
+        def rebuild(event: events.Event) -> None:
+            if event.name == "gc.marked_freed":
+                rebuilt = other.rebuild()
+                states.append((rebuilt.packs, len(rebuilt.left_out), set(_rows(other)[1].values())))
+
+        with events.observe(rebuild):
+            freed = store.gc().freed_packs
+        assert states == [(0, freed, {registry.PACK_FREED})]
+        store.save(make_state(0), step=0)
+        check_steps(store, {0: 0})
+
+
+def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index was read before; by the time of the transaction collection holds it."""
+    pack = packs(path)[0]
+    pack_id = PackId(bytes.fromhex(pack.stem))
+    with open_store(path) as store, contextlib.ExitStack() as stack:
+        catalog = store._opened.catalog()
+        original = reconcile.__globals__["_manifests"]
+
+        def manifests(tier: NvmeTier) -> object:
+            assert stack.enter_context(tier.locked(pack))
+            with catalog.write() as transaction:
+                transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
+            return original(tier)
+
+        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        rebuilt = store.rebuild()
+        assert [pack.name in reason for reason in rebuilt.left_out] == [True]
+        assert _rows(store)[1][pack_id] == registry.PACK_FREED
+
+
+def test_packs_put_back_are_known_again(path: Path) -> None:
+    """A copy of the packs restored from elsewhere is found by a rebuild."""
+    away = path.with_name("away")
+    shutil.copytree(path / "packs", away)
+    for pack in packs(path):
+        pack.unlink()
+    with open_store(path) as store:
+        assert store.rebuild().packs == 0
+        for pack in away.iterdir():
+            shutil.copy(pack, path / "packs")
+        assert store.rebuild().packs == len(packs(path))
+        assert fingerprint(store.load(1)) == fingerprint(make_state(1))

@@ -1,0 +1,358 @@
+"""Each kind of damage, repaired in a real store: nothing intact is lost, and a second repair does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreError
+from asymcheck.format import layout
+from asymcheck.fsck.verify import Severity
+from asymcheck.storage.local_files import translated
+from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.nvme import Files
+from asymcheck.store import Store
+from tests.crash.actions import open_store
+from tests.crash.faults import CHANGES, Counter, WatchedFiles, refuse
+from tests.crash.states import fingerprint, make_state
+from tests.crash.survival import check_steps
+from tests.damage.flips import flip
+from tests.fsck.damages import (
+    check_idle,
+    flip_frame_header,
+    flip_header,
+    flip_index,
+    flip_payload,
+    frames,
+    locked,
+    packs,
+    readable,
+)
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    """A store with three checkpoints, of which the last continues the second."""
+    with open_store(store_path) as store:
+        store.save(make_state(0), step=0)
+        second = store.save(make_state(1), step=1)
+        generation = store.begin_generation(second)
+        store.save(make_state(2), step=2, generation=generation)
+    return store_path
+
+
+def _kinds(done: object) -> list[str]:
+    return [one.kind for one in done]  # type: ignore[attr-defined]  # a tuple of results
+
+
+def test_a_sound_store_is_left_alone(path: Path) -> None:
+    """Nothing is found, nothing is done."""
+    with open_store(path) as store:
+        check_idle(store)
+        assert store.repair().left == ()
+
+
+@pytest.mark.parametrize("copy", [0, 4096])
+@pytest.mark.parametrize("name", ["asymcheck.store", "heads/default/00000002.head"])
+def test_a_record_with_one_damaged_copy(path: Path, name: str, copy: int) -> None:
+    """It is what it was before, byte for byte."""
+    before = (path / name).read_bytes()
+    flip(path / name, (copy + 10) * 8)
+    with open_store(path) as store:
+        assert [one.where for one in store.repair().done] == [name]
+        assert (path / name).read_bytes() == before
+        assert store.verify() == []
+        check_idle(store)
+
+
+def test_a_head_record_that_is_cut_off(path: Path) -> None:
+    """One copy is enough, also where the file ends with it."""
+    head = path / "heads/default/00000002.head"
+    before = head.read_bytes()
+    os.truncate(head, 5000)
+    with open_store(path) as store:
+        with pytest.raises(HeadRecordError):
+            store.load()
+        assert _kinds(store.repair().done) == ["record"]
+        assert head.read_bytes() == before
+        assert fingerprint(store.load()) == fingerprint(make_state(2))
+
+
+def test_records_beyond_repair(path: Path) -> None:
+    """A head record with no intact copy and a damaged manifest are named, with what to do; neither is touched."""
+    head = path / "heads/default/00000002.head"
+    manifest = next((path / "manifests/default").glob("00000001-000000000000-*/*"))
+    for at in (10, 4106):
+        flip(head, at * 8)
+    flip(manifest, 1000 * 8)
+    before = head.read_bytes(), manifest.read_bytes()
+    with open_store(path) as store:
+        repaired = store.repair()
+        assert repaired.done == ()
+        left = {one.kind: one for one in repaired.left}
+        assert set(left) == {"damaged-head", "damaged-manifest"}
+        assert "step=" in left["damaged-head"].remedy
+        assert "delete that step" in left["damaged-manifest"].remedy
+        assert left["damaged-manifest"].checkpoints[0].startswith("default step 0 ")
+    assert (head.read_bytes(), manifest.read_bytes()) == before
+    assert readable(path) == {1, 2}
+
+
+def test_a_lost_head_record(path: Path) -> None:
+    """It is named."""
+    (path / "heads/default/00000002.head").unlink()
+    with open_store(path) as store:
+        assert _kinds(store.repair().left) == ["missing-head"]
+
+
+@pytest.mark.parametrize("damage", [flip_header, flip_index])
+def test_a_pack_without_header_or_index(path: Path, damage: Callable[[Path], None]) -> None:
+    """All its partitions lie in a new pack, which saves rely on; the damaged file is gone, and not in the pool."""
+    for pack in packs(path):
+        damage(pack)
+    damaged = packs(path)
+    pooled = sorted((path / "pool").iterdir())
+    with open_store(path) as store:
+        repaired = store.repair()
+        assert _kinds(repaired.done) == ["catalog"] + ["pack"] * len(damaged)
+        assert repaired.left == ()
+        assert repaired.copied_partitions > 0
+        assert not set(packs(path)) & set(damaged)
+        assert sorted((path / "pool").iterdir()) == pooled
+        assert store.verify() == []
+        check_idle(store)
+        assert store.save(make_state(2), step=3).written_bytes == 0
+        check_steps(store, {0: 0, 1: 1, 2: 2, 3: 2})
+
+
+def test_a_damaged_frame_costs_what_it_costs_and_no_more(path: Path) -> None:
+    """The other frames are copied; the checkpoints that need the lost one are named, and the catalog forgets it."""
+    pack = packs(path)[0]
+    lost = flip_payload(pack, 0)
+    others = {name for name, _, _ in frames(pack)} - {lost}
+    before = readable(path)
+    with open_store(path) as store:
+        repaired = store.repair()
+        assert repaired.copied_partitions == len(others)
+        assert not pack.exists()
+        missing = {one.checkpoints[0].split()[2] for one in repaired.left}
+        assert missing == {str(step) for step in {0, 1, 2} - before}
+        assert all(one.kind == "lost-partitions" and lost.hex() in one.message for one in repaired.left)
+        with store._opened.catalog().read() as transaction:
+            assert transaction.location(lost) is None
+            assert all(transaction.location(name) is not None for name in others)
+        check_idle(store)
+        assert {finding.kind for finding in store.verify()} == {"missing-partition"}
+    assert readable(path) == before
+
+
+def test_checkpoints_of_many_ranks_are_told_apart_by_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash the listing of one takes longer the more ranks it has, and each of their partitions would ask for it."""
+    for pack in packs(path):
+        for frame in range(len(frames(pack))):
+            flip_payload(pack, frame)
+
+    def refuse_hash(_listing: CheckpointFiles) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(CheckpointFiles, "__hash__", refuse_hash)
+    with open_store(path) as store:
+        left = [one for one in store.repair().left if one.kind == "lost-partitions"]
+    assert [one.checkpoints[0].split()[2] for one in left] == ["0", "1", "2"]
+    assert all("partitions that it needs are lost; the first is" in one.message for one in left)
+
+
+def test_a_later_save_heals_older_checkpoints(path: Path) -> None:
+    """It writes what was lost, because nothing promises it any more; without the repair it would not."""
+    for pack in packs(path):
+        for frame in range(len(frames(pack))):
+            flip_payload(pack, frame)
+    assert readable(path) == set()
+    with open_store(path) as store:
+        assert store.save(make_state(1), step=11).written_bytes == 0
+        assert store.repair().copied_partitions == 0
+        assert packs(path) == []
+        assert store.save(make_state(1), step=12).written_bytes > 0
+        for step in (1, 11, 12):
+            assert fingerprint(store.load(step)) == fingerprint(make_state(1))
+        check_idle(store)
+
+
+def test_a_partition_of_which_another_copy_is_sound_is_not_copied(path: Path) -> None:
+    """What lies elsewhere is pointed to there, and the damaged pack goes."""
+    away = path.with_name("away")
+    (path / "packs").rename(away)
+    (path / "packs").mkdir()
+    with open_store(path) as store:
+        for step in range(3):
+            store.save(make_state(step), step=step + 10)
+    for pack in away.iterdir():
+        pack.rename(path / "packs" / pack.name)
+        flip_payload(path / "packs" / pack.name, 0)
+    with open_store(path) as store:
+        repaired = store.repair()
+        assert repaired.copied_partitions == 0
+        assert repaired.left == ()
+        assert store.verify() == []
+        check_steps(store, {0: 0, 1: 1, 2: 2, 10: 0, 11: 1, 12: 2})
+
+
+def test_payloads_behind_damaged_frame_headers_are_intact(path: Path) -> None:
+    """A frame whose header is damaged loses no byte of its partition: the index says what it is."""
+    for pack in packs(path):
+        for frame in range(len(frames(pack))):
+            flip_frame_header(pack, frame)
+    assert readable(path) == set()
+    with open_store(path) as store:
+        assert store.repair().left == ()
+        assert store.verify() == []
+    assert readable(path) == {0, 1, 2}
+
+
+def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> None:
+    """A scan by the book ends at the first damaged header; what lies behind it is not lost for that."""
+    pack = max(packs(path), key=lambda one: len(frames(one)))
+    names = [name for name, _, _ in frames(pack)]
+    assert len(names) > 2
+    flip_frame_header(pack, 0)
+    flip_index(pack)
+    with open_store(path) as store:
+        assert store.repair().copied_partitions == len(names) - 1
+        with store._opened.catalog().read() as transaction:
+            assert [transaction.location(name) is not None for name in names] == [False] + [True] * (len(names) - 1)
+
+
+def test_a_pack_under_a_wrong_name_is_left_alone(path: Path) -> None:
+    """Its frames are intact, and belong to another name."""
+    pack = packs(path)[0]
+    wrong = pack.with_name(layout.pack_name(bytes(16)))  # type: ignore[arg-type]  # an id of zeros
+    pack.rename(wrong)
+    data = wrong.read_bytes()
+    with open_store(path) as store:
+        left = {one.kind for one in store.repair().left}
+    assert left == {"unreadable-pack", "lost-partitions"}
+    assert wrong.read_bytes() == data
+
+
+class _Unreadable(Files):
+    """A device that does not give one place of one pack."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self.path, self.offset = path, offset
+
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
+        """Fail as a worn drive does."""
+        if path == self.path and offset == self.offset:
+            with translated("read", path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(descriptor, buffers, offset, path)
+
+
+def test_what_the_device_does_not_give_may_be_there_another_day(path: Path) -> None:
+    """All else is copied, and nothing promises the rest, but the pack stays; then there is nothing left to do."""
+    pack = packs(path)[0]
+    name, offset, _ = frames(pack)[0]
+    with open_store(path, files=_Unreadable(pack, offset)) as store:
+        repaired = store.repair()
+        assert repaired.copied_partitions == len(frames(pack)) - 1
+        assert pack.exists()
+        assert "unreadable-pack" in {one.kind for one in repaired.left}
+        with store._opened.catalog().read() as transaction:
+            assert transaction.location(name) is None
+        check_idle(store)
+    assert readable(path) == {0, 1, 2}
+
+
+def test_stale_temporaries_are_removed(path: Path) -> None:
+    """As collection does."""
+    stale = path / "packs" / f"{'0' * 32}.tmp"
+    stale.write_bytes(b"x")
+    with open_store(path) as store:
+        assert _kinds(store.repair().done) == ["temporaries"]
+        assert not stale.exists()
+        check_idle(store)
+
+
+def test_a_pack_in_use_is_busy(path: Path) -> None:
+    """Nothing is done to it; once it is free it is repaired."""
+    pack = packs(path)[0]
+    flip_header(pack)
+    before = set(packs(path))
+    with open_store(path) as store:
+        with locked(pack):
+            repaired = store.repair()
+            assert _kinds(repaired.left) == ["busy-pack"]
+            assert repaired.copied_partitions == 0
+            assert set(packs(path)) == before
+        assert store.repair().left == ()
+        assert store.verify() == []
+
+
+def test_a_read_only_store_is_refused(path: Path) -> None:
+    """Clearly, and nothing is changed."""
+    flip_header(packs(path)[0])
+    with open_store(path, read_only=True) as store:
+        for refused in (store.repair, store.rebuild):
+            with pytest.raises(ReadOnlyStoreError, match="read_only=True"):
+                refused()
+
+
+def _damage(path: Path) -> None:
+    first, second, *_ = packs(path)
+    flip_payload(first, 0)
+    flip_header(second)
+    flip(path / "asymcheck.store", 80)
+
+
+def _repair_refused(path: Path, at: int) -> Counter:
+    """Repair on a disk that is full at one operation."""
+    counter = Counter(CHANGES, at, refuse(errno.ENOSPC))
+    with contextlib.suppress(OutOfSpaceError), open_store(path, files=WatchedFiles(counter)) as store:
+        store.repair()
+    return counter
+
+
+def test_a_full_disk_loses_nothing(path: Path, tmp_path: Path) -> None:
+    """Whichever write of a repair fails: what could be read can be read, and the next repair does the rest."""
+    _damage(path)
+    before = readable(path)
+    shutil.copytree(path, tmp_path / "counted")
+    count = len(_repair_refused(tmp_path / "counted", 0).seen)
+    assert count > 10
+    for at in range(1, count + 1):
+        copy = tmp_path / f"copy-{at}"
+        shutil.copytree(path, copy)
+        _repair_refused(copy, at)
+        _check_repaired(copy, before)
+        shutil.rmtree(copy)
+
+
+def _check_repaired(path: Path, before: set[int]) -> None:
+    assert readable(path) == before
+    with open_store(path) as store:
+        store.repair()
+        assert {finding.kind for finding in store.verify()} <= {"missing-partition"}
+        check_idle(store)
+    assert readable(path) == before
+
+
+def test_warnings_only(path: Path) -> None:
+    """The damage of these tests is what verify calls it."""
+    _damage(path)
+    with open_store(path, read_only=True) as store:
+        assert Severity.ERROR in {finding.severity for finding in store.verify()}
+
+
+def test_open_anew(path: Path) -> None:
+    """A store that was repaired is a store like any other to who opens it afterwards."""
+    flip_index(packs(path)[0])
+    with open_store(path) as store:
+        store.repair()
+    with Store.open(path, read_only=True) as store:
+        assert store.verify() == []

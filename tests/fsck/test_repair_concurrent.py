@@ -1,0 +1,169 @@
+"""A repair beside saves, loads, collections and other repairs: races forced to happen between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import RecoveryError
+from asymcheck.fsck.repair import Replacement
+from asymcheck.storage.nvme import NvmeTier, Transaction
+from asymcheck.store import Store
+from tests.crash.actions import open_store
+from tests.crash.states import CONFIG, fingerprint, make_state
+from tests.crash.survival import check_steps
+from tests.crash.test_races import at_first
+from tests.fsck.damages import check_idle, flip_frame_header, flip_header, locked, packs
+
+REPAIR = ["frame.written", "pack.sealed", "repair.entered", "repair.removed", "repair.forgotten"]
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    """A store whose first pack has lost its header."""
+    with open_store(store_path) as store:
+        store.save(make_state(0), step=0)
+        store.save(make_state(1), step=1)
+    flip_header(packs(store_path)[0])
+    return store_path
+
+
+def _save(store: Store) -> None:
+    store.save(make_state(1), step=2)
+
+
+def _collect(store: Store) -> None:
+    store.gc()
+
+
+def _load(store: Store) -> None:
+    assert fingerprint(store.load(1)) == fingerprint(make_state(1))
+
+
+def _repair(store: Store) -> None:
+    store.repair()
+
+
+@pytest.fixture
+def impatient(path: Path) -> Iterator[Store]:
+    """The damaged store, opened by somebody who hardly waits for locks: here nobody gives them back meanwhile."""
+    config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
+    with Store(NvmeTier(path, config)) as store:
+        yield store
+
+
+@pytest.mark.parametrize("other", [_save, _collect, _repair])
+@pytest.mark.parametrize("event", REPAIR)
+def test_between_two_steps_of_a_repair(
+    path: Path, impatient: Store, event: str, other: Callable[[Store], None]
+) -> None:
+    """Whatever another does at whichever step, every checkpoint is there, and in the end nothing is left to repair."""
+    with open_store(path) as store:
+        with at_first(event, lambda: other(impatient)) as seen:
+            store.repair()
+        assert event in seen
+        store.repair()
+        check_idle(store)
+        check_steps(store, {0: 0, 1: 1} | ({2: 1} if other is _save else {}))
+
+
+@pytest.mark.parametrize("event", REPAIR)
+def test_a_load_that_begins_between_two_steps(path: Path, event: str) -> None:
+    """It waits for the moment that a pack is locked, and finds its partitions in the one or the other."""
+    with open_store(path) as store, open_store(path) as other, ThreadPoolExecutor() as threads:
+        loads = []
+        with at_first(event, lambda: loads.append(threads.submit(_load, other))):
+            store.repair()
+        loads[0].result()
+        store.repair()
+        check_idle(store)
+
+
+@pytest.mark.parametrize("event", ["pack.sealed", "catalog.pinned", "manifest.renamed", "manifest.committed"])
+def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
+    """The save has looked up partitions in packs that the repair means to remove: once pinned, they stay till later."""
+    config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
+    with open_store(store_path) as store, Store(NvmeTier(store_path, config)) as other:
+        store.save(make_state(0), step=0)
+        damaged = packs(store_path)
+        for pack in damaged:
+            flip_frame_header(pack, 0)
+        kept: list[Path] = []
+
+        def repair() -> None:
+            other.repair()
+            kept.extend(pack for pack in damaged if pack.exists())
+
+        with at_first(event, repair):
+            store.save(make_state(1), step=1)
+        assert bool(kept) == (event != "pack.sealed")
+        store.repair()
+        check_idle(store)
+        check_steps(store, {0: 0, 1: 1})
+
+
+def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
+    """The damaged pack is left to the reader, and the new one does not stay."""
+    damaged, before = packs(path)[0], set(packs(path))
+    with open_store(path) as store, contextlib.ExitStack() as stack:
+        with at_first("pack.sealed", lambda: stack.enter_context(locked(damaged))):
+            repaired = store.repair()
+        assert {one.kind for one in repaired.left} == {"busy-pack"}
+        assert set(packs(path)) == before
+
+
+def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies elsewhere counts only while the catalog says that collection has not taken it."""
+    with open_store(path) as store:
+        original = Replacement._enter
+        seen = []
+
+        def enter(self: Replacement, *arguments: object) -> str:
+            with store._opened.catalog().write() as transaction:
+                for pack_id in {location.pack_id for location in self._elsewhere.values()}:
+                    transaction.put_pack(pack_id, 2, 0, 0)
+            reason = original(self, *arguments)  # type: ignore[arg-type]  # passed on as they are
+            seen.append(reason)
+            return reason
+
+        # A second copy of everything, in sound packs.
+        away = path.with_name("away")
+        (path / "packs").rename(away)
+        (path / "packs").mkdir()
+        with open_store(path) as fresh:
+            fresh.rebuild()
+            fresh.save(make_state(0), step=5)
+            fresh.save(make_state(1), step=6)
+        for pack in away.iterdir():
+            pack.rename(path / "packs" / pack.name)
+        monkeypatch.setattr(Replacement, "_enter", enter)
+        before = set(packs(path))
+        left = store.repair().left
+        assert seen == ["the store changed while it was being repaired"]
+        assert {one.kind for one in left} == {"busy-pack"}
+        assert set(packs(path)) == before
+
+
+def test_a_repair_that_ignores_pins_is_noticed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pinned pack that is removed costs the checkpoint that was being saved: the collection that follows frees it."""
+    with open_store(store_path) as store, open_store(store_path) as other:
+        store.save(make_state(0), step=0)
+        for pack in packs(store_path):
+            flip_frame_header(pack, 0)
+
+        def repair() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(Transaction, "pins", lambda _self: {})
+                other.delete(0)
+                other.repair()
+                other.gc()
+
+        with at_first("catalog.pinned", repair):
+            store.save(make_state(0), step=1)
+        with pytest.raises(RecoveryError):
+            store.load(1)

@@ -1,0 +1,339 @@
+"""The difference of two checkpoints, against one that is worked out from the loaded states, whole and in torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.errors import CheckpointNotFoundError, DamagedPartitionError, InvalidInputError
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.inspect import diff
+from asymcheck.inspect.diff import CheckpointDiff, NormSums, TensorChange, TensorNorms
+from asymcheck.restore import tensor_reader
+
+CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
+
+
+def saved(path: Path, *states: object) -> asymcheck.Store:
+    """Return a store with the states as steps 0, 1, …."""
+    store = asymcheck.Store.open(path, config=CONFIG)
+    for step, state in enumerate(states):
+        store.save(state, step=step)
+    return store
+
+
+def changes(found: CheckpointDiff) -> dict[str, str]:
+    """Return what changed, by name."""
+    return {change.name: change.change for change in found.tensors}
+
+
+def norms_of(change: TensorChange) -> TensorNorms:
+    """Return the norms, which must be there."""
+    assert change.norms is not None
+    return change.norms
+
+
+def test_every_kind_of_change_is_told(store_path: Path) -> None:
+    """Added, removed, changed in shape, dtype or value, and unchanged."""
+    big = torch.arange(5000.0)
+    before = {"same": big, "gone": torch.ones(3), "shape": torch.ones(6), "dtype": torch.ones(9), "value": big * 2}
+    after = {
+        "same": big,
+        "new": torch.ones(3),
+        "shape": torch.ones(2, 3),
+        "dtype": torch.ones(9).half(),
+        "value": big * 3,
+    }
+    with saved(store_path, before, after) as store:
+        found = store.diff(0, 1)
+    assert changes(found) == {"gone": "removed", "new": "added", "shape": "shape", "dtype": "dtype", "value": "value"}
+    assert (found.unchanged_tensors, found.unchanged_bytes) == (1, 20_000)
+    by_name = {change.name: change for change in found.tensors}
+    assert (by_name["dtype"].dtype_a, by_name["dtype"].dtype_b) == ("float32", "float16")
+    assert norms_of(by_name["dtype"]).differing == 0
+    assert (by_name["shape"].shape_a, by_name["shape"].shape_b) == ((6,), (2, 3))
+    assert by_name["shape"].norms is None
+    assert (by_name["gone"].bytes_a, by_name["gone"].bytes_b) == (12, 0)
+    assert found.bytes_a == 20_000 + 12 + 24 + 36 + 20_000
+    assert found.shared_bytes == 20_000 + 12 + 24  # also the ones that lie in both manifests
+
+
+def test_what_has_the_same_dotted_name_is_told_apart(store_path: Path) -> None:
+    """Each is compared with its like, tensors and plain values, by any glob that matches the name."""
+    same = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, 1: torch.ones(4), "1": torch.ones(5), "n": {1: 1, "1": 2}}
+    first = {**same, "a.b": torch.full((3,), 2.0), "n": {1: 3, "1": 2}}
+    second = {**same, "a": {"b": torch.full((3,), 2.0)}, "n": {1: 1, "1": 3}}
+    with saved(store_path, same, first, second) as store:
+        assert changes(store.diff(0, 1)) == {"a.b": "value"}
+        assert changes(store.diff(0, 2)) == {"a.b (2)": "value"}
+        assert changes(store.diff(0, 2, tensors="a.b")) == {"a.b (2)": "value"}
+        assert store.diff(0, 1).unchanged_tensors == 3
+        assert [one.name for one in store.diff(0, 1).values] == ["n.1"]
+        assert [one.name for one in store.diff(0, 2).values] == ["n.1 (2)"]
+        assert [(one.name, one.text) for one in store.values(0)[1]] == [("n.1", "1"), ("n.1 (2)", "2")]
+        assert len(store.values(0, "n.1")[1]) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "uint8", "complex64"])
+def test_norms_are_those_of_the_whole_tensors(store_path: Path, dtype: str) -> None:
+    """Streamed over many partitions and blocks they equal the norms of torch."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(150_000, generator=generator) * 50 for _ in range(2))
+    a, b = (one.abs().to(getattr(torch, dtype)) for one in (a, b))
+    b[:70_000] = a[:70_000]
+    with saved(store_path, {"x": a}, {"x": b}) as store:
+        (change,) = store.diff(0, 1).tensors
+    wide = torch.complex128 if dtype.startswith("complex") else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    found = norms_of(change)
+    assert found.l2_a == pytest.approx(float(torch.linalg.vector_norm(x)), rel=1e-12)
+    assert found.l2_difference == pytest.approx(float(torch.linalg.vector_norm(y - x)), rel=1e-12)
+    assert found.relative == pytest.approx(float(found.l2_difference or 0) / float(found.l2_a or 1), rel=1e-12)
+    assert found.largest == float((y - x).abs().max())
+    assert found.differing == int((a != b).sum())
+    assert found.elements == 150_000
+    assert 0 < change.shared_bytes < 70_000 * a.element_size()
+    assert change.shared_bytes % 4096 == 0
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
+def test_every_dtype_of_the_format_is_compared(dtype: str) -> None:
+    """All 256 bytes as elements of it: what differs is counted, and norms are numbers or said to be left out."""
+    a = np.arange(256, dtype=np.uint8)
+    b = a.copy()
+    b[: DTYPE_BYTES[dtype]] ^= 1
+    sums = NormSums(dtype, dtype, "weights")
+    sums.add(a, b)
+    found = sums.result()
+    assert (found.differing, found.elements) == (1, 256 // DTYPE_BYTES[dtype])
+    if dtype == "float4_e2m1fn_x2":
+        assert (found.l2_a, found.largest) == (None, None)
+        assert "two numbers" in found.note
+    elif hasattr(torch, dtype):
+        assert not found.note
+        assert found.l2_a is not None
+        assert found.largest is not None
+        assert found.largest > 0
+
+
+def test_what_is_not_finite_is_counted_and_left_out(store_path: Path) -> None:
+    """Infinite elements and those that are not a number do not spoil the norms."""
+    a = torch.tensor([3.0, 4.0, math.inf, 1.0, math.nan])
+    b = torch.tensor([3.0, 6.0, 1.0, math.nan, math.nan])
+    with saved(store_path, {"x": a}, {"x": b}) as store:
+        (change,) = store.diff(0, 1).tensors
+    found = norms_of(change)
+    assert (found.nonfinite_a, found.nonfinite_b) == (2, 2)
+    assert found.l2_a == pytest.approx(math.sqrt(26))
+    assert (found.l2_difference, found.largest, found.differing) == (2.0, 2.0, 3)
+
+
+def test_squares_neither_overflow_nor_vanish(store_path: Path) -> None:
+    """Values whose squares float64 cannot hold have norms all the same."""
+    huge, tiny = torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)
+    with saved(store_path, {"h": huge, "t": tiny}, {"h": huge * 2, "t": tiny * 2}) as store:
+        found = [norms_of(change) for change in store.diff(0, 1).tensors]
+    assert [one.l2_a for one in found] == pytest.approx([2e200, 2e-200], rel=1e-12)
+    assert [one.l2_difference for one in found] == pytest.approx([2e200, 2e-200], rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_wide_integers_are_subtracted_before_they_are_rounded(store_path: Path, dtype: torch.dtype) -> None:
+    """Two that are one apart near 2^62 have a difference of one, although float64 cannot tell them apart."""
+    a = torch.tensor([1 << 62, 7], dtype=torch.int64).to(dtype)
+    b = torch.tensor([(1 << 62) + 1, 2], dtype=torch.int64).to(dtype)
+    with saved(store_path, {"x": a}, {"x": b}) as store:
+        (change,) = store.diff(0, 1).tensors
+    found = norms_of(change)
+    assert (found.largest, found.l2_difference) == (5.0, pytest.approx(math.sqrt(26)))
+
+
+def test_the_state_of_a_random_number_generator_has_no_norms(store_path: Path) -> None:
+    """It is a bit pattern; what differs is counted."""
+    a = torch.zeros(500, dtype=torch.uint8)
+    b = a.clone()
+    b[3] = 9
+    with saved(store_path, {"rng": {"cpu": a}}, {"rng": {"cpu": b}}) as store:
+        (change,) = store.diff(0, 1).tensors
+    assert (norms_of(change).l2_a, norms_of(change).differing) == (None, 1)
+    assert "random" in norms_of(change).note
+
+
+def test_tensors_that_share_a_partition_with_a_changed_one_are_unchanged(store_path: Path) -> None:
+    """The bundle has a new digest; only reading tells which of its tensors changed, and without it that is said."""
+    a = {name: torch.ones(100) for name in "pqr"}
+    b = {**a, "q": torch.zeros(100)}
+    with saved(store_path, {"model": a}, {"model": b}) as store:
+        assert changes(store.diff(0, 1)) == {"model.q": "value"}
+        assert store.diff(0, 1).unchanged_tensors == 2
+        undecided = dict.fromkeys(["model.p", "model.q", "model.r"], "undecided")
+        assert changes(store.diff(0, 1, norms=False)) == undecided
+
+
+def test_without_norms_nothing_is_read(store_path: Path) -> None:
+    """Packs may be lost: digests tell what changed."""
+    big = torch.arange(5000.0)
+    with saved(store_path, {"x": big, "y": big + 1}, {"x": big, "y": big + 2}) as store:
+        for pack in (store_path / "packs").iterdir():
+            pack.unlink()
+        found = store.diff(0, 1, norms=False)
+        assert changes(found) == {"y": "value"}
+        assert found.tensors[0].norms is None
+        with pytest.raises(asymcheck.errors.MissingPartitionError, match="needed by tensor y"):
+            store.diff(0, 1)
+
+
+def test_what_digests_tell_is_not_read(store_path: Path) -> None:
+    """Damage in an unchanged tensor does not matter; in a changed one it is an error that names the tensor."""
+    big = torch.arange(5000.0)
+    with saved(store_path, {"x": big}, {"x": big, "y": big + 7}, {"x": big + 1}) as store:
+        (first, *_) = [item["pack"] for item in _packs_of(store, 0, "x")]
+        pack = store_path / "packs" / f"{first}.pack"
+        data = bytearray(pack.read_bytes())
+        data[4096 + 200] ^= 1
+        pack.write_bytes(data)
+        assert changes(store.diff(0, 1)) == {"y": "added"}
+        with pytest.raises(DamagedPartitionError, match="needed by tensor x, step 0"):
+            store.diff(0, 2)
+
+
+def _packs_of(store: asymcheck.Store, step: int, name: str) -> list[dict[str, str | None]]:
+    (tensor,) = store.tensors(step, name)[1]
+    return [{"pack": partition.pack} for partition in tensor.partitions]
+
+
+def test_memory_is_bounded_by_a_few_partitions(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many partitions tensors have, no more slots are made than are kept, and blocks have one size."""
+    made: list[int] = []
+
+    class CountedSlot(tensor_reader.Slot):
+        def __init__(self, payload_bytes: int) -> None:
+            made.append(payload_bytes)
+            super().__init__(payload_bytes)
+
+    monkeypatch.setattr(tensor_reader, "Slot", CountedSlot)
+    a, b = torch.zeros(200_000), torch.ones(200_000)
+    seen: list[tuple[int, int]] = []
+    with saved(store_path, {"x": a, "y": a + 2}, {"x": b, "y": b + 2}) as store:
+        found = store.diff(0, 1, progress=lambda done, total: seen.append((done, total)))
+    assert [norms_of(change).differing for change in found.tensors] == [200_000, 200_000]
+    assert made == [8192] * tensor_reader._KEPT
+    assert seen[-1] == (3_200_000, 3_200_000)
+    assert seen[0][0] == 2 * 4 * diff._BLOCK_ELEMENTS
+
+
+def test_tied_tensors_are_matched_by_any_of_their_names(store_path: Path) -> None:
+    """A tie that is cut shows what moved away, not a removed and an added tensor."""
+    weight = torch.arange(3000.0)
+    with saved(store_path, {"a": weight, "b": weight}, {"a": weight, "b": weight + 1}) as store:
+        assert changes(store.diff(0, 1)) == {"b": "value"}
+        assert changes(store.diff(1, 0)) == {"b": "value"}
+        assert store.diff(0, 0).tensors == ()
+
+
+def test_a_further_name_of_a_tensor_is_added_without_bytes(store_path: Path) -> None:
+    """The tensor itself is unchanged."""
+    weight = torch.arange(3000.0)
+    with saved(store_path, {"a": weight}, {"a": weight, "b": weight}) as store:
+        (added,) = store.diff(0, 1).tensors
+        (removed,) = store.diff(1, 0).tensors
+        assert store.diff(0, 1).unchanged_tensors == 1
+    assert (added.name, added.change, added.bytes_b) == ("b", "added", 0)
+    assert (removed.name, removed.change, removed.bytes_a) == ("b", "removed", 0)
+
+
+def test_plain_values_are_listed(store_path: Path) -> None:
+    """Old and new, with type; long ones are shortened and never look alike for that reason alone."""
+    before = {"lr": 0.1, "n": 1, "same": "x", "long": "y" * 500, "list": [1, 2], "shape": torch.Size([2])}
+    after = {"lr": 0.2, "n": 1.0, "same": "x", "long": "y" * 501, "list": [1], "shape": torch.Size([3]), "new": {}}
+    with saved(store_path, before, after) as store:
+        found = store.diff(0, 1)
+        values = {change.name: (change.a, change.b) for change in found.values}
+        assert [change.name for change in store.diff(0, 1, tensors="l*").values] == ["list.1", "long", "lr"]
+    assert values["lr"] == ("0.1", "0.2")
+    assert values["n"] == ("1", "1.0")
+    assert values["list.1"] == ("2", None)
+    assert values["new"] == (None, "{}")
+    assert values["shape"] == ("shape [2]", "shape [3]")
+    assert "(502 characters)" in str(values["long"][0])
+    assert "(503 characters)" in str(values["long"][1])
+    assert set(values) == {"lr", "n", "list.1", "new", "shape", "long"}
+    assert found.unchanged_values == 2
+
+
+def test_values_of_every_type_have_a_text(store_path: Path) -> None:
+    """Values that Python refuses to write in decimal, and those of torch and numpy, included."""
+    before = {"i": 10**5000, "d": torch.float32, "v": torch.device("cpu"), "s": np.float32(1.5), "c": 1j, "b": b"x"}
+    after = {"i": 10**5000 + 1, "d": torch.float16, "v": None, "s": np.float32(2.5), "c": 2j, "b": b"y"}
+    with saved(store_path, before, after) as store:
+        values = {change.name: (change.a, change.b) for change in store.diff(0, 1).values}
+    assert values["d"] == ("dtype float32", "dtype float16")
+    assert values["v"] == ("device cpu", "None")
+    assert values["s"] == ("float32 1.5", "float32 2.5")
+    assert values["c"] == ("1j", "2j")
+    assert values["b"] == ("b'x'", "b'y'")
+    assert str(values["i"][0]).startswith("0x")
+
+
+def test_a_step_means_what_a_restore_would_take(store_path: Path) -> None:
+    """Of a step that was saved on an abandoned branch too, the one on the line; the other has its save id."""
+    with asymcheck.Store.open(store_path, config=CONFIG) as store:
+        first = store.save({"x": torch.zeros(2)}, step=1)
+        old = store.save({"x": torch.ones(2)}, step=2)
+        generation = store.begin_generation(first)
+        new = store.save({"x": torch.ones(2) * 2}, step=2, generation=generation)
+        store.save({"x": torch.ones(2) * 3}, step=2, run="other")
+        found = store.diff(1, 2)
+        assert (found.b.save_id, found.other_saves_b) == (new.save_id, (old.save_id,))
+        assert norms_of(found.tensors[0]).largest == 2.0
+        assert store.diff("1", f"save:{old.save_id}").b.save_id == old.save_id
+        others = (new.save_id, first.save_id)
+        digits = next(n for n in range(1, 33) if not any(other.startswith(old.save_id[:n]) for other in others))
+        assert store.diff(1, f"default@save:{old.save_id[:digits]}").b.save_id == old.save_id
+        assert norms_of(store.diff(1, "other@2").tensors[0]).largest == 3.0
+        with pytest.raises(InvalidInputError, match=f"save:{old.save_id[:1]} could be 3 checkpoints"):
+            store.diff(1, f"save:{old.save_id[:1]}")
+
+
+@pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])
+def test_what_names_no_checkpoint_is_refused(store_path: Path, name: str) -> None:
+    """The syntax is small, and said in the message."""
+    with saved(store_path, {}) as store, pytest.raises(InvalidInputError):
+        store.diff(0, name)
+
+
+@pytest.mark.parametrize("name", ["7", 8, "nobody@0", "save:ffff"])
+def test_a_checkpoint_that_is_not_there(store_path: Path, name: int | str) -> None:
+    """It is an error of its own kind."""
+    with saved(store_path, {}) as store, pytest.raises(CheckpointNotFoundError):
+        store.diff(0, name)
+
+
+def test_a_checkpoint_shares_all_of_itself(store_path: Path) -> None:
+    """What lies in the manifest as well."""
+    with saved(store_path, {"small": torch.ones(3), "big": torch.arange(5000.0)}) as store:
+        found = store.diff(0, 0)
+    assert found.shared_bytes == found.bytes_b == 20_012
+
+
+def test_names_are_in_the_order_of_their_numbers(store_path: Path) -> None:
+    """Layer 10 after layer 9, of tensors and of values."""
+    before = {"layers": [torch.zeros(2) for _ in range(12)], "epochs": list(range(12))}
+    after = {"layers": [torch.ones(2) for _ in range(12)], "epochs": [-1] * 12}
+    with saved(store_path, before, after) as store:
+        found = store.diff(0, 1)
+    assert [change.name for change in found.tensors] == [f"layers.{number}" for number in range(12)]
+    assert [change.name for change in found.values] == [f"epochs.{number}" for number in range(12)]
+
+
+def test_a_glob_that_matches_nothing_is_refused(store_path: Path) -> None:
+    """What is in one of the two counts, and so does a plain value."""
+    with saved(store_path, {"a": torch.ones(2)}, {"a": torch.ones(2), "b": 3}) as store:
+        assert store.diff(0, 1, tensors="b").values != ()
+        with pytest.raises(InvalidInputError, match=r"'c' matches no name in either checkpoint; they have a, b"):
+            store.diff(0, 1, tensors="c")

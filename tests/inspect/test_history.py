@@ -1,0 +1,126 @@
+"""The history of a run: what led to the present, newest first, and where training went back."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.config import WRITER
+from asymcheck.errors import CheckpointNotFoundError, HeadRecordError
+from asymcheck.inspect.history import History
+
+
+@pytest.fixture
+def store(store_path: Path) -> asymcheck.Store:
+    """Steps 10 to 40; back to 20, then 25 and 35; back to 25, then 30."""
+    with asymcheck.Store.open(store_path) as opened:
+        for step in (10, 20, 30, 40):
+            opened.save({"x": torch.full((4,), float(step))}, step=step, metrics={"loss": 1 / step})
+        generation = opened.begin_generation(opened.checkpoints()[1])
+        for step in (25, 35):
+            opened.save({"x": torch.ones(4)}, step=step, generation=generation)
+        generation = opened.begin_generation(opened.checkpoints()[-2])
+        opened.save({"x": torch.ones(4)}, step=30, generation=generation)
+    return asymcheck.Store.open(store_path, read_only=True)
+
+
+def steps(history: History) -> list[tuple[int, int]]:
+    """Return generation and step of the entries."""
+    return [(entry.checkpoint.generation, entry.checkpoint.step) for entry in history.entries]
+
+
+def test_the_line_newest_first(store: asymcheck.Store) -> None:
+    """Only what led to the present; the rest is counted."""
+    history = store.history()
+    assert steps(history) == [(3, 30), (2, 25), (1, 20), (1, 10)]
+    assert (history.generation, history.hidden_abandoned, history.hidden_incomplete) == (3, 3, 0)
+    assert [entry.step_before for entry in history.entries] == [25, 20, 10, None]
+    times = [entry.checkpoint.created_ns for entry in history.entries]
+    assert [entry.since_before_ns for entry in history.entries] == [
+        *(later - earlier for later, earlier in itertools.pairwise(times)),
+        None,
+    ]
+    assert {entry.writer for entry in history.entries} == {WRITER}
+    assert history.entries[-1].checkpoint.metrics == {"loss": 0.1}
+
+
+def test_openings_say_where_training_went_back_to(store: asymcheck.Store) -> None:
+    """Each names its parent and how many checkpoints it left, those of its own line only."""
+    third, second = store.history().openings
+    assert (third.generation, third.parent_generation, third.parent_step, third.abandoned) == (3, 2, 25, 1)
+    assert (second.generation, second.parent_generation, second.parent_step, second.abandoned) == (2, 1, 20, 2)
+    assert second.parent_save_id == store.checkpoints()[1].save_id
+    assert (second.on_line, second.problem, second.writer) == (True, "", WRITER)
+
+
+def test_everything_includes_what_was_abandoned(store: asymcheck.Store) -> None:
+    """An abandoned checkpoint came after the one that its own line had before it."""
+    history = store.history(everything=True)
+    assert steps(history) == [(3, 30), (2, 35), (2, 25), (1, 40), (1, 30), (1, 20), (1, 10)]
+    assert [entry.checkpoint.on_line for entry in history.entries] == [True, False, True, False, False, True, True]
+    assert [entry.step_before for entry in history.entries] == [25, 25, 20, 30, 20, 10, None]
+    assert (history.hidden_abandoned, history.hidden_incomplete) == (0, 0)
+
+
+def test_training_from_nothing(store_path: Path) -> None:
+    """It abandons all there was, and the first checkpoint after it has none before."""
+    with asymcheck.Store.open(store_path) as store:
+        store.save({"x": 1}, step=5)
+        generation = store.begin_generation(None)
+        store.save({"x": 1}, step=1, generation=generation)
+        history = store.history()
+    assert steps(history) == [(2, 1)]
+    assert history.entries[0].step_before is None
+    assert (history.openings[0].parent_step, history.openings[0].abandoned) == (None, 1)
+
+
+def test_a_generation_off_the_line_is_an_opening_of_everything(store_path: Path) -> None:
+    """Generation 2 was opened, and then generation 3 from before it."""
+    with asymcheck.Store.open(store_path) as store:
+        first = store.save({"x": 1}, step=1)
+        store.begin_generation(first)
+        store.begin_generation(first)
+        assert [opening.generation for opening in store.history().openings] == [3]
+        found = store.history(everything=True).openings
+    assert [(opening.generation, opening.on_line, opening.abandoned) for opening in found] == [
+        *((3, True, 0), (2, False, 0))
+    ]
+
+
+def test_a_damaged_manifest_is_incomplete_and_not_before_anything(store: asymcheck.Store, store_path: Path) -> None:
+    """It is hidden, or shown with the reason; the checkpoint after it came after the one before it."""
+    damaged = next(path for path in sorted((store_path / "manifests" / "default").iterdir()) if "0020-" in path.name)
+    (manifest,) = damaged.iterdir()
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    history = store.history()
+    assert steps(history) == [(3, 30), (2, 25), (1, 10)]
+    assert history.entries[1].step_before == 10
+    assert history.hidden_incomplete == 1
+    shown = store.history(everything=True).entries[-2]
+    assert (shown.checkpoint.step, shown.checkpoint.complete, shown.writer) == (20, False, "")
+    assert "digest" in shown.problem
+
+
+def test_a_lost_head_record(store: asymcheck.Store, store_path: Path) -> None:
+    """The line is unknown: an error that says so, or everything with the reason."""
+    (store_path / "heads" / "default" / "00000002.head").write_bytes(bytes(8192))
+    with pytest.raises(HeadRecordError, match="both copies"):
+        store.history()
+    history = store.history(everything=True)
+    assert "both copies" in history.line_problem
+    assert history.generation is None
+    assert len(history.entries) == 7
+    assert [opening.abandoned for opening in history.openings] == [None, None]
+    assert "both copies" in history.openings[1].problem
+
+
+def test_runs_that_are_not_there(store: asymcheck.Store, tmp_path: Path) -> None:
+    """Beside other runs it is an error; in an empty store there is nothing to tell."""
+    with pytest.raises(CheckpointNotFoundError, match="it has runs default"):
+        store.history("nobody")
+    with asymcheck.Store.open(tmp_path / "empty") as empty:
+        assert (empty.history().entries, empty.history().openings) == ((), ())

@@ -1,0 +1,75 @@
+"""Two ranks of a training, each a process of its own: killed, or let to their end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from asymcheck import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", *map(str, arguments)]
+
+
+def _environment(**more: object) -> dict[str, str]:
+    # One thread each, and no waiting for a network that is not there.
+    given = {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", **more}
+    return {**os.environ, **{name: str(value) for name, value in given.items()}}
+
+
+def run(command: list[str], expect: int = 0) -> None:
+    """Run what launches the ranks, and wait for it."""
+    done = subprocess.run(
+        command, env=_environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == expect, done.stderr[-6000:]
+
+
+def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0) -> None:
+    """Let Lightning launch the other rank; it ends both by SIGKILL when one has ended."""
+    run(_command("tests.integrations.trainer_ranks", "lightning", what, folder, *steps), expect)
+
+
+def by_torchrun(folder: Path, what: str, *steps: int) -> None:
+    """Let torchrun launch both."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    run(_command(*launcher, "tests.integrations.trainer_ranks", "transformers", what, folder, *steps))
+
+
+def one_is_killed(folder: Path, step: int) -> None:
+    """Launch both; when one has killed itself, take down the other, as a launcher does at last."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = _command("tests.integrations.trainer_ranks", "transformers", "kill", folder, step)
+    ranks = []
+    for rank in range(2):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        environment = _environment(**names, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with (folder / f"output-{rank}.txt").open("wb") as output:
+            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output))
+    try:
+        assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL, (folder / "output-1.txt").read_text()[-6000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Return what the ranks have told."""
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+
+
+def newest_pushed(folder: Path) -> int:
+    """Return the newest step that lies whole where both ranks push, from their stores."""
+    with Store.open((folder / "there").as_uri()) as there:
+        assert not there.verify()
+        return max(one.step for one in there.checkpoints() if one.complete and one.ranks == "2")

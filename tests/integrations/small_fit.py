@@ -1,0 +1,131 @@
+"""A fit of Lightning on a small model, with a loader that can be resumed; as a script it is killed at a step."""
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch.utils.data import RandomSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from asymcheck import Store
+from asymcheck.integrations.lightning import AsymcheckCallback
+
+EPOCHS, ROWS, BATCH, ACCUMULATE = 3, 46, 4, 2
+BATCHES = -(-ROWS // BATCH)
+STEPS_IN_EPOCH = -(-BATCHES // ACCUMULATE)
+STEPS = EPOCHS * STEPS_IN_EPOCH
+
+
+class Module(LightningModule):
+    """Dropout, running statistics, and two ways to schedule, one of which listens to validations."""
+
+    def __init__(self, *, plateau: bool) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.3), torch.nn.Linear(12, 1)
+        )
+        self.plateau = plateau
+        self.losses: list[tuple[int, float]] = []
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+        """One batch."""
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append((self.trainer.fit_loop.total_batch_idx, loss.item()))
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], _index: int) -> None:
+        """One batch, and a random number that is drawn on the way."""
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) + 0 * torch.rand(()))
+
+    def configure_optimizers(self) -> object:
+        """AdamW, with a rate that falls after each step, or when validations get no better."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        if self.plateau:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+            return [optimizer], [{"scheduler": scheduler, "monitor": "val_loss", "interval": "epoch"}]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class KillAt(Callback):
+    """SIGKILL when a batch is done; the checkpoints begun until then are complete in memory."""
+
+    def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
+        self.step, self.settles_at = step, settles_at
+        self.checkpoints = checkpoints
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Die."""
+        if trainer.global_step == self.settles_at:
+            self.checkpoints._fit.checkpointer.wait()
+        if trainer.global_step == self.step:
+            self.checkpoints._fit.checkpointer.wait("dram")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Differing(Callback):
+    """Lets each rank have random numbers of its own."""
+
+    def on_train_start(self, trainer: Trainer, *_: object) -> None:
+        """Draw some."""
+        torch.rand(trainer.global_rank)
+
+
+def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDataLoader:
+    """Rows that are the same for the same seed; with several ranks Lightning shuffles them in its own way."""
+    generator = torch.Generator().manual_seed(seed)
+    data = TensorDataset(torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator))
+    if shuffle and ranks > 1:
+        return StatefulDataLoader(data, batch_size=BATCH, sampler=RandomSampler(data))
+    return StatefulDataLoader(data, batch_size=BATCH, shuffle=shuffle)
+
+
+def fit(
+    folder: Path, *callbacks: Callback, plateau: bool = False, ranks: int = 1, rows: object = None, **options: object
+) -> tuple[Trainer, Module]:
+    """Train: shuffled data, accumulation, validations twice in an epoch."""
+    seed_everything(5, verbose=False)
+    given = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": 0.5} | options
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    where = {"accelerator": "cpu", "devices": ranks, "strategy": "auto" if ranks == 1 else "ddp"}
+    trainer = Trainer(**given, **quiet, **where, default_root_dir=folder, callbacks=[*callbacks])
+    module = Module(plateau=plateau)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
+        # What torch says to torchdata and to Lightning.
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
+        trainer.fit(module, rows or loader(1, ROWS, shuffle=True, ranks=ranks), loader(2, 8, shuffle=False))
+    return trainer, module
+
+
+def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
+    """All that a resume must not change."""
+    return {
+        "model": dict(module.state_dict()),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "where": (trainer.global_step, trainer.current_epoch),
+    }
+
+
+def main(folder: Path, every: int, kill_at: int) -> None:
+    """Train from what the store has; die at a step."""
+    torch.set_num_threads(1)
+    callback = AsymcheckCallback(Store.open(folder / "store"), every=every)
+    fit(folder, callback, KillAt(kill_at, callback))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

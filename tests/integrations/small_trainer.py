@@ -1,0 +1,114 @@
+"""A Trainer of transformers on a tiny GPT-2 with random weights; as a script it is killed at a step."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from asymcheck import Store
+from asymcheck.integrations.transformers import AsymcheckCallback
+
+EPOCHS, ROWS, BATCH, ACCUMULATE = 3, 44, 2, 2
+STEPS_IN_EPOCH = ROWS // BATCH // ACCUMULATE
+STEPS = EPOCHS * STEPS_IN_EPOCH
+# What a Trainer logs of the machine and not of the training.
+TIMES = ("runtime", "per_second")
+
+
+class KillAt(TrainerCallback):
+    """SIGKILL when a step is done, before it is logged; the checkpoints begun until then are complete in memory."""
+
+    def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
+        self.step, self.settles_at = step, settles_at
+        self.checkpoints = checkpoints
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Die."""
+        if state.global_step == self.settles_at:
+            self.checkpoints._training.checkpointer.wait()
+        if state.global_step == self.step:
+            self.checkpoints._training.checkpointer.wait("dram")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rows(seed: int) -> list[dict[str, torch.Tensor]]:
+    """Token sequences, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(50, (ROWS, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def make_trainer(folder: Path, **options: object) -> Trainer:
+    """Dropout, shuffled data, accumulation, a schedule, evaluations that draw random numbers, and rare logs."""
+    set_seed(7)
+    config = GPT2Config(
+        vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
+    given: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "learning_rate": 1e-2,
+        "warmup_steps": 5,
+        "logging_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    arguments = TrainingArguments(**(given | options))
+    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows(1), eval_dataset=rows(2)[:4])
+
+
+def log_of(trainer: Trainer) -> list[dict[str, float]]:
+    """All that was logged but times, to the last bit."""
+    return [
+        {name: value for name, value in sorted(entry.items()) if not name.endswith(TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """All that a resume must not change; of the summary at the end, only what is of the whole training."""
+    log = log_of(trainer)
+    assert "train_loss" in log[-1]
+    return {
+        "log": log[:-1],
+        "model": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "state": (trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos),
+    }
+
+
+def main(folder: Path, every: int, kill_at: int) -> None:
+    """Train from what the store has; die at a step."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder)
+    callback = AsymcheckCallback(Store.open(folder / "store"), every=every)
+    trainer.add_callback(KillAt(kill_at, callback))
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

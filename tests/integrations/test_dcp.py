@@ -1,0 +1,247 @@
+"""torch.distributed.checkpoint saves into a store and loads from it, with any number of ranks on either side."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from asymcheck import Checkpointer, Store
+from asymcheck.convert.convert import import_checkpoint
+from asymcheck.errors import InconsistentCheckpointError, InvalidInputError, SkippedCheckpointWarning
+from asymcheck.integrations.dcp import AsymcheckReader, AsymcheckWriter
+from asymcheck.types import CheckpointRef, SaveId
+from tests.integrations import dcp_ranks
+from tests.store.equality import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def example() -> dict[str, Any]:
+    """What DCP takes apart, and what it takes for one value."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model": {"layer.weight": torch.randn(6, 4, generator=generator), "half": torch.ones(3).bfloat16()},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}, {"lr": 0.2, "betas": (0.8, 0.9)}],
+        "list": [torch.arange(3), torch.tensor(2.5)],
+        "pair": (torch.zeros(2, 2), 7),
+        "array": np.arange(5, dtype=np.int16),
+        "empty": torch.zeros(0, 4),
+        "note": "text",
+        "number": 3,
+        "none": None,
+    }
+
+
+def emptied(value: object) -> Any:  # noqa: ANN401 - of the type of what is given
+    """Return a state of the same form, with other values."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, 9)
+    if isinstance(value, dict):
+        return {key: emptied(item) for key, item in value.items()}
+    return [emptied(item) for item in value] if isinstance(value, list) else "other"
+
+
+def test_a_state_comes_back(store_path: Path) -> None:
+    """Through DCP, in place; and through the store, to which it is a checkpoint like any other."""
+    with Store.open(store_path) as store:
+        writer = AsymcheckWriter(store, step=5, metrics={"loss": 2.5}, run="dcp")
+        dcp.save(example(), storage_writer=writer)
+        state = emptied(example())
+        weight = state["model"]["layer.weight"]
+        dcp.load(state, storage_reader=AsymcheckReader(store, run="dcp"))
+        assert_same(state, example())
+        assert state["model"]["layer.weight"] is weight
+        assert_same(store.load(run="dcp"), example())
+        checkpoint = store.checkpoints("dcp")[0]
+        assert (checkpoint.step, checkpoint.metrics, checkpoint.world_size) == (5, {"loss": 2.5}, 1)
+        assert writer.checkpoint is not None
+        assert writer.checkpoint.save_id == checkpoint.save_id
+        assert store.verify() == []
+
+
+def test_a_state_is_made_anew(store_path: Path) -> None:
+    """As torch's own converter does it, from what the reader says that there is."""
+    with Store.open(store_path) as store:
+        dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
+        state: dict[str, Any] = {}
+        _load_state_dict(
+            state, storage_reader=AsymcheckReader(store), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+    assert_same({key: state[key] for key in example()}, example())
+
+
+def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP would call torch.save for each of them."""
+    with Store.open(store_path) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "save", None)
+            dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
+        with pytest.raises(CheckpointException, match="at value: values of type object"):
+            dcp.save({"value": object()}, storage_writer=AsymcheckWriter(store, step=1))
+        assert [item.step for item in store.checkpoints()] == [0]
+
+
+def test_of_an_empty_mapping_in_a_list_nothing_is_kept(store_path: Path) -> None:
+    """DCP has no entry for it, so the others keep their numbers; those with tensors come back as DCP loads them."""
+    with Store.open(store_path) as store:
+        dcp.save({"list": [{}, {"a": torch.ones(1)}]}, storage_writer=AsymcheckWriter(store, step=0))
+        assert_same(store.load(), {"list": {1: {"a": torch.ones(1)}}})
+        state = {"list": [5, {"a": torch.zeros(1)}]}
+        dcp.load(state, storage_reader=AsymcheckReader(store), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(state, {"list": [5, {"a": torch.ones(1)}]})
+
+
+@pytest.mark.parametrize("value", [{"w": torch.ones(1), "n": 3}, [torch.ones(1)], [[{"n": 3}]]])
+def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, value: object) -> None:
+    """What it saves would be taken apart, and it would find nothing by its names. A flat state it may save."""
+    flat = {"t": torch.ones(3), "pair": (torch.zeros(2), 7), "numbers": [1, [2, 3]], "none": None}
+    with Store.open(store_path) as store:
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        with pytest.raises(CheckpointException, match=r"takes value for one value.*flatten_state_dict=True"):
+            dcp.save({"value": value}, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
+        assert store.checkpoints() == []
+        dcp.save(flat, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
+        assert_same(store.load(), flat)
+        again = {"t": torch.zeros(3)}
+        dcp.load(again, storage_reader=AsymcheckReader(store), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    assert_same(again["t"], flat["t"])
+
+
+def test_other_dtypes_are_converted(store_path: Path) -> None:
+    """As DCP's own reader does it: a float32 checkpoint loads into a bfloat16 model."""
+    weights = torch.randn(5, 3)
+    with Store.open(store_path) as store:
+        dcp.save({"w": weights}, storage_writer=AsymcheckWriter(store, step=0))
+        state = {"w": torch.zeros(5, 3, dtype=torch.bfloat16)}
+        dcp.load(state, storage_reader=AsymcheckReader(store))
+    assert_same(state["w"], weights.bfloat16())
+
+
+def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
+    """DCP's names are the dotted names of a state, whoever saved it."""
+    model = torch.nn.Linear(4, 2)
+    with Store.open(store_path) as store:
+        with Checkpointer(store, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}) as checkpointer:
+            checkpointer.save(4)
+        other = torch.nn.Linear(4, 2)
+        dcp.load({"model": other}, storage_reader=AsymcheckReader(store, step=4))
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
+    """The newest whose packs are there is described and read, with a warning."""
+    with Store.open(store_path) as store:
+        dcp.save({"w": torch.ones(1 << 16)}, storage_writer=AsymcheckWriter(store, step=1))
+        first = set((store_path / "packs").rglob("*"))
+        dcp.save({"w": torch.zeros(1 << 16)}, storage_writer=AsymcheckWriter(store, step=2))
+        for path in set((store_path / "packs").rglob("*")) - first:
+            path.unlink()
+        state = {"w": torch.full((1 << 16,), 9.0)}
+        reader = AsymcheckReader(store)
+        with pytest.warns(SkippedCheckpointWarning, match="step 2"):
+            dcp.load(state, storage_reader=reader)
+    assert reader.checkpoint is not None
+    assert reader.checkpoint.step == 1
+    assert torch.equal(state["w"], torch.ones(1 << 16))
+
+
+def test_what_cannot_be_saved_right_is_refused(store_path: Path) -> None:
+    """Plans that are kept would bring their save id with them; without an exchange of plans there is none for all."""
+    with Store.open(store_path) as store:
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
+            dcp.save({"w": torch.ones(3)}, storage_writer=AsymcheckWriter(store, step=1), planner=planner)
+        with pytest.raises(InvalidInputError, match="use_collectives=True"):
+            dcp.save({"w": torch.ones(3)}, storage_writer=AsymcheckWriter(store, step=1), use_collectives=False)
+        assert store.checkpoints() == []
+
+
+def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
+    """Where they would be passed over, another checkpoint than the one that is meant would be saved or loaded."""
+    with Store.open(store_path) as store:
+        writer = AsymcheckWriter(store, step=1)
+        for call in (
+            lambda: dcp.save(example(), storage_writer=writer, checkpoint_id="step-1"),
+            lambda: dcp.async_save(
+                example(), storage_writer=writer, checkpoint_id=Path("step-1"), no_dist=True
+            ).result(),
+            lambda: dcp.load(emptied(example()), storage_reader=AsymcheckReader(store), checkpoint_id="step-1"),
+        ):
+            with pytest.raises(InvalidInputError, match=r"checkpoint_id=.*step-1'.* by Asymcheck.*er\(store, step=…\)"):
+                call()
+        assert store.checkpoints() == []
+        # The place of the store is what frameworks may give: it is right.
+        dcp.save(example(), storage_writer=writer, checkpoint_id=store_path)
+        with pytest.raises(CheckpointException, match="has saved step 1 of run 'default': make a new one"):
+            dcp.save(example(), storage_writer=writer)
+        dcp.async_save(example(), storage_writer=AsymcheckWriter(store, step=2), no_dist=True).result()
+        assert [one.step for one in store.checkpoints()] == [1, 2]
+
+
+def test_ranks_that_found_different_checkpoints_are_told(store_path: Path) -> None:
+    """Another may have been saved while they looked; what they load together is one."""
+    refs = [CheckpointRef(1, step, SaveId(bytes([step] * 16))) for step in (3, 3, 4)]
+    with Store.open(store_path) as store:
+        reader = AsymcheckReader(store)
+        plans = [LoadPlan([], storage_data=ref) for ref in refs]
+        assert reader.prepare_global_plan(plans[:2]) == plans[:2]
+        with pytest.raises(InconsistentCheckpointError, match=r"step 3.*step 4.*same step="):
+            reader.prepare_global_plan(plans)
+
+
+def in_order(value: object) -> object:
+    """Return a state with the keys of every mapping in one order."""
+    if isinstance(value, dict):
+        return {key: in_order(value[key]) for key in sorted(value)}
+    return [in_order(item) for item in value] if isinstance(value, list) else value
+
+
+def ranks(count: int, what: str, folder: Path) -> dict[str, Any]:
+    """Let that many ranks save or load; return all that they had then, put together."""
+    script = str(Path(dcp_ranks.__file__).resolve())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    done = subprocess.run([*launcher, script, what, str(folder)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / f"{what}-{count}.pt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
+    """Sharded by FSDP2, saved at once and beside the training; also one process can load all of it."""
+    saved = ranks(4, "save", tmp_path)
+    assert_same(ranks(2, "load", tmp_path), saved)
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        assert [(item.step, item.world_size, item.complete) for item in store.checkpoints()] == [
+            (3, 4, True),
+            (6, 4, True),
+        ]
+        assert store.verify() == []
+        assert_same(dict(store.load(tensors="app.model.*")["app"]["model"]), dict(saved["app"]["model"]))
+        state = {"app": {"model": emptied(dict(saved["app"]["model"]))}}
+        dcp.load(state, storage_reader=AsymcheckReader(store))
+        assert_same(state["app"]["model"], dict(saved["app"]["model"]))
+    with Store.open(tmp_path / "converted") as store:
+        import_checkpoint(store, tmp_path / "folder")
+        assert_same(in_order(store.load()), in_order(saved))
+
+
+@pytest.mark.parametrize("make", [partial(AsymcheckWriter, step=1), AsymcheckReader])
+def test_what_is_no_store_is_refused_at_once(make: Callable[[object], object]) -> None:
+    """A path, for instance: torch would say so in the middle of a save."""
+    with pytest.raises(InvalidInputError, match="give what Store"):
+        make("checkpoints")

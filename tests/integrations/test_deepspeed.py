@@ -1,0 +1,173 @@
+"""Engines of DeepSpeed: saved on every rank, killed, resumed bit for bit, also by other ranks and in another stage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asymcheck import Store
+from asymcheck.cli.main import commands
+from asymcheck.convert.convert import foreign_state
+from asymcheck.errors import ForeignFileError
+from asymcheck.integrations.deepspeed import read_weights
+from tests.distributed.job import LIMIT_S, Meeting
+from tests.integrations.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, STEPS
+from tests.zygote import Zygote
+
+# What two ranks train first is for all of these.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
+PROGRAM = "tests.integrations.deepspeed_ranks"
+Told = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meeting]:
+    """Where the ranks find each other."""
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"), "deepspeed")
+    yield Meeting(zygote)
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks train and nobody is killed."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(meeting: Meeting, folder: Path) -> list[Told]:
+    """What each of them told of each engine."""
+    return [one["whole"] for one in meeting.launch("whole", 2, folder, program=PROGRAM).wait()]
+
+
+def test_what_was_killed_goes_on_as_if_it_had_not_been(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
+    """Rank 1 is killed in the middle of a step, rank 0 while it waits for it; losses and all tensors are the same."""
+    job = meeting.launch("killed", 2, tmp_path, program=PROGRAM)
+    assert job.processes[1].has_ended(LIMIT_S), job.output(1)
+    job.processes[1].wait_killed()
+    job.kill(0)
+    told = [one["resumed"] for one in meeting.launch("resumed", 2, tmp_path, program=PROGRAM).wait()]
+    for name in CONFIGS:
+        for rank in range(2):
+            found, expected = told[rank][name], whole[rank][name]
+            assert found["restored"] in range(EVERY, KILLED_IN, EVERY)
+            assert found["losses"] == expected["losses"][found["restored"] :]
+            assert (EVERY <= expected["skipped"] < COMPARED) == (name == "two"), expected["skipped"]
+            assert found["again"] == [expected["losses"][EVERY:], found["digest"]]
+            assert found["digest"] == expected["digests"][str(STEPS)]
+
+
+def test_one_rank_and_another_stage_take_what_two_ranks_saved(
+    meeting: Meeting, whole: list[Told], folder: Path, tmp_path: Path
+) -> None:
+    """One rank has whole tensors; they, and the low-precision ones, are those that two had."""
+    shutil.copytree(folder / "store", tmp_path / "store")
+    (told,) = meeting.launch("others,refused", 1, tmp_path, program=PROGRAM).wait()
+    for what, digest in told["others"].items():
+        run = what.split(" into ")[0]
+        assert digest == whole[0][run]["digests"][str(COMPARED)], what
+    refused = told["refused"]
+    assert "give a DeepSpeed engine of stage 1, 2 or 3; of stage 0, give engine.module" in refused["stage 0"]
+    assert "Linear of ZeRO stage None" in refused["no engine"]
+    assert "1 micro steps were done, of which 2 make a step" in refused["between steps"]
+    assert "weights: is not in the checkpoint, which is of no engine" in refused["no checkpoint of an engine"]
+    for text in (
+        "nothing was overwritten",
+        "engine.shapes.first.weight: [13, 7] is given, but [14, 7] is stored",
+        "engine.shapes.fourth.bias: nothing is given, but [2] is stored",
+        "engine.groups: 2 groups of parameters are given, but 0 are stored",
+    ):
+        assert text in refused["another model"]
+
+
+def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
+    """They are copied at the fence here, and every capture is compared in full with what there was in step()."""
+    beside = ("engine.weights.", "engine.optimizer.")
+    for told in whole:
+        for name in CONFIGS:
+            assert any(one.endswith(".exp_avg_sq") for one in told[name]["deferred"])
+            assert all(one.startswith(beside) for one in told[name]["deferred"])
+            assert not any(one.startswith(beside) for one in told[name]["eager"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_of_deepspeed_becomes_whole_tensors(
+    whole: list[Told], folder: Path, tmp_path: Path, name: str
+) -> None:
+    """Weights are those that DeepSpeed's own program makes of it; moments are those that the engine had."""
+    saved = folder / "saved" / name
+    done = CliRunner().invoke(commands, ["convert", str(saved), str(tmp_path / "store"), "--step", str(STEPS)])
+    assert done.exit_code == 0, done.output
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        state: Any = store.load()
+    with Store.open(folder / "store", read_only=True) as store:
+        engine: Any = store.load(run=name)["engine"]  # type: ignore[index]  # a dict, as it was saved
+        weights = read_weights(store, run=name)
+    expected = weights
+    if name != "one-sums":
+        expected = torch.load(folder / f"{name}.pt", weights_only=True)
+        assert weights.keys() == {"first.weight", "first.bias", "second.weight", "second.bias", "third.bias"}
+        assert all(torch.equal(weights[key], expected[key]) for key in weights)
+        # Without what is not trained, in stage 1.
+        assert state["model"].keys() - expected.keys() <= {"last.weight", "last.bias"}
+    for key, tensor in expected.items():
+        assert torch.equal(state["model"][key].float(), tensor), key
+    assert state["model"]["last.weight"].shape == (5, 13)
+    assert torch.equal(state["model"]["last.bias"], engine["frozen"]["last.bias"])
+    assert torch.equal(state["model"]["third.weight"], state["model"]["second.weight"])
+    for key, moments in engine["optimizer"].items():
+        converted = state["optimizer"]["state"][key]
+        for moment, flat in moments.items():
+            assert torch.equal(converted[moment].view(-1), flat), (key, moment)
+            assert converted[moment].shape == engine["shapes"][key]
+    groups = state["optimizer"]["param_groups"]
+    taken = STEPS - whole[0][name]["skipped"]
+    assert [(group["weight_decay"], group["step"]) for group in groups] == [(0.1, taken), (0.0, taken)]
+    assert state["counters"]["global_steps"] == STEPS
+
+
+class Hostile:
+    """What runs a program when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say so."""
+        return (Path.touch, (self.path,))
+
+
+def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told], folder: Path, tmp_path: Path) -> None:
+    """Nothing in them is run, and no store is made."""
+    for name in ("one", "three"):
+        copy = tmp_path / name
+        shutil.copytree(folder / "saved" / name, copy)
+        (tag,) = (one for one in copy.iterdir() if one.is_dir())
+        first, second = sorted(tag.glob("*_optim_states.pt"))
+        good = first.read_bytes()
+        torch.save({"optimizer_state_dict": {}, "more": Hostile(tmp_path / "ran")}, first)
+        assert "pickled object of" in refused(copy)
+        first.write_bytes(good[: len(good) // 2])
+        refused(copy)
+        first.write_bytes(good)
+        assert refused(copy) == ""
+        second.unlink()
+        assert "it has files of 1 of 2 ranks; save it again" in refused(copy)
+        first.rename(tag / first.name.replace("mp_rank_00", "mp_rank_01"))
+        assert "split by experts or tensor parallelism" in refused(copy)
+    assert not (tmp_path / "ran").exists()
+
+
+def refused(folder: Path) -> str:
+    """Return why a folder is not read; nothing when it is."""
+    try:
+        with foreign_state(folder):
+            return ""
+    except ForeignFileError as error:
+        return str(error)

@@ -1,0 +1,17 @@
+"""Who does not use another library does not load it."""
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+import asymcheck, asymcheck.cli.main, asymcheck.convert.convert, asymcheck.integrations.deepspeed
+heavy = "transformers accelerate lightning torchdata deepspeed torch.distributed.checkpoint safetensors".split()
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_adapters_are_loaded_by_who_imports_them() -> None:
+    """The package, its commands and its converters leave the others alone."""
+    done = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

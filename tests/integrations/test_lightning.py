@@ -1,0 +1,185 @@
+"""A fit of Lightning that was killed and resumed goes through the same numbers as one that was not."""
+
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from asymcheck import Store
+from asymcheck.errors import AbandonedCheckpointsWarning, CheckpointNotFoundError, InvalidInputError
+from asymcheck.integrations.lightning import AsymcheckCallback
+from tests.integrations import launch_ranks, small_fit
+from tests.integrations.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
+from tests.store.equality import assert_same
+
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("lightning")
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "epochs": {},
+    "steps": {"max_steps": STEPS, "max_epochs": -1},
+    "plateau": {"plateau": True},
+}
+
+
+class Run:
+    """A run that was not stopped, with a checkpoint of each step."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.options = KINDS[kind]
+        self.folder = folder
+        plain = fit(folder, **self.options)
+        self.losses, self.outcome = dict(plain[1].losses), outcome(*plain)
+        with Store.open(folder / "store") as store:
+            saved = fit(folder, AsymcheckCallback(store, every=1), **self.options)
+        assert dict(saved[1].losses) == self.losses
+        assert_same(outcome(*saved), self.outcome)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One for each way to end and to schedule."""
+    return Run(request.param, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS_IN_EPOCH, STEPS_IN_EPOCH + 1, 2 * STEPS_IN_EPOCH, STEPS - 1])
+def test_resumed_at_any_place(step: int, run: Run) -> None:
+    """In an epoch, behind a validation and at the end of an epoch; the rest is trained with the same losses."""
+    with Store.open(run.folder / "store") as store:
+        trainer, module = fit(run.folder, AsymcheckCallback(store, every=1, resume=step), **run.options)
+    first = step // STEPS_IN_EPOCH * BATCHES + step % STEPS_IN_EPOCH * ACCUMULATE
+    assert dict(module.losses) == {index: loss for index, loss in run.losses.items() if index >= first}
+    assert_same(outcome(trainer, module), run.outcome)
+
+
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    """SIGKILL in the second epoch, behind a checkpoint; every loss and every bit is the same."""
+    whole = fit(tmp_path)
+    script = str(Path(small_fit.__file__).resolve())
+    killed = subprocess.run([sys.executable, script, str(tmp_path), "4", "10"], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with Store.open(tmp_path / "store") as store:
+        trainer, module = fit(tmp_path, AsymcheckCallback(store, every=4))
+        assert [item.step for item in store.checkpoints()] == [4, 8, 12, 16, STEPS]
+        assert store.checkpoints()[-1].metrics.keys() == {"val_loss"}
+    losses = dict(whole[1].losses)
+    assert min(dict(module.losses)) == STEPS_IN_EPOCH * 2 + 2 * ACCUMULATE
+    assert dict(module.losses).items() <= losses.items()
+    assert_same(outcome(trainer, module), outcome(*whole))
+
+
+def test_resumed_when_all_is_done(tmp_path: Path) -> None:
+    """Nothing is trained, and the model is the trained one."""
+    with Store.open(tmp_path / "store") as store:
+        _, trained = fit(tmp_path, AsymcheckCallback(store))
+        _, again = fit(tmp_path, AsymcheckCallback(store))
+    assert again.losses == []
+    assert_same(dict(again.state_dict()), dict(trained.state_dict()))
+
+
+def test_states_of_other_callbacks(tmp_path: Path) -> None:
+    """A callback that stops when nothing gets better goes on counting where it was."""
+
+    def stopping() -> EarlyStopping:
+        return EarlyStopping("val_loss", patience=100, min_delta=10)
+
+    with Store.open(tmp_path / "store") as store:
+        whole, again = stopping(), stopping()
+        fit(tmp_path, AsymcheckCallback(store, every=1), whole)
+        fit(tmp_path, AsymcheckCallback(store, every=1, resume=8), again)
+    assert again.wait_count == whole.wait_count > 1
+
+
+class Fails(Callback):
+    """Raises after some steps."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Raise."""
+        if trainer.global_step == 5:
+            raise InvalidInputError("on purpose")
+
+
+def test_what_was_begun_is_durable_when_the_fit_fails(tmp_path: Path) -> None:
+    """The exception comes through, and the checkpoints taken before it are in the store."""
+    with Store.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInputError, match="on purpose"):
+            fit(tmp_path, AsymcheckCallback(store, every=2), Fails())
+        assert [item.step for item in store.checkpoints()] == [2, 4]
+
+
+def test_not_resumed_unless_asked(tmp_path: Path) -> None:
+    """resume=False begins from nothing, and says that what is stored is abandoned."""
+    with Store.open(tmp_path / "store") as store:
+        _, first = fit(tmp_path, AsymcheckCallback(store))
+        with pytest.warns(AbandonedCheckpointsWarning):
+            _, second = fit(tmp_path, AsymcheckCallback(store, resume=False))
+        assert first.losses == second.losses
+        with pytest.raises(CheckpointNotFoundError):
+            fit(tmp_path, AsymcheckCallback(store, resume=7))
+
+
+class Adversaries(LightningModule):
+    """Two optimizers, of which the second begins some batches later: what Lightning counts goes 4, 5, 7, 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - as Lightning has it
+        """One for each layer."""
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in self.layers]
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        """One batch."""
+        for layer, optimizer in list(zip(self.layers, self.optimizers(), strict=True))[: 1 if index < 5 else 2]:
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0]).square().mean())
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated", "ignore:The '.*_dataloader' does not have many workers"
+)
+def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
+    """Also where the number of their steps is never a multiple of what was asked for."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with Store.open(tmp_path / "store") as store:
+        callback = AsymcheckCallback(store, every=10)
+        trainer = Trainer(**quiet, max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=[callback])
+        trainer.fit(Adversaries(), DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=1))
+        assert [item.step for item in store.checkpoints()] == [11, 21, 31, 35]
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
+    """DDP, by Lightning's own launcher: one of two is killed, which ends the other; on both every bit is the same."""
+    launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL)
+    launch_ranks.by_lightning(tmp_path, "compare", *range(1, 9))
+    told = launch_ranks.told(tmp_path)
+    killed, *others = told[0]["first"]
+    # The first batch; a step takes two. What was in flight at the kill is resumed if both ranks had it in memory.
+    assert killed in (8, 12)
+    assert others == [0, *range(2, 18, 2)]
+    assert told[1]["first"] == told[0]["first"]
+    assert told[1]["random"] != told[0]["random"]
+    assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
+
+
+def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
+    """Its order is drawn from a generator that no state of the loader has. Wrapped here as Lightning does for ranks."""
+    drawn = WeightedRandomSampler([1.0] * 8, 8)
+    rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
+    with Store.open(tmp_path / "store") as store, pytest.raises(InvalidInputError, match="RandomSampler"):
+        fit(tmp_path, AsymcheckCallback(store), rows=rows)

@@ -1,0 +1,114 @@
+"""A rank of a training by the Trainer of transformers or of Lightning: it is killed, or resumes and compares."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asymcheck import Push, Ranks, Store
+from asymcheck.config import CaptureConfig
+from tests.store.equality import assert_same
+
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+_EVERY, _VICTIM = 2, 1
+Outcome = dict[str, object]
+Knobs = dict[str, Any]
+Train = Callable[[Path, "Store | None", Knobs, int, "int | None"], Outcome]
+
+
+def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+    """Train to the end from what the store has, if there is one; return what came out, on this rank."""
+    import transformers
+
+    from asymcheck.integrations.transformers import AsymcheckCallback
+    from tests.integrations.small_trainer import KillAt, make_trainer, outcome
+
+    transformers.utils.logging.set_verbosity_error()
+    trainer = make_trainer(folder)
+    # Each rank has random numbers of its own.
+    torch.rand(RANK)
+    resume = None
+    if store is not None:
+        callback = AsymcheckCallback(store, **knobs)
+        trainer.add_callback(KillAt(kill_at, callback, kill_at - _EVERY))
+        resume = callback.resume(trainer, step)
+    trainer.train(resume_from_checkpoint=resume)
+    return {**outcome(trainer), "first": trainer._initial_global_step}
+
+
+def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+    """Likewise."""
+    from asymcheck.integrations.lightning import AsymcheckCallback
+    from tests.integrations.small_fit import Differing, KillAt, fit, outcome
+
+    callbacks = [Differing()]
+    if store is not None:
+        saving = AsymcheckCallback(store, **knobs, resume=step is None or step)
+        callbacks += [saving, KillAt(kill_at, saving, kill_at - _EVERY)]
+    trainer, module = fit(folder, *callbacks, ranks=2)
+    return {**outcome(trainer, module), "losses": dict(module.losses)}
+
+
+def train(
+    by: Train, folder: Path, store: str = "", *, every: int = 1, kill_at: int = -1, step: int | None = None
+) -> Outcome:
+    """Train with a store of that name in a folder, or with none."""
+    if not store:
+        return by(folder, None, {}, -1, None)
+    with Store.open(folder / store) as opened:
+        return by(folder, opened, {"every": every}, kill_at, step)
+
+
+def train_apart(by: Train, folder: Path, step: int | None = None) -> Outcome:
+    """Train as if each rank were on a machine of its own, with a store there; all push to one location."""
+    node, location = f"machine-{RANK}", (folder / "there").as_uri()
+    memory = folder / node / "memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    knobs = {
+        "every": 1,
+        "push": Push(location),
+        # The processes of a Trainer may find each other only when it begins to train.
+        "ranks": partial(Ranks.from_torch, node=node),
+        "capture": CaptureConfig(ring_folder=str(memory)),
+    }
+    with Store.open(folder / node / "store", remote=location) as opened:
+        return by(folder, opened, knobs, -1, step)
+
+
+def compare(found: Outcome, whole: Outcome) -> object:
+    """Check that a training that was resumed came to what one came to that was not; return where it began."""
+    rest = {name: value for name, value in found.items() if name not in ("first", "losses")}
+    assert_same(rest, {name: whole[name] for name in rest})
+    if "losses" not in found:
+        return found["first"]
+    losses = found["losses"]
+    assert losses.items() <= whole["losses"].items()
+    return min(losses)
+
+
+def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
+    """Train until one rank is killed at a step; or resume that, and from each of some steps, and tell from where."""
+    torch.set_num_threads(1)
+    by = {"transformers": by_transformers, "lightning": by_lightning}[trainer]
+    if what == "kill":
+        train(by, folder, "killed", every=_EVERY, kill_at=steps[0] if RANK == _VICTIM else -1)
+        return
+    resumed = train(by, folder, "killed", every=_EVERY)
+    whole = train(by, folder)
+    first = [compare(resumed, whole), compare(train_apart(by, folder), whole)]
+    first += [compare(train_apart(by, folder, step), whole) for step in steps]
+    steps_done = whole["state" if trainer == "transformers" else "where"][0]
+    told = {"first": first, "random": whole["random"].tolist(), "last": steps_done}
+    (folder / f"told-{RANK}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), list(map(int, sys.argv[4:])))
+    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    sys.stdout.flush()
+    os._exit(0)

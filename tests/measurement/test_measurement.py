@@ -1,0 +1,212 @@
+"""Measuring gives facts that make sense, on the tensors that are there, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.inspect.sample import sample
+from asymcheck.measurement import NOISE, QUICK, measure_drive, planned_bytes
+from asymcheck.storage.nvme import Files, NvmeTier, scratch
+
+SMALL = asymcheck.StoreConfig(partition_bytes=65536, bundle_below_bytes=4096)
+
+
+def _files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def _state(step: int) -> dict[str, object]:
+    weight = torch.linspace(-1, 1, 200_000) + step * 1e-5
+    moments = {"exp_avg": torch.linspace(0, 1e-3, 50_000) * step, "exp_avg_sq": torch.full((60_000,), 1e-6)}
+    half = weight[:40_000].bfloat16()
+    return {"model": {"weight": weight, "half": half, "bias": torch.ones(3)}, "optimizer": {0: moments}, "n": step}
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+def test_facts_of_a_store(store_path: Path) -> None:
+    """All speeds are positive, the latencies in order, and codecs are measured on what was saved last."""
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        for step in (1, 2):
+            store.save(_state(step), step=step)
+        before = _files(store_path)
+        facts = store.measure(quick=True)
+        assert _files(store_path) == before
+        assert store.verify() == []
+    assert facts.sample == "step 2 of run default"
+    assert facts.state_bytes == store_bytes(2)
+    speeds = [value for name, value in dataclasses.asdict(facts).items() if name.endswith("_per_s") and value]
+    speeds += [value for name, value in dataclasses.asdict(facts.drive).items() if name.endswith(("_per_s", "_s"))]
+    assert all(map(_positive, speeds))
+    assert facts.drive.write_latency_median_s <= facts.drive.write_latency_p95_s
+    assert facts.drive.durable_write_bytes_per_s <= facts.drive.write_bytes_per_s
+    assert 0 < facts.written_bytes <= planned_bytes(quick=True) + (1 << 20)
+    kinds = {(one.role, one.dtype, one.codec) for one in facts.codecs}
+    codecs = ("zstd", "byte-planes", "ordered-integer-delta")
+    assert {("weights", dtype, codec) for dtype in ("float32", "bfloat16") for codec in codecs} <= kinds
+    assert ("first_moment", "float32", "ordered-integer-delta") in kinds
+    # Its bytes are the same in both checkpoints: a delta of nothing says nothing.
+    assert ("second_moment", "float32", "ordered-integer-delta") not in kinds
+    assert all(_positive(value) for one in facts.codecs for value in (one.ratio, one.sample_bytes))
+
+
+def store_bytes(step: int) -> int:
+    """Bytes of the tensors of a state."""
+    return 200_000 * 4 + 40_000 * 2 + 3 * 4 + 110_000 * 4 + 0 * step
+
+
+def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
+    """And the facts say so."""
+    with asymcheck.Store.open(store_path) as store:
+        facts = store.measure(quick=True)
+    assert facts.sample == NOISE
+    assert "synthetic" in NOISE
+    assert facts.state_bytes is None
+    assert {one.role for one in facts.codecs} == {"weights", "first_moment", "second_moment"}
+    planes = {(one.role, one.dtype): one.ratio for one in facts.codecs if one.codec == "byte-planes"}
+    # Noise of floats is known: exponents shrink, mantissas do not.
+    assert 1.1 < planes["weights", "float32"] < 1.3
+    assert 1.3 < planes["weights", "bfloat16"] < 1.6
+
+
+def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
+    """Of each role and dtype the largest tensors, and beside them the same places one checkpoint earlier."""
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        for step in (1, 2, 3):
+            store.save(_state(step), step=step)
+        store.save({"model": {"weight": torch.zeros(5000)}}, step=9, run="older")
+        store.save(_state(4), step=4)
+        sampled = sample(store._tier, 100_000)
+    assert sampled is not None
+    assert (sampled.run, sampled.ref.step) == ("default", 4)
+    found = {(one.role, one.dtype): one for one in sampled.samples}
+    assert set(found) == {
+        ("weights", "float32"),
+        ("weights", "bfloat16"),
+        ("first_moment", "float32"),
+        ("second_moment", "float32"),
+    }
+    weights = found["weights", "float32"]
+    assert len(weights.plain) == 100_000
+    expected, older = (_state(step)["model"]["weight"].numpy().tobytes() for step in (4, 3))  # type: ignore[index]  # a dict
+    assert weights.plain == expected[:100_000]
+    assert weights.older == older[:100_000]
+
+
+def test_a_sample_takes_several_tensors(store_path: Path) -> None:
+    """One piece of each in turn, so that one odd tensor does not stand for all."""
+    tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        store.save({"model": tensors}, step=1)
+        sampled = sample(store._tier, 150_000)
+    assert sampled is not None
+    (only,) = sampled.samples
+    assert set(np.frombuffer(only.plain, dtype=np.float32).tolist()) == {0.0, 1.0, 2.0}
+    assert only.older is None
+
+
+def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
+    """Each has its place in it."""
+    tensors = {f"t{number}": torch.full((800,), float(number)) for number in range(3)}
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        store.save({"model": tensors}, step=1)
+        assert len({one.partitions[0].digest for one in store.tensors()[1]}) == 1
+        sampled = sample(store._tier, 1 << 20)
+    assert sampled is not None
+    assert sampled.samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+
+
+def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
+    """Measuring goes on, on noise: it is not for finding damage."""
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
+    (pack,) = (store_path / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[3 * 4096 + 100] ^= 1
+    pack.write_bytes(data)
+    with asymcheck.Store.open(store_path, config=SMALL) as store:
+        assert sample(store._tier, 1 << 20) is None
+        assert store.measure(quick=True).sample == NOISE
+
+
+def test_a_full_drive_is_said_first(store_path: Path) -> None:
+    """Nothing is written where there is little room, and the message says what to do."""
+
+    class Full(Files):
+        def free_bytes(self, path: Path) -> int:
+            return 100 << 20
+
+        def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+            raise AssertionError
+
+    asymcheck.Store.open(store_path).close()
+    tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Full())
+    with pytest.raises(asymcheck.errors.OutOfSpaceError, match="measure with --quick"):
+        measure_drive(tier, QUICK)
+    assert list((store_path / "packs").iterdir()) == []
+
+
+def test_a_store_that_is_only_read_is_not_measured(store_path: Path) -> None:
+    """It would be written to."""
+    asymcheck.Store.open(store_path).close()
+    with (
+        asymcheck.Store.open(store_path, read_only=True) as store,
+        pytest.raises(asymcheck.errors.ReadOnlyStoreError),
+    ):
+        store.measure(quick=True)
+
+
+def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
+    """The scratch file goes also when measuring fails."""
+
+    class Broken(Files):
+        def sync(self, descriptor: int, path: Path) -> None:
+            raise asymcheck.errors.StorageError("broken")
+
+    asymcheck.Store.open(store_path).close()
+    tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Broken())
+    slow = dataclasses.replace(QUICK, file_bytes=8 << 20)
+    with pytest.raises(asymcheck.errors.StorageError, match="broken"):
+        measure_drive(tier, slow)
+    assert list((store_path / "packs").iterdir()) == []
+
+
+def test_collection_leaves_a_file_in_use_alone(store_path: Path) -> None:
+    """As a pack that is being written."""
+    with asymcheck.Store.open(store_path) as store:
+        with scratch(store._tier) as file:
+            assert store.gc().removed_temporaries == 0
+            assert file.path.exists()
+        assert not file.path.exists()
+
+
+KILLED = """
+import os, signal, sys
+import asymcheck
+from asymcheck.storage.nvme import scratch
+with asymcheck.Store.open(sys.argv[1]) as store, scratch(store._tier):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_collection_removes_what_a_kill_left(store_path: Path) -> None:
+    """Its lock went with the process."""
+    asymcheck.Store.open(store_path).close()
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(store_path)], check=False, env=os.environ)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list((store_path / "packs").iterdir())) == 1
+    with asymcheck.Store.open(store_path) as store:
+        assert store.gc().removed_temporaries == 1
+    assert list((store_path / "packs").iterdir()) == []

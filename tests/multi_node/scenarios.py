@@ -1,0 +1,181 @@
+"""What the ranks of a test do whose machines have a store each. Run as a program, in one process a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
+from asymcheck.capture import two_phase_commit
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AsymcheckError
+from asymcheck.replication import cross_node_dedup
+from tests.distributed.launched import CONFIG, RANK, WORLD, connect, noted
+from tests.distributed.scenarios import mark, never_commit, note, tell
+from tests.distributed.training import Training, digest_of
+
+PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
+MACHINE = RANK // PER_MACHINE
+ROWS, COLUMNS = 16, 256
+"""Of a tensor that all ranks have together, each as many rows."""
+
+
+class Job(Training):
+    """A training that is the same on all ranks, but for a tensor that each has alone and one that is cut."""
+
+    def __init__(self, seed: int = 0) -> None:
+        """Begin with numbers that follow from ``seed``."""
+        super().__init__(seed)
+        self.part = torch.full((ROWS // WORLD, COLUMNS), float(seed))
+
+    def state(self) -> dict[str, object]:
+        """Return what is saved."""
+        cut = TensorShard(self.part, (ROWS, COLUMNS), (ROWS // WORLD * RANK, 0))
+        return {**super().state(), "cut": cut}
+
+    def step(self, step: int) -> None:
+        """Take one step."""
+        self.train(step, 0)
+        rows = ROWS // WORLD
+        # What is added to a row is the same, however the rows are dealt out.
+        self.part += (step + 1) * torch.arange(rows * RANK, rows * (RANK + 1))[:, None]
+
+    def text(self) -> str:
+        """Return a digest of everything that is saved."""
+        return f"{self.digest()} {digest_of([self.part])}"
+
+
+def store_of(folder: Path, machine: int = MACHINE) -> Path:
+    """Return the store of a machine."""
+    return folder / f"machine-{machine}" / "store"
+
+
+def opened(folder: Path) -> Store:
+    """Open the store of this machine, with the location of all behind it where there is one."""
+    store_of(folder).parent.mkdir(exist_ok=True)
+    remote = os.environ.get("LOCATION")
+    return Store.open(store_of(folder), config=CONFIG, remote=remote or None)
+
+
+def ranks_of(folder: Path) -> Ranks:
+    """Return the ranks of all launches in a folder. None of them is gone, so a busy machine is waited for."""
+    keys = dist.PrefixStore(str(folder), connect())
+    return Ranks(RANK, WORLD, keys, timeout_s=60.0, local_size=PER_MACHINE, node=f"machine-{MACHINE}")
+
+
+def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: object) -> Checkpointer:
+    """Return a Checkpointer that proves all it captures, and pushes where there is a location."""
+    memory = folder / f"machine-{MACHINE}" / "memory"
+    memory.mkdir(exist_ok=True)
+    location = os.environ.get("LOCATION")
+    if location:
+        # By a thread: these launches last for seconds, and to begin a process on each machine takes as long.
+        more["push"] = Push(location, every=2, own_process=False)
+    if "KEEP" in os.environ:
+        more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
+    capture = CaptureConfig(proof="full", ring_folder=str(memory))
+    return Checkpointer(store, job.state(), capture=capture, ranks=ranks, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
+
+
+def trained(folder: Path) -> dict[str, object]:
+    """Train and save so many steps, or until killed; note what the state is at each step before it is saved."""
+    found: dict[str, object] = {}
+    with opened(folder) as store, noted() as texts:
+        job = Job(seed=0)
+        ckpt = checkpointer(folder, store, job, ranks_of(folder), on_error="warn")
+        try:
+            restored = ckpt.restore()
+        except AsymcheckError as error:
+            return {"refused": f"{type(error).__name__}: {error}", "told": texts}
+        found = {"restored": None if restored is None else restored.step, "state": job.text(), "told": texts}
+        tell(found)
+        start = 0 if restored is None else restored.step + 1
+        try:
+            for step in range(start, start + int(sys.argv[3])):
+                job.step(step)
+                note(folder, step, job.text())
+                ckpt.step(step)
+                mark(folder, f"step-{step}-{RANK}")
+                if "IN_STEP" in os.environ:
+                    # Machines that are at different checkpoints send what they would leave to each other.
+                    ckpt.wait("hdfs")
+                time.sleep(0.02)
+                if sum("Lost" in text for text in texts) > 1:
+                    # The other one has ended; that training goes on is enough.
+                    break
+            ckpt.wait("hdfs" if os.environ.get("LOCATION") else "nvme")
+            found["written"] = ckpt.statistics().written_bytes
+            found["pushed"] = [ckpt.pushed.pushed, ckpt.pushed.problem, ckpt.pushed.sent_bytes]
+            found["newest_there"] = ckpt.pushed.newest_step
+        except AsymcheckError as error:
+            found["ended"] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(AsymcheckError):
+            ckpt.close()
+    return found
+
+
+def stuck(folder: Path) -> dict[str, object]:
+    """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
+    with opened(folder) as store:
+        job = Job()
+
+        def train(step: int) -> str:
+            job.step(step)
+            return job.text()
+
+        never_commit(folder, checkpointer(folder, store, job, ranks_of(folder)), train)
+    return {}
+
+
+def rolled(folder: Path) -> dict[str, object]:
+    """Go back in memory, and train on from there."""
+    with opened(folder) as store:
+        job = Job()
+        with checkpointer(folder, store, job, ranks_of(folder)) as ckpt:
+            ckpt.restore()
+            for step in range(3):
+                job.step(step)
+                ckpt.step(step)
+            ckpt.wait()
+            before = job.text()
+            job.step(3)
+            back = ckpt.rollback()
+            is_same = job.text() == before
+            job.step(3)
+            saved = ckpt.save(3)
+    return {"step": back.step, "generation": back.generation, "is_same": is_same, "saved": saved.generation}
+
+
+def diverged(folder: Path) -> dict[str, object]:
+    """A weight that changes on one machine alone, where all look at each save at what they have in common."""
+    two_phase_commit._SHARED_FOR_BY_STORES = 1
+    with opened(folder) as store, noted() as texts:
+        job = Job()
+        with checkpointer(folder, store, job, ranks_of(folder)) as ckpt:
+            ckpt.restore()
+            for step in range(5):
+                job.step(step)
+                if step == 3 and RANK == 1:
+                    with torch.no_grad():
+                        job.model[1].weight.view(torch.int32)[0, 0] ^= 1
+                ckpt.step(step)
+                ckpt.wait()
+    return {"told": texts}
+
+
+def main() -> None:
+    """Do what the command line says."""
+    torch.set_num_threads(1)
+    if "IN_STEP" in os.environ:
+        cross_node_dedup.PATIENCE_S = 200.0
+    tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

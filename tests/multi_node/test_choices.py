@@ -1,0 +1,42 @@
+"""What is chosen by metrics on each machine: all choose the same, or nothing would be whole anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Push, Ranks, Retention, Store
+from asymcheck.config import CaptureConfig
+from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
+
+LOSSES = ((1.0, 2.0, 3.0, 4.0), (3.0, 1.0, 2.0, 5.0))
+"""Of each rank, step by step; one that is said by several is that of the last."""
+
+
+def test_the_best_is_the_same_one_on_all_machines(tmp_path: Path) -> None:
+    """Each rank has a loss of its own, and the accuracy only rank 0 knows: all stores keep and push the same steps."""
+    location, keys = (tmp_path / "there").as_uri(), dist.HashStore()
+
+    def work(rank: int) -> list[tuple[int, dict[str, float]]]:
+        memory = tmp_path / f"memory-{rank}"
+        memory.mkdir()
+        capture = CaptureConfig(ring_folder=str(memory))
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{rank}")
+        weight = torch.zeros(3000)
+        state: dict[str, object] = {"all": weight, f"rank-{rank}": torch.zeros(300)}
+        keep = Retention(keep_best=("loss", 1))
+        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG) as store:
+            with Checkpointer(store, state, keep=keep, capture=capture, ranks=ranks) as checkpointer:
+                for step, loss in enumerate(LOSSES[rank]):
+                    weight += 1
+                    checkpointer.save(step, {"loss": loss, **({} if rank else {"accuracy": float(step == 1)})})
+            with store.pushing(Push(location, best=("accuracy", "max"))):
+                pass
+            return [(one.step, dict(one.metrics)) for one in store.checkpoints()]
+
+    assert each(2, work) == [[(1, {"loss": 1.0, "accuracy": 1.0}), (3, {"loss": 5.0, "accuracy": 0.0})]] * 2
+    with Store.open(location, config=CONFIG) as there:
+        assert [(one.step, one.complete) for one in there.checkpoints()] == [(1, True)]

@@ -1,0 +1,176 @@
+"""Jobs whose machines have a store each: they save one checkpoint, and go back to the same one, or say why not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asymcheck import Push, Retention, Store
+from asymcheck.cli.main import commands
+from asymcheck.errors import InconsistentCheckpointError, UnreachableRemoteWarning
+from asymcheck.fsck.verify import Severity
+from asymcheck.replication import cross_node_dedup
+from tests.distributed.job import Job
+from tests.distributed.training import Training
+from tests.multi_node.conftest import Launch
+from tests.multi_node.scenarios import COLUMNS, ROWS, store_of
+
+STEPS = 4
+"""That the job of :func:`pushed` has saved: 0 to 3, of which 0 and 2 were pushed."""
+Told = list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    """A job of two machines with two ranks each that pushed to one location; its folder, and what the ranks told."""
+    folder = tmp_path_factory.mktemp("pushed")
+    return folder, launch("trained", folder, STEPS, IN_STEP=1, LOCATION=(folder / "there").as_uri()).wait()
+
+
+def restored(job: Job) -> int:
+    """Return the step to which all ranks went back, each to what it had there."""
+    told = job.wait()
+    assert not [one["refused"] for one in told if "refused" in one]
+    (step,) = {cast(int, one["restored"]) for one in told}
+    for rank, one in enumerate(told):
+        assert one["state"] == (job.folder / f"state-{step}-{rank}").read_text()
+    return step
+
+
+def steps_in(store: Path | str) -> list[int]:
+    """Return the steps that are complete in a place."""
+    with Store.open(store, read_only=True) as opened:
+        assert not [one for one in opened.verify() if one.severity == Severity.ERROR]
+        return [one.step for one in opened.checkpoints() if one.complete and one.on_line]
+
+
+def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> None:
+    """That is complete there, and is no whole checkpoint."""
+    for machine in range(2):
+        said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
+        assert said == f"{STEPS} checkpoints checked: what the ranks of this store saved of them is whole\n"
+        with Store.open(store_of(pushed[0], machine), read_only=True) as store:
+            assert not store.verify()
+            found = store.checkpoints()
+            assert [one.step for one in found if one.complete] == list(range(STEPS))
+            assert found[0].ranks == f"{2 * machine}-{2 * machine + 1} of 4"
+            with pytest.raises(InconsistentCheckpointError, match="to which all push, when they have"):
+                store.load()
+
+
+def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(pushed: tuple[Path, Told]) -> None:
+    """The model and its optimizer are the same on all ranks: each byte of them goes to the location once."""
+    folder, told = pushed
+    written = [cast(int, one["written"]) for one in told]
+    sent = [cast(list[int], one["pushed"])[2] for one in told]
+    with Store.open((folder / "there").as_uri()) as store:
+        assert not store.verify()
+        assert [(one.step, one.complete, one.ranks) for one in store.checkpoints()] == [(0, True, "4"), (2, True, "4")]
+        state = cast(dict[str, torch.Tensor], store.load())
+        each = (1 + 2 + 3) * torch.arange(float(ROWS))
+        assert torch.equal(state["cut"], each[:, None].expand(ROWS, COLUMNS))
+    # Of each step a machine writes what all have, and what its two ranks have alone: 600 numbers and a part.
+    alone = 2 * 4 * (600 + ROWS // 4 * COLUMNS)
+    of_a_step = (written[0] + written[1]) // STEPS
+    assert sum(sent) == 2 * (of_a_step + alone)
+    assert sent[0] == pytest.approx(sent[2], rel=0.2)
+    assert sent[1] == sent[3] == 0
+    # Who was done first knows of step 0 only that it is there whole.
+    assert max(cast(int, told[0]["newest_there"]), cast(int, told[2]["newest_there"])) == STEPS - 2
+    assert told[1]["newest_there"] is told[3]["newest_there"] is None
+
+
+def test_parts_that_other_machines_never_send_are_told(
+    pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
+    monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
+    rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
+    with Store.open(store_of(pushed[0], 0)) as store, store.pushing(rules) as pushing:
+        pushing.wait()
+        assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
+        monkeypatch.setattr(cross_node_dedup, "LATE_S", 0.0)
+        with pytest.warns(UnreachableRemoteWarning, match="of step 3 the other machines' parts have not come"):
+            pushing.close()
+        assert pushing.statistics().newest_step is None
+
+
+def test_another_number_of_ranks_restores_from_where_all_push(
+    launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
+) -> None:
+    """Their parts are others, and no store of a machine has them."""
+    shutil.copytree(pushed[0] / "there", tmp_path / "there")
+    told = launch("trained", tmp_path, 0, world_size=2, PER_MACHINE=1, LOCATION=(tmp_path / "there").as_uri()).wait()
+    assert [one["restored"] for one in told] == [2, 2]
+
+
+def test_who_prunes_one_machine_by_hand_leaves_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
+    """What is newest here may not be complete on the other machine yet."""
+    shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [0, 1]
+    assert steps_in(tmp_path / "store") == [2, 3]
+
+
+def test_a_single_process_reads_what_lies_here_and_there(pushed: tuple[Path, Told]) -> None:
+    """A store of one machine, with the location of all behind it, is as good as one of all ranks."""
+    training = Training(seed=5)
+    with Store.open(store_of(pushed[0], 1), read_only=True, remote=(pushed[0] / "there").as_uri()) as store:
+        read = store.restore(into={"model": training.model, "optimizer": training.optimizer}, rank=3)
+        assert read.checkpoint.step == 2
+        state = cast(dict[str, torch.Tensor], store.load(2))
+    assert state["cut"].shape == (ROWS, COLUMNS)
+
+
+def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, tmp_path: Path) -> None:
+    """And all say what they pass over."""
+    there = (tmp_path / "there").as_uri()
+    launch("trained", tmp_path, STEPS, world_size=2, PER_MACHINE=1, LOCATION=there).wait()
+    shutil.rmtree(tmp_path / "machine-1")
+    # Step 3 was not pushed, and only machine 0 has its part of it.
+    job = launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1, LOCATION=there)
+    assert restored(job) == 2
+    skipped = cast(list[str], job.told(0)["told"])[0]
+    assert "passed over step 3" in skipped
+    assert "what rank 1 would read of it is not there" in skipped
+    assert "it is not whole on this machine" in cast(list[str], job.told(1)["told"])[0]
+
+
+def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path: Path) -> None:
+    """Each store has what the ranks of the other machine need: nothing is abandoned for that."""
+    launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1).wait()
+    store_of(tmp_path, 0).rename(tmp_path / "store")
+    store_of(tmp_path, 1).rename(store_of(tmp_path, 0))
+    (tmp_path / "store").rename(store_of(tmp_path, 1))
+    for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
+        assert "no checkpoint of run 'default' can be restored by all ranks" in str(one["refused"])
+        assert "what rank 0, rank 1 would read of it is not there" in str(one["refused"])
+    for machine in range(2):
+        assert steps_in(store_of(tmp_path, machine)) == [0, 1]
+
+
+def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
+    """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
+    for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():
+        assert one == {"step": 2, "generation": 1, "is_same": True, "saved": 2}
+    heads = [tmp_path / f"machine-{machine}/store/heads/default" for machine in range(2)]
+    for name in ("00000001.head", "00000002.head"):
+        assert (heads[0] / name).read_bytes() == (heads[1] / name).read_bytes()
+    for machine in range(2):
+        with Store.open(store_of(tmp_path, machine), read_only=True) as store:
+            assert [(one.generation, one.step) for one in store.checkpoints() if one.on_line] == [(1, 2), (2, 3)]
+
+
+def test_copies_that_are_not_the_same_on_two_machines_any_more_are_told(launch: Launch, tmp_path: Path) -> None:
+    """Of the tensors that differ from rank to rank nothing is said."""
+    told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]
+    for texts in told:
+        assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}
+        assert any("step 3 of run 'default': tensor model.1.weight" in text for text in texts)
+        assert all("as it was until step 2" in text for text in texts if "step 3 of" in text)
+        assert not any("tensor own" in text or "tensor cut" in text for text in texts)

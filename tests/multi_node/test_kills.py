@@ -1,0 +1,89 @@
+"""Machines whose ranks are killed: what all had committed is restored by all, bit for bit, from each one's store."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.fsck.verify import Severity
+from tests.distributed.job import LIMIT_S, Job
+from tests.multi_node.conftest import Launch
+from tests.multi_node.scenarios import store_of
+
+_SPAN_S = 0.3
+
+
+def newest_of_all(folder: Path) -> int:
+    """Return the newest step that is complete in the stores of both machines."""
+    found = []
+    for machine in range(2):
+        if not (store_of(folder, machine) / "asymcheck.store").exists():
+            return -1
+        with Store.open(store_of(folder, machine), read_only=True) as store:
+            found.append({one.step for one in store.checkpoints() if one.complete})
+    return max(found[0] & found[1], default=-1)
+
+
+def check_restored(job: Job, least: int) -> int:
+    """Check that all ranks were restored to one step, and have what each had there; return the step."""
+    told = [job.told(rank) for rank in range(len(job.processes))]
+    assert not [one["refused"] for one in told if "refused" in one]
+    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
+    assert step >= least
+    for rank, one in enumerate(told if step >= 0 else []):
+        assert one["state"] == (job.folder / f"state-{step}-{rank}").read_text()
+    return step
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.long)])
+def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
+    launch: Launch, tmp_path: Path, rounds: int
+) -> None:
+    """Both are killed at a random moment, one a little later than the other; nothing leads from one to the other."""
+    chance = random.Random(rounds)
+    least = -1
+    for _ in range(rounds):
+        for path in tmp_path.glob("told-*.json"):
+            path.unlink()
+        job = launch("trained", tmp_path, 200, world_size=2, PER_MACHINE=1)
+        for rank in range(2):
+            job.until(rank, f"told-{rank}.json")
+        restored = check_restored(job, least)
+        began = time.monotonic()
+        while newest_of_all(tmp_path) <= restored + 1:
+            assert time.monotonic() - began < LIMIT_S, job.output(0)
+            time.sleep(0.01)
+        for victim in chance.sample(range(2), 2):
+            time.sleep(chance.random() * _SPAN_S)
+            job.kill(victim)
+        least = newest_of_all(tmp_path)
+    job = launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1)
+    job.wait()
+    step = check_restored(job, least)
+    assert newest_of_all(tmp_path) == step + 2
+    for machine in range(2):
+        with Store.open(store_of(tmp_path, machine), read_only=True) as store:
+            assert not [one for one in store.verify() if one.severity == Severity.ERROR]
+
+
+def test_what_both_machines_left_in_memory_is_taken_up_and_what_one_lost_is_not(launch: Launch, tmp_path: Path) -> None:
+    """All were killed when step 1 was complete in memory, and committed by none; machine 1 then loses its memory."""
+    for name, lost, step in (("kept", False, 1), ("lost", True, 0)):
+        folder = tmp_path / name
+        job = launch("stuck", folder, world_size=2, PER_MACHINE=1)
+        for rank in range(2):
+            job.until(rank, f"in-memory-{rank}")
+        job.kill()
+        assert newest_of_all(folder) == 0
+        for ring in (folder / "machine-1" / "memory").iterdir() if lost else ():
+            ring.unlink()
+        job = launch("trained", folder, 1, world_size=2, PER_MACHINE=1)
+        job.wait()
+        assert check_restored(job, 0) == step
+        assert newest_of_all(folder) == step + 1
+        assert any("passed over step 1" in text for text in cast(list[str], job.told(0)["told"])) == lost

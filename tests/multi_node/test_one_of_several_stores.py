@@ -1,0 +1,185 @@
+"""The store of one machine of several, by itself: what is unreadable, deleted, repaired or pulled there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from pathlib import Path, PurePath
+from typing import cast
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import asymcheck.replication.cross_node_dedup as module
+from asymcheck import Retention, Store
+from asymcheck.cli.main import commands
+from asymcheck.errors import StorageError
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.replication.collect_remote import RemotePruner
+from asymcheck.replication.cross_node_dedup import wait_for_others
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.types import CheckpointRef, Digest, Part, SaveId
+from tests.distributed.launched import CONFIG
+
+STEPS = 3
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> list[Path]:
+    """Return the stores of two machines with a rank each, with the same steps."""
+    paths = [tmp_path / f"machine-{rank}" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        with Store.open(path, config=CONFIG) as store:
+            request = store.training.request
+
+            def of_a_part(*words: object, request: object = request, rank: int = rank) -> object:
+                return dataclasses.replace(request(*words), store_ranks=((rank, rank),))  # type: ignore[operator]  # as it was
+
+            store.training.request = of_a_part  # type: ignore[method-assign, assignment]  # as a Checkpointer of several makes it
+            for step in range(STEPS):
+                state = {"all": torch.full((9000,), step), f"rank-{rank}": torch.full((9000,), 10.0 * step + rank)}
+                store.save(state, step=step, part=Part(rank, 2, f"{step + 1:016x}{7:016x}"))
+    return paths
+
+
+@pytest.fixture
+def there(stores: list[Path], tmp_path: Path) -> str:
+    """Return the location to which both have pushed."""
+    location = (tmp_path / "there").as_uri()
+    for path in stores:
+        with Store.open(path, config=CONFIG) as store:
+            assert len(store.push(location, everything=True).committed) == STEPS
+    return location
+
+
+def manifest_of(store: Path, step: int) -> Path:
+    """Return the one manifest of a step."""
+    (found,) = (store / "manifests" / "default").glob(f"00000001-{step:012d}-*/*")
+    return found
+
+
+def steps_in(path: Path | str, **more: str) -> list[tuple[int, str]]:
+    """Return the complete steps of a store without damage, and whose parts it has."""
+    with Store.open(path, config=CONFIG, **more) as store:  # type: ignore[arg-type]  # remote
+        assert not store.verify()
+        return [(one.step, one.ranks) for one in store.checkpoints() if one.complete]
+
+
+def test_what_the_device_does_not_give_now_does_not_count_as_unfinished(
+    stores: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest that says which ranks save there cannot be read: nothing is deleted for that."""
+    read_small, refused = Files.read_small, manifest_of(stores[0], 1)
+
+    def read(files: Files, path: PurePath, limit: int) -> bytes | None:
+        if path == refused:
+            raise StorageError(f"cannot read {path}: Input/output error")
+        return read_small(files, path, limit)
+
+    with monkeypatch.context() as patch, Store.open(stores[0], config=CONFIG) as store:
+        patch.setattr(Files, "read_small", read)
+        with pytest.raises(StorageError, match="Input/output error"):
+            store.prune(Retention(keep_last=2))
+    assert steps_in(stores[0]) == [(0, "0 of 2"), (1, "0 of 2"), (2, "0 of 2")]
+
+
+def test_a_repair_brings_what_belongs_there(stores: list[Path], there: str) -> None:
+    """The only manifest is damaged: the one at the location says which ranks save there."""
+    path = manifest_of(stores[1], 1)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with Store.open(stores[1], config=CONFIG, remote=there) as store:
+        assert not store.repair().left
+    assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]
+
+
+def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> None:
+    """It is sound, and the other part lies elsewhere."""
+    outcome = CliRunner().invoke(commands, ["verify", str(stores[0])])
+    assert outcome.output == "3 checkpoints checked: what the ranks of this store saved of them is whole\n"
+
+
+def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:
+    """A part of a checkpoint is not the checkpoint."""
+    with Store.open(stores[1], config=CONFIG) as store:
+        assert len(store.pull(there, 1).committed) == 1
+        assert store.pull(there, 1).present == 1
+        state = store.load(1)
+    assert isinstance(state, dict)
+    assert [float(state[f"rank-{rank}"][0]) for rank in range(2)] == [10.0, 11.0]
+    assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "2"), (2, "1 of 2")]
+
+
+def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stores: list[Path], tmp_path: Path) -> None:
+    """They go when they are old, and a newer one is whole; what is newer than that stays."""
+    location = (tmp_path / "there").as_uri()
+    for path, steps in zip(stores, ((0, 1, 2), (1,)), strict=True):
+        with Store.open(path, config=CONFIG) as store:
+            for step in steps:
+                store.push(location, step)
+    with contextlib.closing(RemoteTier(parse_location(location), CONFIG)) as there:
+        pruner = RemotePruner(there, "default", Retention(keep_last=1))
+        for days, left in ((0, [0, 1, 2]), (2, [1, 2])):
+            assert not pruner.prune(time.time_ns() + days * 86_400_000_000_000)
+            assert [ref.step for ref in there.manifests.refs("default")] == left
+    # Whoever still has it may bring it again.
+    with Store.open(stores[0], config=CONFIG) as store:
+        assert len(store.push(location, 0).committed) == 1
+
+
+class Busy:
+    """A location to which other trainings push all the time."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self.manifests, self._numbers = self, itertools.count()
+
+    def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        """Nobody else pushes this checkpoint."""
+        return CheckpointFiles(run, ref, ())
+
+    def lasting_packs(self) -> list[int]:
+        """There is always one more."""
+        return [next(self._numbers)]
+
+    def read_indexes(self, _pack_ids: list[int]) -> dict[int, None]:
+        """Nothing of use is in it."""
+        return {}
+
+
+def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They come again and again, and what is waited for does not."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_POLL_S", (0.005, 0.01))
+    began = time.monotonic()
+
+    def report() -> None:
+        assert time.monotonic() - began < 20
+
+    names = (ManifestName(0, 2, bytes(16)),)
+    listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
+    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report)
+
+
+def test_what_others_do_not_bring_is_sent_after_all(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint says that all of it comes from the other machine, which is gone."""
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG) as store:
+        monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
+        monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+        moved = store.push(location, 0)
+    assert moved.moved_partitions > 1
+    with Store.open(stores[1], config=CONFIG) as store:
+        store.push(location, 0)
+    assert steps_in(location) == [(0, "2")]

@@ -1,0 +1,71 @@
+"""What an object refuses in a restore is no damage: no rank goes back to an older checkpoint for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Push, Ranks, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AsymcheckError, RankFailedError, RefusedStateError
+from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
+
+
+class Picky:
+    """An object that takes the step of its state only where there is room for it."""
+
+    def __init__(self, room: int) -> None:
+        self.step, self.room = 0, room
+
+    def state_dict(self) -> dict[str, object]:
+        """Return its step."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Take a step, or refuse it as a GPU without room refuses a tensor."""
+        step = state_dict["step"]
+        assert isinstance(step, int)
+        if step > self.room:
+            message = "CUDA out of memory"
+            raise RuntimeError(message)
+        self.step = step
+
+
+@pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("stores", [1, 2])
+def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int, refusing: tuple[int, ...]) -> None:
+    """One store or one for each rank, with all of it in a location, too: nothing older is restored in its place."""
+
+    def trained(rank: int, keys: dist.Store, room: int, steps: range) -> object:
+        memory = tmp_path / f"memory-{rank}"
+        memory.mkdir(exist_ok=True)
+        machine = rank % stores
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{machine}")
+        picky = Picky(room)
+        weight = torch.zeros(3000)
+        state = {"weight": weight, f"rank-{rank}": torch.ones(300), "picky": picky}
+        push = Push((tmp_path / "there").as_uri())
+        capture = CaptureConfig(ring_folder=str(memory))
+        with (
+            Store.open(tmp_path / f"machine-{machine}", config=CONFIG, remote=push.location) as store,
+            Checkpointer(store, state, capture=capture, push=push, ranks=ranks) as checkpointer,
+        ):
+            for step in steps:
+                picky.step = step
+                weight += 1
+                checkpointer.save(step)
+            try:
+                return None if steps else checkpointer.restore()
+            except AsymcheckError as error:
+                return error
+
+    saving, restoring = dist.HashStore(), dist.HashStore()
+    assert each(2, lambda rank: trained(rank, saving, 9, range(1, 3))) == [None, None]
+    errors = each(2, lambda rank: trained(rank, restoring, 1 if rank in refusing else 9, range(0)))
+    expected = [RefusedStateError if rank in refusing else RankFailedError for rank in range(2)]
+    assert [type(error) for error in errors] == expected
+    assert all("CUDA out of memory" in str(error) for error in errors)

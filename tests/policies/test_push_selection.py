@@ -1,0 +1,165 @@
+"""Which checkpoints go to a remote location, decided on facts that were made up."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from asymcheck import Checkpoint, Push, Retention
+from asymcheck.errors import InvalidInputError
+from asymcheck.policies.push_selection import due, held
+
+S = 1_000_000_000
+WHERE = "hdfs://somewhere/x"
+NAN = float("nan")
+
+
+def made(step: int, **changes: object) -> Checkpoint:
+    """A checkpoint of a step, which began as many seconds after the start, with the loss 100 - step."""
+    fields: dict[str, object] = {
+        "run": "r",
+        "step": step,
+        "generation": 1,
+        "save_id": f"{step:032x}",
+        "world_size": 1,
+        "complete": True,
+        "on_line": True,
+        "created_ns": step * S,
+        "metrics": {"loss": 100.0 - step},
+    }
+    return Checkpoint(**{**fields, **changes})  # type: ignore[arg-type]  # as the fields are named
+
+
+def steps(push: Push, here: list[Checkpoint], there: list[Checkpoint] | None = None, now: int = 1000) -> list[int]:
+    """The steps that are due."""
+    return [one.step for one in due(push, here, there or [], now * S)]
+
+
+TEN = [made(step) for step in range(10)]
+
+
+def test_without_a_rule_all_go() -> None:
+    """But for those that are there; the newest is last, whatever the order of the facts."""
+    assert steps(Push(WHERE), TEN[::-1], [TEN[3], TEN[9]]) == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_every_so_many_steps() -> None:
+    """By the step, not by the count."""
+    assert steps(Push(WHERE, every=4), TEN[1:]) == [4, 8]
+
+
+def test_every_so_many_seconds() -> None:
+    """The first, then each that began late enough after the last one that is there or goes there."""
+    assert steps(Push(WHERE, every_s=4), TEN) == [0, 4, 8]
+    assert steps(Push(WHERE, every_s=4), TEN, [TEN[3]]) == [0, 7]
+    assert steps(Push(WHERE, every_s=4), TEN[4:], [TEN[3]]) == [7]
+    assert steps(Push(WHERE, every_s=4.5), TEN) == [0, 5]
+    assert steps(Push(WHERE, every_s=100.0), [made(7)], []) == [7]
+
+
+def test_a_clock_that_ran_ahead_and_was_set_right_holds_nothing_up() -> None:
+    """The first after that goes, and the seconds count from it."""
+    ahead = [made(step, created_ns=(step + 10_000) * S) for step in range(3)]
+    after = [made(step) for step in range(3, 12)]
+    assert steps(Push(WHERE, every_s=4), ahead + after) == [0, 3, 7, 11]
+    assert steps(Push(WHERE, every_s=4), after, ahead) == [3, 7, 11]
+
+
+def test_what_was_chosen_and_deleted_before_its_turn_has_a_successor() -> None:
+    """The next one counts from the last that still is."""
+    assert steps(Push(WHERE, every_s=4), [one for one in TEN if one.step not in (0, 4)]) == [1, 5, 9]
+
+
+def test_the_best() -> None:
+    """Of those known now: one that was overtaken before its turn does not go; of equal ones the older goes."""
+    bumpy = [made(step, metrics={"loss": loss}) for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, NAN))]
+    assert steps(Push(WHERE, best="loss"), bumpy[:1]) == [0]
+    assert steps(Push(WHERE, best="loss"), bumpy) == [1]
+    assert steps(Push(WHERE, best=("loss", "max")), bumpy) == [0]
+    assert steps(Push(WHERE, best=("loss", 3)), bumpy) == [1, 2, 3]
+    assert steps(Push(WHERE, best=("loss", 2, "max")), bumpy) == [0, 2]
+    assert steps(Push(WHERE, best="loss"), bumpy[3:], [bumpy[1]]) == []
+
+
+def test_while_none_has_the_metric_the_newest_goes() -> None:
+    """Its name may be mistyped; one that has it, also there, is enough."""
+    assert steps(Push(WHERE, best="acuracy"), TEN) == [9]
+    assert steps(Push(WHERE, best="acuracy"), TEN, [TEN[9]]) == []
+    assert steps(Push(WHERE, best="acuracy"), []) == []
+    assert steps(Push(WHERE, every=4, best=("acuracy", "max")), TEN) == [0, 4, 8, 9]
+    evaluated = made(4, metrics={"acuracy": 0.5})
+    assert steps(Push(WHERE, best="acuracy"), [*TEN[:4], evaluated, *TEN[5:]]) == [4]
+    assert steps(Push(WHERE, best="acuracy"), TEN[5:], [evaluated]) == []
+    assert steps(Push(WHERE, best="acuracy"), [made(4, metrics={"acuracy": NAN})]) == []
+
+
+def test_any_rule_is_enough() -> None:
+    """And a checkpoint that goes for another reason moves the clock."""
+    assert steps(Push(WHERE, every=5, best="loss"), TEN) == [0, 5, 9]
+    assert steps(Push(WHERE, every=3, every_s=4), TEN) == [0, 3, 6, 9]
+    assert steps(Push(WHERE, every=5, every_s=3), TEN) == [0, 3, 5, 8]
+
+
+@pytest.mark.parametrize("change", [{"complete": False}, {"on_line": False}], ids=str)
+def test_what_is_no_checkpoint_on_the_line_does_not_go(change: dict[str, object]) -> None:
+    """Nor does it count for others; while the line is unknown all go."""
+    lame = made(5, metrics={"loss": -1.0}, **change)
+    assert steps(Push(WHERE, every=5), [lame]) == []
+    assert steps(Push(WHERE, best="loss"), [made(1), lame]) == [1]
+    assert steps(Push(WHERE, every_s=2), [made(4), lame, made(6)]) == [4, 6]
+    assert steps(Push(WHERE, every=5), [made(5, on_line=None)]) == [5]
+
+
+def test_what_would_be_deleted_there_at_once_is_not_sent() -> None:
+    """After hours without an answer most of the backlog is of no use any more."""
+    assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN) == [6, 8]
+    assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN, [TEN[8]]) == [6]
+    assert steps(Push(WHERE, every=2, keep=Retention(keep_last=1, keep_every=4)), TEN) == [0, 4, 8]
+    old = Retention(keep_for=timedelta(seconds=2))
+    assert steps(Push(WHERE, keep=old), TEN, now=8) == [6, 7, 8, 9]
+
+
+def test_what_is_deleted_there_is_not_sent_again() -> None:
+    """The location had it: its retention has decided."""
+    push = Push(WHERE, every=2, keep=Retention(keep_last=1))
+    assert steps(push, TEN, TEN[0:9:2]) == []
+
+
+def test_held_are_the_newest_that_wait_and_the_one_that_goes() -> None:
+    """Up to the bound; an unreachable location must not fill the drive."""
+    push = Push(WHERE, hold=2)
+    assert held(push, TEN, None) == {TEN[8].save_id: "to be pushed", TEN[9].save_id: "to be pushed"}
+    assert held(push, TEN, TEN[9].save_id)[TEN[9].save_id] == "being pushed"
+    assert held(push, TEN[:1], TEN[4].save_id) == {
+        TEN[0].save_id: "to be pushed",
+        TEN[4].save_id: "being pushed",
+    }
+    assert held(Push(WHERE, hold=0), TEN, None) == {}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"every": 0},
+        {"every": True},
+        {"every_s": -1},
+        {"every_s": NAN},
+        {"best": ("loss", 0)},
+        {"best": ("loss", "least")},
+        {"best": ""},
+        {"best": 3},
+        {"hold": -1},
+        {"hold": True},
+        {"close_s": float("inf")},
+        {"close_s": 1e10},
+        {"close_s": "60"},
+        {"keep": 3},
+        {"location": 3},
+    ],
+    ids=str,
+)
+def test_rules_that_mean_nothing_are_refused(rules: dict[str, object]) -> None:
+    """By their name."""
+    with pytest.raises(InvalidInputError, match=next(iter(rules))):
+        Push(**{"location": WHERE, **rules})  # type: ignore[arg-type]  # wrong on purpose

@@ -1,0 +1,120 @@
+"""Ten thousand checkpoints in one place: to find the newest takes as few operations there as to find the only one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from asymcheck import Store
+from asymcheck.format import layout
+from asymcheck.format.digest import digest
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import encode
+from asymcheck.replication.checkpoint_cache import CheckpointCache
+from asymcheck.storage.pack_index import PackIndex
+from asymcheck.storage.remote import RemoteTier, pack_reader, parse_location, tier
+from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.types import CheckpointRef, PackId, SaveId
+from tests.remote.conftest import CONFIG, check_state, save_steps
+
+COUNT = 10_000
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A location with one checkpoint, and one with it and ten thousand older ones, whose packs nobody needs to read."""
+    base = tmp_path_factory.mktemp("many")
+    save_steps(base / "store", COUNT)
+    with Store.open(base / "store", config=CONFIG) as store:
+        for name in ("one", "many"):
+            store.push(f"file://{base}/{name}")
+    there = RemoteTier(parse_location(f"file://{base}/many"), CONFIG)
+    (listing,) = there.manifests.checkpoints("default")
+    manifest = there.manifests.read("default", listing.ref, listing.manifests[0])
+    there.close()
+    for step in range(COUNT):
+        ref = CheckpointRef(1, step, SaveId(step.to_bytes(8, "big") + bytes(8)))
+        data = encode(manifest, dataclasses.replace(manifest.header, ref=ref))
+        folder = base / "many" / layout.MANIFESTS / "default" / layout.checkpoint_name(ref)
+        folder.mkdir()
+        (folder / str(ManifestName(0, 1, digest(data)))).write_bytes(data)
+        pack = base / "many" / layout.PACKS / layout.pack_name(step.to_bytes(16, "big"))  # type: ignore[arg-type]  # an id
+        pack.touch()
+        os.utime(pack, (step, step))
+    return f"file://{base}/one", f"file://{base}/many"
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done at locations."""
+    done: list[str] = []
+    whole: Callable[..., Any] = RemoteFiles._do
+
+    def do(files: RemoteFiles, action: str, *words: object) -> object:
+        done.append(action)
+        return whole(files, action, *words)
+
+    monkeypatch.setattr(RemoteFiles, "_do", do)
+    return done
+
+
+def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations: list[str]) -> None:
+    """Every listing is one operation, and no pack is opened but those that are needed."""
+    counts = []
+    for place in places:
+        operations.clear()
+        with Store.open(place, config=CONFIG) as there:
+            check_state(there.load(), COUNT)
+        counts.append(len(operations))
+    assert counts[0] == counts[1] < 40
+
+
+def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
+    """That the newest checkpoint is whole there is seen in the newest packs."""
+    with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG) as store:
+        for place in places:
+            operations.clear()
+            assert store.push(place).present == 1
+            assert len(operations) < 60
+
+
+def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many checkpoints it looks at."""
+    save_steps(tmp_path / "store", *range(20))
+    read: list[PackId] = []
+
+    def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
+        read.append(pack_id)
+        return pack_reader.read_pack_index(files, path, pack_id)
+
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        store.push(folder, everything=True)
+        monkeypatch.setattr(tier, "read_pack_index", read_pack_index)
+        assert store.push(folder, everything=True).present == 20
+    assert len(read) == len(set(read)) > 20
+
+
+def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations: list[str]) -> None:
+    """The first look is one listing of all; the next one a listing of names."""
+    there = RemoteTier(parse_location(places[1]), CONFIG)
+    known = CheckpointCache(there, "default", metrics=False)
+    for bound in (4, 2):
+        operations.clear()
+        assert len(known.look()) == COUNT + 1
+        assert len(operations) <= bound
+    there.close()
+
+
+def test_a_directory_is_one_listing(places: tuple[str, str], operations: list[str]) -> None:
+    """Whatever lies in it; that the checkpoints are many costs no request for each."""
+    there = RemoteTier(parse_location(places[1]), CONFIG)
+    operations.clear()
+    assert len(there.manifests.checkpoints("default")) == COUNT + 1
+    assert len(there.pack_ids()) > COUNT
+    assert len(operations) <= 3
+    there.close()

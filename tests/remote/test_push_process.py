@@ -1,0 +1,354 @@
+"""Pushing by a process of its own: what a thread does, it does, and neither of the two hurts the other by its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Checkpointer, Push, Store, errors
+from asymcheck.errors import (
+    ClosedStoreError,
+    GivenUpError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    RanksMissingError,
+    UnreachableRemoteWarning,
+)
+from asymcheck.events import Interval, watch
+from asymcheck.replication import push_process as module
+from asymcheck.replication.push_process import PushProcess, StatusReply
+from asymcheck.replication.push_thread import PushThread
+from tests.remote.conftest import CONFIG, by_process, check_location, lose_packs, state_of
+from tests.zygote import REPOSITORY, wait_until
+
+TRAINER = """
+import os, sys, time
+from asymcheck import Push, Store
+store = Store.open(sys.argv[1])
+pushing = store.pushing(Push(sys.argv[2], close_s=None))
+pushing.wait()
+holding = os.fork()
+if not holding:
+    # A data loader's worker, which has all descriptors of the trainer that are open.
+    time.sleep(600)
+print(pushing._process.pid, holding, flush=True)
+time.sleep(600)
+"""
+
+
+def process_of(pushing: PushProcess) -> int:
+    """The id of the process that pushes, when there is one."""
+    wait_until(lambda: pushing._child is not None and pushing._process is not None, "the process to begin")
+    assert pushing._process is not None
+    return pushing._process.pid
+
+
+@contextlib.contextmanager
+def stopped(pushing: PushProcess) -> Iterator[None]:
+    """Let it do nothing."""
+    pid = process_of(pushing)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # It may have been killed meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
+    """While the training saves in the background; the others stay here."""
+    state, push = dict(state_of(0)), Push(place, every=2, close_s=None, own_process=own_process)
+    with Store.open(store_path, config=CONFIG) as store, store.pushing(push) as pushing:
+        assert type(pushing) is (PushProcess if own_process else PushThread)
+        with Checkpointer(store, state) as checkpointer:
+            for step in range(5):
+                state.update(state_of(step))
+                checkpointer.step(step)
+            checkpointer.wait()
+        wait_until(lambda: pushing.statistics().pushed > 0, "a checkpoint to be pushed before the end")
+    assert pushing.statistics() == pushing.close()
+    now = pushing.statistics()
+    assert (now.pushed, now.backlog, now.problem, now.newest_step) == (3, 0, "", 4)
+    check_location(place, 0, 2, 4)
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> None:
+    """A trace of the training shows when bytes went out, and what failed."""
+    told: list[Interval] = []
+    push = Push(folder, close_s=None, own_process=own_process)
+    began = time.perf_counter()
+    with watch(told.append), Store.open(store, config=CONFIG) as opened:
+        statistics = opened.pushing(push).close()
+        sent = {one.detail["step"]: one for one in told if one.name == "push"}
+        assert sorted(sent) == [1, 2]
+        assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
+        told.clear()
+        opened.save(state_of(3), step=3)
+        lose_packs(store)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnreachableRemoteWarning)
+            opened.pushing(push).close()
+        (failed,) = (one for one in told if one.name == "push")
+        assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
+    for one in (*sent.values(), failed):
+        assert began < one.start_s < one.start_s + one.seconds < time.perf_counter()
+        assert (one.detail["location"], one.thread_name) == (folder, "asymcheck-pushing")
+
+
+def test_it_holds_no_torch(store: Path, folder: str) -> None:
+    """With a GPU that would be gigabytes of libraries, for which it has no use."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        assert "torch" not in Path(f"/proc/{process_of(pushing)}/maps").read_text("utf-8")
+    check_location(folder, 1, 2)
+
+
+def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
+    """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder, hold=2) as pushing:
+        pushing.wait()
+        assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (2, 0, {})
+        with stopped(pushing):
+            for step in (3, 4, 5):
+                opened.save(state_of(step), step=step)
+                pushing.look()
+                assert pushing.statistics().backlog == step - 2
+            ids = {one.step: one.save_id for one in opened.checkpoints()}
+            assert pushing.held() == {ids[4]: "to be pushed", ids[5]: "to be pushed"}
+        pushing.wait()
+        assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (5, 0, {})
+    check_location(folder, 1, 2, 3, 4, 5)
+
+
+def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first has sent is counted once, and is not sent again."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        first = process_of(pushing)
+        sent = pushing.statistics().sent_bytes
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+        opened.save(state_of(3), step=3)
+        pushing.look()
+        wait_until(lambda: pushing.statistics().pushed == 3, "another one to push")
+        wait_until(lambda: pushing.statistics().problem == "", "all to be well")
+        now = pushing.statistics()
+        assert (now.backlog, now.failures, now.problem, now.newest_step) == (0, 1, "", 3)
+        assert sent < now.sent_bytes < 2 * sent
+        assert process_of(pushing) != first
+    check_location(folder, 1, 2, 3)
+
+
+def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
+    monkeypatch.setattr(module, "RETRY_S", 900.0)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with stopped(pushing):
+            threading.Timer(0.2, os.kill, (process_of(pushing), signal.SIGKILL)).start()
+            with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 900 s"):
+                pushing.wait()
+        assert pushing.statistics().problem.startswith("GivenUpError: the process that pushes to file://")
+        waiting = threading.Thread(target=pushing.wait, daemon=True)
+        waiting.start()
+        wait_until(lambda: not waiting.is_alive(), "the wait to end")
+        wait_until(lambda: pushing.statistics().problem == "", "all to be well")
+        assert (pushing.statistics().pushed, pushing.statistics().failures) == (2, 1)
+    check_location(folder, 1, 2)
+
+
+def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folder: str) -> None:
+    """Another process does it, at once."""
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder, close_s=60.0)
+        pushing.wait()
+        os.kill(process_of(pushing), signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+        opened.save(state_of(3), step=3)
+        now = pushing.close()
+        assert (now.pushed, now.backlog, now.problem) == (3, 0, "")
+    check_location(folder, 1, 2, 3)
+
+
+def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the one before it had sent, which was deleted meanwhile."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        with Store.open(folder, config=CONFIG) as there:
+            there.delete(1)
+        os.kill(process_of(pushing), signal.SIGKILL)
+        wait_until(lambda: pushing.statistics().pushed == 3, "it to be sent again")
+    check_location(folder, 1, 2)
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_one_that_is_begun_again_knows_better_when_it_has_looked(
+    store: Path, folder: str, *, is_connected: bool
+) -> None:
+    """What the one before it had sent, and it does not find, waits again, and is held."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        now, sent = pushing.statistics(), dict(pushing.queue.sent)
+        with stopped(pushing):
+            news = StatusReply(now, None, is_connected, False, 1, {}, {}, (), has_looked=False)
+            pushing._take(news, {})
+            assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
+            # In truth all is there.
+            pushing._take(news._replace(sent=sent), {})
+
+
+def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, folder: str) -> None:
+    """They live longer than it; its end is seen all the same."""
+    workers: list[int] = []
+    try:
+        for _ in range(2):
+            with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+                for _ in range(3):
+                    worker = os.fork()
+                    if not worker:
+                        time.sleep(600)
+                        os._exit(0)
+                    workers.append(worker)
+                pushing.wait()
+                os.kill(process_of(pushing), signal.SIGKILL)
+                wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+    check_location(folder, 1, 2)
+
+
+def test_a_wait_after_the_end(store: Path, folder: str) -> None:
+    """Nobody pushes any more."""
+    with Store.open(store, config=CONFIG) as opened:
+        with by_process(opened, folder) as pushing:
+            pass
+        with pytest.raises(ClosedStoreError, match="has ended"):
+            pushing.wait()
+        pushing.look()
+        assert pushing.statistics().pushed == 2
+
+
+def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who says again and again that there is something to do, and not the end."""
+    monkeypatch.setattr(module, "_START_S", 0.0)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder)
+        with stopped(pushing):
+            with monkeypatch.context() as within:
+                within.setattr(pushing, "_count_backlog", lambda: None)
+                for _ in range(100_000):
+                    pushing.look()
+            with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
+                pushing.close(0.1)
+            assert not pushing._thread.is_alive()
+
+
+def test_signals_are_not_for_it(store: Path, folder: str) -> None:
+    """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        for name in module._NOT_FOR_IT:
+            os.kill(process_of(pushing), getattr(signal, name))
+        opened.save(state_of(3), step=3)
+        pushing.wait()
+        assert pushing.statistics().failures == 0
+    check_location(folder, 1, 2, 3)
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, worker_lives: bool) -> None:
+    """Also when another process has inherited all that the training had open."""
+    words = [sys.executable, "-c", TRAINER, str(store), folder]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid, worker = map(int, trainer.stdout.readline().split())
+        if not worker_lives:
+            os.kill(worker, signal.SIGKILL)
+        ending = os.pidfd_open(pid)
+        trainer.kill()
+    poll = select.poll()
+    poll.register(ending, select.POLLIN)
+    try:
+        assert poll.poll(30_000)
+    finally:
+        os.close(ending)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+    check_location(folder, 1, 2)
+
+
+def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> None:
+    """With all that the error has."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    newest.unlink()
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack") as told:
+            pushing.wait()
+        assert len(told.value.reasons) == 1
+        assert (pushing.statistics().damaged, pushing.statistics().backlog, pushing.held()) == (1, 0, {})
+        newest.write_bytes(whole)
+        pushing.wait()
+        assert pushing.statistics().problem == ""
+    check_location(folder, 1, 2)
+
+
+def test_the_longest_time_that_an_end_can_take(store: Path, folder: str) -> None:
+    """It is one that a thread can wait for."""
+    with Store.open(store, config=CONFIG) as opened:
+        assert by_process(opened, folder).close(threading.TIMEOUT_MAX).pushed == 2
+
+
+def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
+    """It is refused, and the pushing goes on."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(InvalidInputError, match="timeout_s="):
+            pushing.close(-1)
+        pushing.wait()
+    with pytest.raises(InvalidInputError, match="own_process="):
+        Push(folder, own_process=1)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
+    """Of whatever class, also of one that cannot be made from its words."""
+    same = errors.DamagedPartitionError("damaged", b"x" * 16)
+    found = pickle.loads(pickle.dumps(module._portable(same)))
+    assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
+    other: Exception = RanksMissingError("rank 1 is missing", [1])
+    assert str(module._portable(other)) == "RanksMissingError: rank 1 is missing"
+    other = errors.StorageError("it holds a lock")
+    other.__dict__["lock"] = threading.Lock()
+    assert str(module._portable(other)) == "StorageError: it holds a lock"
+
+
+def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
+    """With all of its threads; and it keeps no terminal busy."""
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        pid = process_of(pushing)
+        tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(tasks) > 1
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {19}
+        assert os.readlink(f"/proc/{pid}/fd/0") == os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+        pushing.close()
+        assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,89 @@
+"""What a push sends of frames that lie here in odd ways: what arrives can be decoded, or nothing is sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asymcheck.errors import BaseDamagedError
+from asymcheck.format import registry
+from asymcheck.format.digest import ZERO_DIGEST
+from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.replication.transfer_plan import TransferPlanner
+from asymcheck.restore.partition_locator import PartitionCopy
+from asymcheck.types import Digest
+
+FULL, DELTA, DERIVED = registry.KIND_FULL, registry.KIND_DELTA, registry.KIND_DERIVED
+CODECS = {FULL: registry.CODEC_IDENTITY, DELTA: registry.CODEC_DELTA, DERIVED: registry.CODEC_DERIVED}
+
+
+def name(number: int) -> Digest:
+    """A partition's."""
+    return Digest(number.to_bytes(16, "big"))
+
+
+class Packs:
+    """In place of the packs of a tier: one with these frames, each a partition, its kind, and its base."""
+
+    def __init__(self, *frames: tuple[int, int, int | None]) -> None:
+        rows = [
+            (name(own), ZERO_DIGEST if base is None else name(base), 0, 8, 8, kind, CODECS[kind], 1, 0, bytes(3))
+            for own, kind, base in frames
+        ]
+        pack: Any = SimpleNamespace(
+            entries=np.array(rows, dtype=ENTRY_DTYPE), header=SimpleNamespace(pack_id=bytes(16)), damage=None
+        )
+        self.copies: dict[Digest, list[PartitionCopy]] = {}
+        for number, (own, _, _) in enumerate(frames):
+            self.copies.setdefault(name(own), []).append(PartitionCopy(pack, number))
+
+    def find(self, digest: Digest) -> PartitionCopy | None:
+        """Return the first."""
+        return next(iter(self.copies.get(digest, [])), None)
+
+    def copy(self, digest: Digest) -> PartitionCopy:
+        """Return the first."""
+        return self.copies[digest][0]
+
+    def base_copies(self, digest: Digest) -> list[PartitionCopy]:
+        """Return all, full ones first."""
+        return sorted(self.copies.get(digest, []), key=PartitionCopy.kind)
+
+
+def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[Digest, int]]:
+    """What is chosen: the partitions, with how they are sent."""
+    sources: Any = here
+    elsewhere: Any = there or Packs()
+    chooser = TransferPlanner(sources, elsewhere, set())
+    chooser.choose([name(number) for number in numbers])
+    return [(frame.name, int(frame.entry["kind"])) for frame in (*chooser.full, *chooser.based)]
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_what_was_sent_derived_is_no_base_for_another(order: tuple[int, int]) -> None:
+    """It lies here twice: two ranks stored the same bytes, one of them as a rounded copy."""
+    found = sent(Packs((1, DERIVED, 3), (1, FULL, None), (2, DERIVED, 1), (3, FULL, None)), *order)
+    assert (name(1), FULL) in found
+    assert (name(2), DERIVED) in found
+
+
+@pytest.mark.parametrize("kind", [DELTA, DERIVED])
+def test_frames_that_are_their_own_bases_are_not_sent(kind: int) -> None:
+    """No writer makes them; whoever pushes such a store is told so."""
+    with pytest.raises(BaseDamagedError, match="lead back to it"):
+        sent(Packs((1, kind, 2), (2, DELTA, 3), (3, DELTA, 2)), 1)
+
+
+def test_a_chain_that_nobody_can_decode_is_not_followed_to_its_end() -> None:
+    """Neither here nor there; one of the greatest length is."""
+    longest = [(number, DELTA, number + 1) for number in range(1, 9)]
+    whole = [(0, DERIVED, 1), *longest, (9, FULL, None)]
+    assert len(sent(Packs(*whole), 0)) == 10
+    assert sent(Packs(), 0, there=Packs(*whole)) == []
+    endless = [(number, DELTA, number + 1) for number in range(5_000)]
+    with pytest.raises(BaseDamagedError, match="further than can be decoded"):
+        sent(Packs(*endless), 0)
+    assert sent(Packs((0, FULL, None)), 0, there=Packs(*endless)) == [(name(0), FULL)]

@@ -1,0 +1,86 @@
+"""How the process that pushes begins, or does not, and what it finds then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Push, Store
+from asymcheck.errors import GivenUpError, UnreachableRemoteWarning
+from asymcheck.replication import push_process as module
+from asymcheck.replication.push_thread import PushThread
+from tests.remote.conftest import CONFIG, by_process, check_location, save_steps
+from tests.zygote import REPOSITORY, wait_until
+
+
+def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process says why, and is begun again until it can."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    aside = store.with_name("aside")
+    with Store.open(store, config=CONFIG) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachableRemoteWarning)
+        store.rename(aside)
+        with by_process(opened, folder) as pushing:
+            wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
+            assert pushing.statistics().problem.startswith("StoreNotFoundError: ")
+            aside.rename(store)
+            wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
+    check_location(folder, 1, 2)
+
+
+def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training goes on, and it is tried again."""
+    whole: Callable[..., object] = subprocess.Popen
+    left = [2]
+
+    def begin(*words: object, **more: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("Cannot allocate memory")
+        return whole(*words, **more)
+
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        with pytest.raises(GivenUpError, match=r"no process could be begun .*: Cannot allocate memory"):
+            pushing.wait()
+        wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
+        assert pushing.statistics().failures == 2
+    check_location(folder, 1, 2)
+
+
+def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is part of another program, nobody knows how to begin one."""
+    monkeypatch.setattr(sys, "executable", "")
+    with Store.open(store, config=CONFIG) as opened, opened.pushing(Push(folder)) as pushing:
+        assert isinstance(pushing, PushThread)
+    check_location(folder, 1, 2)
+
+
+def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it goes elsewhere before the process has begun."""
+    monkeypatch.chdir(tmp_path)
+    save_steps(Path("relative"), 1)
+    with Store.open("relative", config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+    check_location(folder, 1)
+
+
+def test_it_imports_what_the_training_does(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what lies in the directory that it is in; and what is no text in the path is passed over."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "signal.py").write_text("raise SystemExit(3)")
+    (tmp_path / "asymcheck").mkdir()
+    (tmp_path / "asymcheck/__init__.py").touch()
+    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+    check_location(folder, 1, 2)

@@ -1,0 +1,160 @@
+"""A remote location behind a store that does not answer, cannot be read, or has nothing in it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asymcheck import Checkpointer, Store
+from asymcheck.errors import (
+    RemoteUnreachableError,
+    StoreNotFoundError,
+    StructureError,
+    UnreachableRemoteWarning,
+)
+from asymcheck.storage.fallback_tier import RemoteFallback
+from asymcheck.storage.remote import RemoteTier, parse_location
+from tests.remote.conftest import CONFIG, check_state, config, state_of
+
+NOWHERE = "hdfs://127.0.0.1:1/x"
+UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
+
+
+def test_a_location_that_does_not_answer_stops_no_training(store: Path) -> None:
+    """What lies here is read, with a warning."""
+    with Store.open(store, config=UNREACHABLE, remote=NOWHERE) as opened:
+        with pytest.warns(UnreachableRemoteWarning, match="no|refused"):
+            check_state(opened.load(), 2)
+        opened.save({"step": 3}, step=3)
+
+
+def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
+    """Where what lies here is not enough, that is the error, not an older checkpoint or none."""
+    with (
+        Store.open(tmp_path / "new", config=UNREACHABLE, remote=NOWHERE) as opened,
+        pytest.raises(RemoteUnreachableError),
+    ):
+        opened.load()
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    newest.unlink()
+    with (
+        Store.open(store, config=UNREACHABLE, remote=NOWHERE) as opened,
+        pytest.warns(UnreachableRemoteWarning),
+        pytest.raises(RemoteUnreachableError),
+    ):
+        opened.load()
+
+
+def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> None:
+    """It has nothing to give, and is no error."""
+    with Store.open(store, config=CONFIG, remote=folder) as opened:
+        check_state(opened.load(), 2)
+
+
+def lose_descriptor(there: Path) -> None:
+    """The file alone."""
+    (there / "asymcheck.store").unlink()
+
+
+def damage_descriptor(there: Path) -> None:
+    """Both copies."""
+    (there / "asymcheck.store").write_bytes(b"x" * 8192)
+
+
+def put_something_else(there: Path) -> None:
+    """As when the folder above is named by mistake."""
+    shutil.rmtree(there)
+    there.mkdir()
+    (there / "notes.txt").write_text("x")
+
+
+def put_a_file(there: Path) -> None:
+    """In the place of the folder."""
+    shutil.rmtree(there)
+    there.write_text("x")
+
+
+@pytest.mark.parametrize("change", [lose_descriptor, damage_descriptor, put_something_else, put_a_file])
+def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
+    pushed: Path, folder: str, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """What lies here is read, with a warning; where that is not enough, it is not taken for an empty one."""
+    change(Path(folder.removeprefix("file://")))
+    with (
+        Store.open(pushed, config=CONFIG, remote=folder) as opened,
+        pytest.warns(UnreachableRemoteWarning, match="only what lies on this machine is known"),
+    ):
+        check_state(opened.load(), 2)
+    state = state_of(0)
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as opened,
+        Checkpointer(opened, state) as checkpointer,
+        pytest.raises(RemoteUnreachableError, match="not known"),
+    ):
+        checkpointer.restore()
+
+
+def test_a_location_that_has_lost_its_descriptor_gets_no_new_one(pushed: Path, folder: str) -> None:
+    """To open it and to push there is refused."""
+    lose_descriptor(Path(folder.removeprefix("file://")))
+    with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs; put"):
+        Store.open(folder, config=CONFIG)
+    with Store.open(pushed, config=CONFIG) as opened, pytest.raises(StructureError, match="has lost its"):
+        opened.push(folder, 2)
+
+
+def test_a_creation_that_was_killed_left_no_location(store: Path, folder: str) -> None:
+    """Folders without anything in them are no loss of a descriptor."""
+    for name in ("heads", "manifests", "packs"):
+        (Path(folder.removeprefix("file://")) / name).mkdir(parents=True)
+    with pytest.raises(StoreNotFoundError, match="nothing was pushed there"):
+        Store.open(folder, config=CONFIG)
+    with Store.open(store, config=CONFIG) as opened:
+        assert len(opened.push(folder, 2).committed) == 1
+
+
+def test_a_training_that_begins_from_nothing_says_so(tmp_path: Path, folder: str) -> None:
+    """An empty mount point looks like a location to which nothing was pushed yet."""
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as opened,
+        Checkpointer(opened, state_of(0)) as checkpointer,
+    ):
+        with pytest.warns(UnreachableRemoteWarning, match=f"nothing was pushed to {folder} yet.* mounted"):
+            assert checkpointer.restore() is None
+        checkpointer.save(0)
+
+
+def test_what_was_pulled_is_read_without_the_location(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Its packs are others than the manifest names; so are those of a store whose packs a repair has moved."""
+    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+        opened.pull(folder, everything=True)
+    for pack in (pushed / "packs").iterdir():
+        data = bytearray(pack.read_bytes())
+        data[-10] ^= 1
+        pack.write_bytes(data)
+    with Store.open(pushed, config=CONFIG) as opened:
+        assert opened.repair().left == ()
+    for path in (tmp_path / "new", pushed):
+        with Store.open(path, config=UNREACHABLE, remote=NOWHERE) as opened, pytest.warns(UnreachableRemoteWarning):
+            check_state(opened.load(), 2)
+
+
+def test_threads_open_the_location_once(pushed: Path, folder: str) -> None:
+    """One tier, whoever asks first."""
+    opened: list[RemoteTier] = []
+
+    def connect() -> RemoteTier:
+        time.sleep(0.05)
+        opened.append(RemoteTier(parse_location(folder), CONFIG))
+        return opened[-1]
+
+    far = RemoteFallback(folder, connect)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(map(id, threads.map(lambda _: far.tier(), range(8))))) == 1
+    far.close()
+    assert len(opened) == 1

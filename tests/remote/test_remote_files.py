@@ -1,0 +1,328 @@
+"""The contract: what every file system behind a location has to keep, the same for folders and for HDFS."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import io
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import PurePath, PurePosixPath
+from unittest.mock import Mock
+
+import hdfs_native as hdfs_native_client
+import pytest
+
+from asymcheck import Store
+from asymcheck.errors import RemoteUnreachableError, StorageError
+from asymcheck.storage.remote import hdfs_native
+from asymcheck.storage.remote.location import parse_location
+from asymcheck.storage.remote.remote_files import RemoteFiles
+from tests.remote.conftest import REMOTE, config
+
+
+@pytest.fixture
+def files(place: str) -> RemoteFiles:
+    """The location, with a folder in it."""
+    found = RemoteFiles(parse_location(place), REMOTE)
+    found.make_directory(top(found))
+    return found
+
+
+def top(files: RemoteFiles) -> PurePosixPath:
+    """The folder."""
+    return PurePosixPath(files.location.path)
+
+
+def test_what_is_not_there_is_none(files: RemoteFiles) -> None:
+    """A file, a folder and a listing."""
+    nowhere = top(files) / "no" / "where"
+    assert files.stat(nowhere) is None
+    assert files.read_small(nowhere, 10) is None
+    assert files.list(nowhere) == files.walk(nowhere, recursive=True) == []
+    files.delete(nowhere)
+    with pytest.raises(FileNotFoundError):
+        files.read_range(nowhere, 0, 1)
+
+
+def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
+    """In pieces that were written, across them, at the end, and past it."""
+    path = top(files) / "a.tmp"
+    assert files.write(path, [b"0123", memoryview(b"456"), b"789"]) == 10
+    for offset, length in ((0, 10), (2, 4), (8, 2), (8, 100), (10, 1), (11, 5), (0, 0)):
+        data, size = files.read_range(path, offset, length)
+        assert (bytes(data), size) == (b"0123456789"[offset : offset + length], 10)
+    assert files.read_small(path, 3) == b"0123"
+    found = files.stat(path)
+    assert found is not None
+    assert (found.is_file, found.size) == (True, 10)
+    assert found.mtime_ns > 0
+
+
+def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
+    """Sorted; below only when asked."""
+    files.make_directory(top(files) / "b" / "c")
+    files.make_directory(top(files) / "b" / "c")
+    for name in ("b/c/two", "one"):
+        assert files.put_small(top(files) / name, name.encode())
+    assert files.list(top(files)) == ["b", "one"]
+    walked = {str(entry.path.relative_to(top(files))): entry.size for entry in files.walk(top(files), recursive=True)}
+    assert {name: size for name, size in walked.items() if size} == {"b/c/two": 7, "one": 3}
+
+
+def test_a_folder_that_goes_during_a_listing_takes_no_other_with_it(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes a checkpoint while this one looks which there are."""
+    files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
+    for name in ("a", "b", "c"):
+        assert files.put_small(top(files) / name / "one", b"1")
+    whole = hdfs_native_client.Client.list_status
+
+    def delete_one(self: hdfs_native_client.Client, path: str, recursive: bool = False) -> Iterator[object]:
+        for number, found in enumerate(whole(self, path, recursive)):
+            yield found
+            if number == 0 and path == str(top(files)):
+                files.delete(top(files) / "b" / "one")
+                files.delete_empty(top(files) / "b")
+
+    monkeypatch.setattr(hdfs_native_client.Client, "list_status", delete_one)
+    names = [entry.path.parent.name for entry in files.walk(top(files), recursive=True) if entry.is_file]
+    assert names == ["a", "c"]
+
+
+def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
+    """And what has it stays as it is."""
+    assert files.put_small(top(files) / "name", b"first") is True
+    assert files.put_small(top(files) / "name", b"second") is False
+    assert files.read_small(top(files) / "name", 10) == b"first"
+    assert files.list(top(files)) == ["name"]
+
+
+def test_of_racing_writers_one_gets_the_name(files: RemoteFiles) -> None:
+    """Eight threads, one name."""
+    if files.kind == "libhdfs":
+        pytest.skip("through pyarrow it replaces files: two may win, as docs/hdfs.md says")
+    won: list[bytes] = []
+
+    def put(data: bytes) -> None:
+        if files.put_small(top(files) / "name", data):
+            won.append(data)
+
+    racers = [threading.Thread(target=put, args=(bytes([number]),)) for number in range(8)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert won == [files.read_small(top(files) / "name", 10)]
+
+
+def test_a_rename_says_whether_the_file_was_there(files: RemoteFiles) -> None:
+    """The bytes go with it."""
+    files.put_small(top(files) / "old", b"bytes")
+    assert files.rename(top(files) / "old", top(files) / "new") is True
+    assert files.rename(top(files) / "old", top(files) / "newer") is False
+    assert files.read_small(top(files) / "new", 10) == b"bytes"
+
+
+def test_a_folder_that_is_not_empty_any_more_stays(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has put something into it since it was looked into."""
+    files.make_directory(top(files) / "empty")
+    files.put_small(top(files) / "full" / "name", b"committed")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFiles, "walk", lambda *_, **__: [])
+        for name in ("full", "empty", "none"):
+            files.delete_empty(top(files) / name)
+    assert files.read_small(top(files) / "full" / "name", 10) == b"committed"
+    assert files.list(top(files)) == (["empty", "full"] if files.kind == "libhdfs" else ["full"])
+
+
+Write = Callable[[RemoteFiles, PurePath, list[bytes]], int]
+
+
+def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the file was in it."""
+    taken: list[PurePath] = []
+    write: Write = RemoteFiles.write
+
+    def take_back(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+        if not taken:
+            taken.append(path)
+            self.delete_empty(path.parent)
+        return write(self, path, pieces)
+
+    monkeypatch.setattr(RemoteFiles, "write", take_back)
+    assert files.put_small(top(files) / "folder" / "name", b"whole") is True
+    assert taken
+    assert files.read_small(top(files) / "folder" / "name", 10) == b"whole"
+
+
+@pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_without_hard_links_files_are_renamed(folder: str, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """And a name that is taken is seen."""
+
+    def link(*_: object) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(os, "link", link)
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    assert files.put_small(top(files) / "name", b"first") is True
+    assert files.put_small(top(files) / "name", b"second") is False
+    assert files.read_small(top(files) / "name", 10) == b"first"
+    assert files.list(top(files)) == ["name"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "renames"])
+def test_a_name_that_is_taken_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
+    """An attempt may have given it, and failed then: who finds it taken goes on as if it were there to stay."""
+    if not links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no links")))
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    for name in ("first", "second"):
+        files.write(top(files) / name, [b"bytes"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "no sync")))
+        for name in ("first", "second"):
+            with pytest.raises(StorageError, match=r"rename .*no sync"):
+                files.publish(top(files) / name, top(files) / "name")
+    assert files.publish(top(files) / "second", top(files) / "name") is False
+
+
+def test_another_name_in_a_folder_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a push was promised to find again must not be back under the name that announces its removal."""
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.put_small(top(files) / "old", b"bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "no sync")))
+        with pytest.raises(StorageError, match=r"rename .*no sync"):
+            files.rename(top(files) / "old", top(files) / "new")
+
+
+def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a deadline, as everything."""
+    released = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: released.wait(30))
+    files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
+    began = time.monotonic()
+    with pytest.raises(RemoteUnreachableError, match=r"create directory .*remote: no answer in 0\.5 s"):
+        files.make_directory(top(files))
+    assert time.monotonic() - began < 10
+    released.set()
+
+
+def test_each_piece_is_durable_before_the_next_one_is_written(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them before the turn of the file ends."""
+    sizes: list[int] = []
+    sync = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    def written() -> None:
+        assert sizes == [4, 7, 10]
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    assert files.write(top(files) / "a.tmp", [b"0123", memoryview(b"456"), b"789"], written) == 10
+    assert files.read_small(top(files) / "a.tmp", 10) == b"0123456789"
+
+
+def test_the_pace_of_a_folder_is_not_that_of_the_cache(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that takes its time has taken it."""
+    monkeypatch.setattr(os, "fdatasync", lambda _: time.sleep(0.2))
+    files = RemoteFiles(parse_location(folder), REMOTE)
+    files.make_directory(top(files))
+    files.write(top(files) / "a.tmp", [bytes(16 << 20)])
+    assert files.pace.writing.bytes_per_s is not None
+    assert files.pace.writing.bytes_per_s <= (16 << 20) / 0.2
+
+
+def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the deadline for itself."""
+    released = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda _: released.wait(30))
+    files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
+    files.make_directory(top(files))
+    with pytest.raises(RemoteUnreachableError, match=r"write to .*a\.tmp: no answer in 0\.5 s"):
+        files.write(top(files) / "a.tmp", [b"0123"])
+    released.set()
+
+
+def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed one left is never renamed, and is removed."""
+    names: list[str] = []
+    whole: Write = RemoteFiles.write
+
+    def first_fails(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+        names.append(path.name)
+        if len(names) == 1:
+            whole(self, path, [b"half"])
+            raise RemoteUnreachableError("the wire was cut")
+        return whole(self, path, pieces)
+
+    monkeypatch.setattr(RemoteFiles, "write", first_fails)
+    assert files.put_small(top(files) / "name", b"whole") is True
+    assert len(set(names)) == 2
+    assert files.read_small(top(files) / "name", 10) == b"whole"
+    assert files.list(top(files)) == ["name"]
+
+
+def test_what_is_read_back_otherwise_is_never_named(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which file and which attempt."""
+    whole: Write = RemoteFiles.write
+    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: whole(self, path, [b"other"]))
+    with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
+        files.put_small(top(files) / "name", b"whole")
+    assert files.list(top(files)) == []
+
+
+@pytest.mark.parametrize("client", ["hdfs-native"])
+def test_nobody_who_answers_is_not_nothing_that_is_there(client: str) -> None:
+    """A port where nobody listens: an error of its own, and not "not found"."""
+    quick = {"dfs.client.failover.max.attempts": "1"}
+    with pytest.raises(RemoteUnreachableError, match=r"hdfs://127\.0\.0\.1:1/x: no NameNode is at host"):
+        Store.open("hdfs://127.0.0.1:1/x", config=config(client=client, options=quick, deadline_s=20.0))
+
+
+def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
+    """The client's objects close themselves when they are collected, and would wait for servers that are gone."""
+    closed: list[str] = []
+
+    class Inner(io.RawIOBase):
+        def close(self) -> None:
+            closed.append("once more")
+            raise OSError("nobody is there")
+
+    writer = hdfs_native._Writer(Inner())
+    with pytest.raises(OSError, match="nobody"):
+        writer.close()
+    del writer
+    gc.collect()
+    assert closed == ["once more"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_lets_go_of_a_client_without_waiting(hdfs_url: str) -> None:
+    """A data loader worker that collects garbage: the threads by which the client ends are not there."""
+    holder = [RemoteFiles(parse_location(f"{hdfs_url}/forked"), REMOTE)]
+    holder[0].list(top(holder[0]))
+    child = os.fork()
+    if not child:
+        holder.clear()
+        gc.collect()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)

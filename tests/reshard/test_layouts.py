@@ -1,0 +1,236 @@
+"""Any layout to any other: what was saved in one cut of a tensor is read in another, bit for bit."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from asymcheck import Store, StoreConfig, TensorShard
+from asymcheck.commit.save_request import new_save_id
+from asymcheck.errors import StateMismatchError, UnsupportedValueError
+from asymcheck.state.boxes import Box
+from asymcheck.state.shards import shard_of
+from tests.reshard.ranks import as_rank, cut_in_grid, distributed, local_of, save_rank, save_ranks
+from tests.store.equality import tensor_bytes
+
+# Partitions so small that they begin and end in the midst of rows.
+SMALL = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, inline_bytes=64, inline_total_bytes=1 << 20)
+
+DTYPES = st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128])
+
+
+def _numbered(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in which no two elements of some hundred are alike."""
+    return torch.arange(math.prod(shape)).reshape(tuple(shape)).to(dtype)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
+    """Places at which each dimension is cut, few of them."""
+    return [draw(st.lists(st.integers(0, size), max_size=2)) for size in shape]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), dtype=DTYPES, large=st.booleans())
+def test_parts_of_any_grid_are_read_as_those_of_any_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype, large: bool
+) -> None:
+    """Uneven and empty parts among them; in place, by strided memory too, and as a whole."""
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
+    shape = [size * 11 for size in shape] if large else shape
+    full = _numbered(shape, dtype)
+    saved = cut_in_grid(full, data.draw(cuts(shape)))
+    wanted = cut_in_grid(torch.zeros_like(full), data.draw(cuts(shape)))
+    if full.ndim and data.draw(st.booleans()):
+        wanted = [TensorShard(_strided(one.local), one.global_shape, one.offset) for one in wanted]
+    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL) as store:
+        save_ranks(store, [{"w": shard, "rank": rank} for rank, shard in enumerate(saved)])
+        for rank, shard in enumerate(wanted):
+            state = store.load(into={"w": shard, "rank": None}, rank=rank)
+            assert state == {"w": shard, "rank": rank % len(saved)}
+            part = full[tuple(slice(a, a + n) for a, n in zip(shard.offset, shard.local.shape, strict=True))]
+            assert tensor_bytes(shard.local) == tensor_bytes(part)
+        merged = store.load()
+        assert isinstance(merged, dict)
+        assert tensor_bytes(merged["w"]) == tensor_bytes(full)
+        assert (merged["w"].shape, merged["rank"]) == (full.shape, 0)
+        for rank, shard in enumerate(saved):
+            own = store.load(rank=rank)
+            assert isinstance(own, dict)
+            assert _same_part(own["w"], shard)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., ::2]
+
+
+def _same_part(found: object, shard: TensorShard) -> bool:
+    if tuple(shard.local.shape) == shard.global_shape:
+        return isinstance(found, torch.Tensor) and tensor_bytes(found) == tensor_bytes(shard.local)
+    return (
+        isinstance(found, TensorShard)
+        and found.box == shard.box
+        and tensor_bytes(found.local) == tensor_bytes(shard.local)
+    )
+
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (3, 2)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], list[Placement]]:
+    """A mesh, and placements of a tensor on it as data, fully sharded and tensor parallelism have them."""
+    mesh = draw(st.sampled_from(MESHES))
+    shards = st.integers(0, dims - 1).map(Shard)
+    if len(mesh) == 2 and draw(st.booleans()):
+        # FSDP2 over tensor parallelism of the same dimension: cut by the second dimension of the mesh first.
+        dim = draw(st.integers(0, dims - 1))
+        return mesh, [_StridedShard(dim, split_factor=mesh[1]), Shard(dim)]
+    return mesh, [draw(st.one_of(st.just(Replicate()), shards)) for _ in mesh]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), dtype=DTYPES)
+def test_dtensors_of_any_mesh_are_read_on_any_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """In place, through the part that each rank holds; sizes that ranks do not divide among them."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    full = _numbered(shape, dtype)
+    mesh, placements = data.draw(layouts(len(shape)))
+    other, others = data.draw(layouts(len(shape)))
+    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL) as store:
+        if not _save(store, full, mesh, placements):
+            return
+        for rank in range(math.prod(other)):
+            with as_rank(rank, math.prod(other)):
+                given_ = distributed(torch.zeros_like(full), other, others, rank)
+                local = given_.to_local()
+                if not _is_box(given_):
+                    with pytest.raises(StateMismatchError, match="is no box"):
+                        store.load(into={"w": given_}, rank=rank)
+                    continue
+                assert store.load(into={"w": given_}, rank=rank) == {"w": given_}
+            place = [int(index) for index in torch.unravel_index(torch.tensor(rank), other)]
+            assert tensor_bytes(local) == tensor_bytes(local_of(full, other, others, place))
+        plain = torch.zeros_like(full)
+        store.load(into={"w": plain})
+        assert tensor_bytes(plain) == tensor_bytes(full)
+
+
+def _is_box(part: DTensor) -> bool:
+    try:
+        shard_of(part, "x")
+    except UnsupportedValueError:
+        return False
+    return True
+
+
+def _save(store: Store, full: torch.Tensor, mesh: tuple[int, ...], placements: list[Placement]) -> bool:
+    save_id = new_save_id()
+    for rank in range(math.prod(mesh)):
+        with as_rank(rank, math.prod(mesh)):
+            try:
+                save_rank(store, {"w": distributed(full, mesh, placements, rank)}, 0, rank, math.prod(mesh), save_id)
+            except UnsupportedValueError:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4])
+def test_fully_sharded_state_moves_to_any_number_of_ranks(tmp_path: Path, saved: int, wanted: int) -> None:
+    """Of 7 rows, of one, and of a tensor that is whole on all."""
+    state = {"rows": torch.randn(7, 5), "one": torch.randn(1), "scalar": torch.tensor(3.0)}
+
+    def held(rank: int, world_size: int, full: dict[str, torch.Tensor]) -> dict[str, object]:
+        sharded = {name: distributed(full[name], (world_size,), [Shard(0)], rank) for name in ("rows", "one")}
+        return {**sharded, "scalar": full["scalar"].clone()}
+
+    with Store.open(tmp_path / "store") as store:
+        save_id = new_save_id()
+        for rank in range(saved):
+            with as_rank(rank, saved):
+                save_rank(store, held(rank, saved, state), 5, rank, saved, save_id)
+        for rank in range(wanted):
+            with as_rank(rank, wanted):
+                found = held(rank, wanted, {name: torch.full_like(value, -1.0) for name, value in state.items()})
+                restored = store.restore(into=found, rank=rank)
+                expected = held(rank, wanted, state)
+                for name, value in found.items():
+                    local, right = (
+                        one.to_local() if isinstance(one, DTensor) else one for one in (value, expected[name])
+                    )
+                    assert isinstance(local, torch.Tensor)
+                    assert isinstance(right, torch.Tensor)
+                    assert torch.equal(local, right)
+                assert (restored.checkpoint.world_size, restored.checkpoint.step) == (saved, 5)
+
+
+def test_rows_that_do_not_follow_each_other_are_refused() -> None:
+    """Two of eight rows from here and two from there are no box, though they are as many as torch says."""
+    with as_rank(0, 4):
+        part = distributed(torch.arange(8), (2, 2), [_StridedShard(0, split_factor=2), Replicate()], 0)
+        assert part.to_local().tolist() == [0, 1, 4, 5]
+        with pytest.raises(UnsupportedValueError, match=r"cannot store state at x: .* \[8\] is no box of rows"):
+            shard_of(part, "x")
+
+
+def test_what_is_here_of_a_dtensor_is_told_as_torch_cuts_it() -> None:
+    """The box is where the bytes are, also when two mesh dimensions cut one dimension; what is no box is refused."""
+    seen = 0
+    for rows, (mesh, splits) in itertools.product(range(1, 13), [((2, 2), 2), ((3, 2), 2), ((2, 3), 3)]):
+        full = torch.arange(rows)
+        for rank in range(math.prod(mesh)):
+            with as_rank(rank, math.prod(mesh)):
+                part = distributed(full, mesh, [_StridedShard(0, split_factor=splits), Shard(0)], rank)
+                if not _is_box(part):
+                    continue
+                shard = shard_of(part, "x")
+                seen += 1
+                first, count = shard.offset[0], shard.local.shape[0]
+                assert shard.local.tolist() == full[first : first + count].tolist()
+    assert seen > 100
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 0, 3)])
+def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Of as many dimensions as the tensor, whatever torch gives it; it is saved, and read again."""
+    full = _numbered(shape, torch.float32)
+    save_id = new_save_id()
+    with Store.open(tmp_path / "store", config=SMALL) as store:
+        for rank in range(2):
+            with as_rank(rank, 2):
+                state = {"w": _on_first_rank(torch.zeros_like(full) if rank else full)}
+                save_rank(store, state, 0, rank, 2, save_id)
+                assert store.load(into=state, rank=rank) == state if rank else True
+        plain = torch.zeros_like(full)
+        store.load(into={"w": plain})
+        assert tensor_bytes(plain) == tensor_bytes(full)
+
+
+def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:
+    """It has no empty part."""
+    with as_rank(1, 2), pytest.raises(UnsupportedValueError, match=r"x: .*this rank is not in its mesh"):
+        shard_of(_on_first_rank(torch.zeros(())), "x")
+
+
+def test_a_box_that_is_none_has_a_name() -> None:
+    """For the error that says so."""
+    assert str(Box((4, 6), (0, 0), (0,))) == "shape [0] at [0, 0] of [4, 6]"
+
+
+def _on_first_rank(full: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    part = zeros(full.shape, dtype=full.dtype, device_mesh=mesh, placements=[Replicate()])
+    if mesh.get_coordinate() is not None:
+        part.to_local().copy_(full)
+    return part

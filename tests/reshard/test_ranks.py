@@ -1,0 +1,360 @@
+"""What a rank reads of a checkpoint of several: values of its own, tensors from wherever their parts are."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store, StoreConfig, TensorShard
+from asymcheck.errors import (
+    InconsistentCheckpointError,
+    InvalidInputError,
+    PartialRestoreError,
+    SkippedCheckpointWarning,
+    StateMismatchError,
+)
+from asymcheck.format.layout import ManifestName
+from asymcheck.format.manifest import Manifest
+from asymcheck.fsck.verify import Severity
+from asymcheck.types import CheckpointRef, PackId
+from tests.reshard.ranks import cut_in_grid, save_ranks
+from tests.store.equality import assert_same
+from tests.store.spies import frames_read
+
+SMALL = StoreConfig(partition_bytes=4096, bundle_below_bytes=0, inline_bytes=64)
+
+
+def _part(full: torch.Tensor, first: int, last: int) -> TensorShard:
+    return TensorShard(full[first:last].clone(), tuple(full.shape), (first, *(0,) * (full.ndim - 1)))
+
+
+def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> None:
+    """Also of more ranks than saved: then they begin again with rank 0's."""
+    states = [
+        {"rank": rank, "rng": torch.full((9,), rank), "array": np.full(3, rank), "list": [rank, {"x": float(rank)}]}
+        for rank in range(3)
+    ]
+    with Store.open(store_path) as store:
+        save_ranks(store, states)
+        for rank in range(7):
+            into = {"rank": None, "rng": torch.zeros(9, dtype=torch.int64), "array": np.zeros(3, int), "list": None}
+            assert_same(store.load(into=into, rank=rank), states[rank % 3])
+        for rank, state in enumerate(states):
+            assert_same(store.load(rank=rank), state)
+        assert_same(store.load(), states[0])
+        with pytest.raises(InvalidInputError, match=r"was saved by 3 ranks, so rank 3 saved nothing"):
+            store.load(rank=3)
+
+
+@pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])
+def test_what_is_no_rank_is_refused(store_path: Path, rank: object) -> None:
+    """Before anything is looked for."""
+    with Store.open(store_path) as store, pytest.raises(InvalidInputError, match="rank"):
+        store.load(rank=rank)  # type: ignore[arg-type]  # that is the point
+
+
+def test_the_states_of_all_ranks_are_merged(store_path: Path) -> None:
+    """Mappings by key, sequences of one length by item, cut tensors to whole ones; rank 0's comes first."""
+    full = torch.randn(5, 3)
+    with Store.open(store_path) as store:
+        save_ranks(
+            store,
+            [
+                {"w": _part(full, 0, 2), "step": 7, "items": [1, {"a": 1}], "short": [1], "only": {"zero": 0}},
+                {
+                    "w": _part(full, 2, 5),
+                    "step": 8,
+                    "items": [2, {"b": 2}],
+                    "short": [1, 2],
+                    "only": {"one": 1},
+                    "z": 1,
+                },
+            ],
+        )
+        merged = {
+            "w": full,
+            "step": 7,
+            "items": [1, {"a": 1, "b": 2}],
+            "short": [1],
+            "only": {"zero": 0, "one": 1},
+            "z": 1,
+        }
+        assert_same(store.load(), merged)
+        assert_same(store.load(tensors="w"), {"w": full})
+        assert_same(store.load(tensors="only.one"), {"only": {"one": 1}})
+        assert_same(store.load(tensors="z", into={"z": 0}, rank=0), {"z": 1})
+        with pytest.raises(InvalidInputError, match=r"matches no name in the checkpoint; it has w, step"):
+            store.load(tensors="nothing")
+        with pytest.raises(InvalidInputError, match="matches no name"):
+            store.load(tensors="nothing", into={"w": torch.zeros(5, 3)})
+        assert store.restore().checkpoint.state_bytes == 60
+
+
+def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
+    """Stages of a pipeline: a rank may read what another saved, in plain containers and in modules."""
+    stages = [torch.nn.Sequential(), torch.nn.Sequential()]
+    for number, stage in enumerate(stages):
+        stage.add_module(f"layer{number}", torch.nn.Linear(3, 3))
+        stage.register_buffer("count", torch.tensor(number))
+    with Store.open(store_path) as store:
+        save_ranks(store, [{"model": stage, "stage": number} for number, stage in enumerate(stages)])
+        layer = torch.zeros(3, 3)
+        store.load(into={"model": {"layer1.weight": layer}}, rank=0)
+        assert torch.equal(layer, stages[1].layer1.weight)
+
+        model = torch.nn.Sequential()
+        model.add_module("layer0", torch.nn.Linear(3, 3))
+        model.add_module("layer1", torch.nn.Linear(3, 3))
+        model.register_buffer("count", torch.tensor(-1))
+        store.load(into={"model": model})
+        assert torch.equal(model.layer0.weight, stages[0].layer0.weight)
+        assert torch.equal(model.layer1.bias, stages[1].layer1.bias)
+        assert model.count == 0
+
+        stage = torch.nn.Sequential()
+        stage.add_module("layer1", torch.nn.Linear(3, 3))
+        store.load(into={"model": stage}, rank=0)
+        assert torch.equal(stage.layer1.weight, stages[1].layer1.weight)
+
+        unknown = torch.nn.Sequential()
+        unknown.add_module("layer2", torch.nn.Linear(3, 3))
+        with pytest.raises(StateMismatchError, match=re.escape("model.layer2.weight: is not in the checkpoint")):
+            store.load(into={"model": unknown})
+
+
+def test_what_no_part_has_is_named_before_a_byte_is_written(store_path: Path) -> None:
+    """The tensor, and the missing range; whoever wants less gets it."""
+    full = torch.randn(6, 2)
+    with Store.open(store_path) as store:
+        save_ranks(store, [{"a": torch.ones(2), "w": _part(full, 0, 2)}, {"a": torch.ones(2), "w": _part(full, 3, 6)}])
+        into = {"a": torch.zeros(2), "w": torch.zeros(6, 2)}
+        with pytest.raises(StateMismatchError, match=r"w: \[2:3, 0:2\] of \[6, 2\] is in none of the parts"):
+            store.load(into=into)
+        assert not into["a"].any()
+        with pytest.raises(StateMismatchError, match=r"tensor w is not whole in the checkpoint: \[2:3, 0:2\]"):
+            store.load()
+        there = _part(torch.zeros(6, 2), 3, 5)
+        store.load(into={"w": there})
+        assert torch.equal(there.local, full[3:5])
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Path, *, older: bool) -> None:
+    """It says who can still restore it, and which older step to ask for; that one is not taken unasked."""
+    full = torch.randn(8, 2)
+    with Store.open(store_path) as store:
+        if older:
+            save_ranks(store, [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 8)}], step=1)
+        parts = [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 7)}]
+        save_ranks(store, parts, step=2)
+        whole = {"w": torch.zeros(8, 2)}
+        ways: list[Callable[[], object]] = [
+            store.load,
+            lambda: store.load(into=whole),
+            Checkpointer(store, whole, ranks=None).restore,
+        ]
+        for way in ways:
+            with pytest.raises(StateMismatchError, match="none of the parts that 2 ranks saved") as caught:
+                way()
+            assert "2 ranks saved: as many can still restore their own parts" in str(caught.value)
+            assert ("or ask for an older step, such as step=1" in str(caught.value)) == older
+            assert "the given state does not fit" not in str(caught.value)
+        assert not whole["w"].any()
+        with pytest.raises(StateMismatchError, match=r"the given state does not fit(.|\n)*as many can still"):
+            store.load(into={**whole, "other": torch.zeros(1)})
+        for rank, part in enumerate(parts):
+            own = _part(torch.zeros(8, 2), 4 * rank, 4 + 3 * rank)
+            store.load(into={"w": own}, rank=rank)
+            assert torch.equal(own.local, part["w"].local)
+
+
+def test_a_part_that_one_rank_alone_saved_is_given_to_who_asks_for_the_rank(store_path: Path) -> None:
+    """One rank's checkpoint is no other case."""
+    full = torch.randn(4, 2)
+    with Store.open(store_path) as store:
+        store.save({"w": _part(full, 1, 3)}, step=0)
+        found = store.load(rank=0)
+        assert isinstance(found, dict)
+        assert found["w"].box == _part(full, 1, 3).box
+        assert torch.equal(found["w"].local, full[1:3])
+        with pytest.raises(StateMismatchError, match="rank= gives what one rank has of it"):
+            store.load()
+
+
+def test_a_shard_that_fits_nowhere_is_refused(store_path: Path) -> None:
+    """Another shape, another dtype, a box beyond its whole, and what is no tensor."""
+    with Store.open(store_path) as store:
+        save_ranks(store, [{"w": shard, "n": 1} for shard in cut_in_grid(torch.zeros(4, 2), [[2], []])])
+        for given, problem in [
+            (TensorShard(torch.zeros(2, 2), (5, 2), (0, 0)), "float32 [5, 2] is given, but float32 [4, 2] is stored"),
+            (TensorShard(torch.zeros(2, 2).half(), (4, 2), (0, 0)), "float16 [4, 2] is given, but float32 [4, 2]"),
+            (TensorShard(torch.zeros(2, 2), (4, 2), (3, 0)), "[3:5, 0:2] of [4, 2] does not lie within"),
+            (torch.zeros(2, 2), "float32 [2, 2] is given, but float32 [4, 2] is stored"),
+        ]:
+            with pytest.raises(StateMismatchError, match=re.escape(problem)):
+                store.load(into={"w": given}, rank=1)
+        with pytest.raises(StateMismatchError, match="a tensor is given, but int is stored"):
+            store.load(into={"n": TensorShard(torch.zeros(1), (1,), (0,))})
+
+
+def test_a_name_that_stands_for_several_tensors_is_read_by_place(store_path: Path) -> None:
+    """By the rank that saved it, where its own has all; else nobody can say which part belongs to which."""
+    one, other = torch.randn(4), torch.randn(4)
+
+    def state(first: int, last: int) -> dict[str, object]:
+        return {"a": {"b": _part(one, first, last)}, "a.b": _part(other, first, last)}
+
+    def empty(first: int, last: int) -> dict[str, object]:
+        zero = torch.zeros(4)
+        return {"a": {"b": _part(zero, first, last)}, "a.b": _part(zero, first, last)}
+
+    with Store.open(store_path) as store:
+        save_ranks(store, [state(0, 2), state(2, 4)])
+        for rank, (first, last) in enumerate([(0, 2), (2, 4)]):
+            into = empty(first, last)
+            store.load(into=into, rank=rank)
+            nested, dotted = into["a"], into["a.b"]
+            assert isinstance(nested, dict)
+            assert isinstance(dotted, TensorShard)
+            assert torch.equal(nested["b"].local, one[first:last])
+            assert torch.equal(dotted.local, other[first:last])
+        less = {"a": {"b": _part(torch.zeros(4), 3, 4)}}
+        store.load(into=less, rank=1)
+        assert torch.equal(less["a"]["b"].local, one[3:4])
+        with pytest.raises(StateMismatchError, match=r"the name a\.b stands for several tensors of one rank"):
+            store.load(into=empty(0, 4))
+
+
+def test_tied_tensors_are_found_by_any_of_their_names(store_path: Path) -> None:
+    """Where one rank ties what another does not."""
+    full = torch.randn(4, 2)
+    first, second = _part(full, 0, 2), _part(full, 2, 4)
+    with Store.open(store_path) as store:
+        save_ranks(store, [{"a": first, "b": first}, {"b": second}])
+        merged = store.load()
+        assert isinstance(merged, dict)
+        assert torch.equal(merged["a"], full)
+        assert merged["a"] is merged["b"]
+
+
+def test_a_rank_reads_only_what_it_needs(store_path: Path) -> None:
+    """A tensor that all have is read once, a part from those who have some of it, and of them only the partitions."""
+    full = torch.arange(16 * 1024, dtype=torch.float32).reshape(16, 1024)
+    common = torch.randn(2048)
+    with Store.open(store_path, config=SMALL) as store:
+        save_ranks(store, [{"w": shard, "same": common.clone()} for shard in cut_in_grid(full, [[4, 8, 12], []])])
+        shard = _part(torch.zeros_like(full), 3, 6)
+        with frames_read() as seen:
+            store.load(into={"w": shard}, rank=1)
+        assert torch.equal(shard.local, full[3:6])
+        assert seen.lengths == [4096] * 3
+        same = torch.zeros(2048)
+        with frames_read() as seen:
+            store.load(into={"same": same}, rank=3)
+        assert seen.total_bytes == 8192
+        column = TensorShard(torch.zeros(16, 1), (16, 1024), (0, 1000))
+        with frames_read() as seen:
+            store.load(into={"w": column})
+        assert torch.equal(column.local, full[:, 1000:1001])
+        assert seen.count == 16
+
+
+def _damage(store: Store, step: int, rank: int) -> str:
+    """Flip a bit in the first partition of a tensor of one rank's; return the name."""
+    _, tensors = store.tensors(step)
+    tensor = next(one for one in tensors if one.rank == rank and one.partitions)
+    place = tensor.partitions[0]
+    path = store.path / "packs" / f"{place.pack}.pack"
+    with contextlib.closing(store._opened.nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
+        entry = pack.entries[place.frame]
+        offset = int(entry["offset"]) + 4096
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    return tensor.name
+
+
+def _states(step: int) -> list[dict[str, object]]:
+    full = torch.randn(8, 32 * 1024)
+    return [{"w": shard, "step": step} for shard in cut_in_grid(full, [[4], []])]
+
+
+def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Path) -> None:
+    """And the reason names the tensor and the rank; in place, what was overwritten is said."""
+    with Store.open(store_path) as store:
+        for step in (1, 2):
+            save_ranks(store, _states(step), step)
+        name = _damage(store, 2, 1)
+        with pytest.warns(SkippedCheckpointWarning, match=f"needed by tensor {name} of rank 1"):
+            merged = store.load()
+        assert isinstance(merged, dict)
+        assert merged["step"] == 1
+        # Whoever does not need the damaged part is not told.
+        assert store.load(2, into=_states(0)[0], rank=0)["step"] == 2  # type: ignore[index]  # a mapping, as given
+        with pytest.raises(PartialRestoreError, match="restore step 1"):
+            store.load(into={"w": torch.zeros(8, 32 * 1024)})
+        into = {"w": torch.zeros(8, 32 * 1024), "step": 0}
+        restored = store.restore(into=into, fall_back=True)
+        assert restored.checkpoint.step == into["step"] == 1
+
+
+def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path) -> None:
+    """Whatever rank reads."""
+    with Store.open(store_path) as store:
+        for step in (1, 2):
+            save_ranks(store, _states(step), step)
+        newest = store.checkpoints()[-1]
+        (folder,) = (store.path / "manifests" / "default").glob(f"*-{newest.save_id}")
+        next(folder.glob("00001-of-00002-*")).unlink()
+        for rank in (None, 0, 1):
+            with pytest.warns(SkippedCheckpointWarning, match="the manifest of rank 1 is missing"):
+                assert store.load(rank=rank)["step"] == 1  # type: ignore[index]  # a mapping, as saved
+        with pytest.raises(InconsistentCheckpointError, match="the manifest of rank 1 is missing"):
+            store.load(2, rank=0)
+
+
+def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
+    """Ranks like those that saved it get back what they had, nobody else does; under another name it may be whole."""
+    with Store.open(store_path, config=SMALL) as store:
+        full = torch.arange(12.0).reshape(4, 3)
+        sound = [{"w": TensorShard(full[i : i + 2].clone(), (4, 3), (i, 0)), "own": torch.ones(i + 1)} for i in (0, 2)]
+        save_ranks(store, sound, 1)
+        # One rank has all of it, or the other calls its part by another name too.
+        save_ranks(store, [{"w": full}, {"w": TensorShard(full[:2], (4, 3), (0, 0))}], 2)
+        tied = TensorShard(full[2:], (4, 3), (2, 0))
+        save_ranks(store, [{"w": TensorShard(full[:2], (4, 3), (0, 0))}, {"v": tied, "w": tied}], 3)
+        assert store.verify() == []
+        broken = [{"w": TensorShard(full[:2] + rank, (4, 3), (0, 0)), "x": full} for rank in range(2)]
+        save_ranks(store, broken, 4)
+        (finding,) = store.verify()
+        assert (finding.kind, finding.severity, finding.tensors) == ("partial-tensor", Severity.WARNING, ("w",))
+        assert "tensor w do not make up the whole: [2:4, 0:3] of [4, 3] is in none of the parts" in finding.message
+        assert store.verify(3) == []
+        with pytest.raises(StateMismatchError):
+            store.load(4)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_blamed(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of one rank, read before, makes up no whole without the other's."""
+    full = torch.arange(12.0).reshape(4, 3)
+    with Store.open(store_path, config=SMALL) as store, Store.open(store_path, config=SMALL) as other:
+        save_ranks(store, [{"w": _part(full, 0, 2)}, {"w": _part(full, 2, 4)}], 1)
+        manifests = store._tier.manifests
+        read, seen = manifests.read, []
+
+        def read_and_delete(run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
+            if len(seen) == 1:
+                other.delete(1)
+            seen.append(name)
+            return read(run, ref, name)
+
+        monkeypatch.setattr(manifests, "read", read_and_delete)
+        kinds = {finding.kind for finding in store.verify()}
+        assert len(seen) > 1
+        assert kinds <= {"no-checkpoint"}

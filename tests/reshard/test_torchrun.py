@@ -1,0 +1,91 @@
+"""FSDP2 as users run it, with torchrun: saved by four ranks, restored by four, two and one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.format.digest import digest
+from tests.reshard import trainer
+from tests.store.equality import tensor_bytes
+
+# What they share takes longer than they do.
+pytestmark = pytest.mark.xdist_group("torchrun")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # One thread each, and no waiting for a network that is not there.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "boxes" / "trainer.py"), action, str(store), str(out)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A store, and what four ranks computed: those that saved to it, and the same when they had restored from it."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder / "store", _run(4, "save", folder / "store", folder / "out.json")
+
+
+@pytest.fixture(scope="module")
+def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """A store, and what the training that saved to it computed from there on."""
+    return trained[0], trained[1]["save"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_training_goes_on_as_if_it_had_not_stopped(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int
+) -> None:
+    """Every tensor is the same, whatever the mesh, and so are the next losses."""
+    store, told = trained
+    found = told["restore"] if ranks == 4 else _run(ranks, "restore", store, tmp_path / "out.json")["restore"]
+    assert found == told["save"]
+
+
+def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
+    """A model that knows nothing of ranks."""
+    location, expected = saved
+    with Store.open(location) as store:
+        for step, kind in enumerate(("fully_sharded", "in_two_dimensions")):
+            model = trainer.build(seed=99)
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            if kind == "in_two_dimensions":
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            store.load(step, into={"model": model, "optimizer": optimizer})
+            assert trainer.digests(model, optimizer) == expected[kind]["tensors"]
+            losses = trainer.train(model, optimizer, trainer.STEPS, 2)
+            if kind == "fully_sharded":
+                assert losses == expected[kind]["losses"]
+            found, right = (
+                torch.tensor([float.fromhex(one) for one in some]) for some in (losses, expected[kind]["losses"])
+            )
+            assert torch.allclose(found, right)
+
+
+def test_a_merged_state_has_whole_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
+    """Without a model to be filled."""
+    location, expected = saved
+    with Store.open(location) as store:
+        state = store.load(0)
+        assert isinstance(state, dict)
+        for name, value in state["model"].items():
+            assert digest(tensor_bytes(value)).hex() == expected["fully_sharded"]["tensors"][f"{name} "]

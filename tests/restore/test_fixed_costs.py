@@ -1,0 +1,44 @@
+"""Fixed costs of a restore: what a small state does not need is not done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.storage.nvme import NvmeTier
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return the location of a store with one small checkpoint."""
+    with asymcheck.Store.open(tmp_path / "store") as store, asymcheck.Checkpointer(store, _state()) as checkpointer:
+        checkpointer.save(0)
+    return tmp_path / "store"
+
+
+def _state() -> dict[str, object]:
+    return {"weights": [torch.full((4096,), float(number)) for number in range(8)]}
+
+
+def test_a_small_restore_starts_no_thread(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calling thread reads a few megabytes faster than others can be started."""
+    state = _state()
+
+    def start(thread: threading.Thread) -> None:
+        pytest.fail(f"{thread.name} was started")
+
+    with asymcheck.Store.open(saved) as store:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        store.load(into=state)
+        assert store.restore().state
+
+
+def test_a_restore_without_rings_does_not_open_the_catalog(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests and the indexes of packs say where everything is."""
+    monkeypatch.setattr(NvmeTier, "open_catalog", lambda *_, **__: pytest.fail("the catalog was opened"))
+    with asymcheck.Store.open(saved) as store, asymcheck.Checkpointer(store, _state()) as checkpointer:
+        assert checkpointer.restore() is not None

@@ -1,0 +1,160 @@
+"""The line of training, followed through head records, against a model that walks back one checkpoint at a time."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asymcheck import Store
+from asymcheck.config import WRITER, StoreConfig
+from asymcheck.errors import HeadRecordError
+from asymcheck.format import registry
+from asymcheck.format.record import HeadRecord
+from asymcheck.fsck.verify import Severity, verify
+from asymcheck.restore.lineage import Lineage, begin_generation, read_line
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.types import CheckpointRef, SaveId
+
+Ref = CheckpointRef
+
+
+def _ref(generation: int, step: int, attempt: int = 0) -> CheckpointRef:
+    return CheckpointRef(generation, step, SaveId(attempt.to_bytes(16, "big")))
+
+
+@pytest.fixture
+def tier(store_path: Path) -> Iterator[NvmeTier]:
+    """The tier of a new store."""
+    tier = NvmeTier(store_path, StoreConfig())
+    yield tier
+    tier.close()
+
+
+def _open(tier: NvmeTier, generation: int, parent: CheckpointRef | None) -> None:
+    assert tier.manifests.publish_head(HeadRecord("run", generation, parent, 1, WRITER))
+
+
+def test_a_run_without_head_records_is_in_its_first_generation(tier: NvmeTier) -> None:
+    """Everything of it is on the line."""
+    line = read_line(tier, "run")
+    assert line.generation == 1
+    assert _ref(1, 10**12 - 1) in line
+    assert _ref(2, 0) not in line
+
+
+def test_the_parent_is_the_last_of_its_generation(tier: NvmeTier) -> None:
+    """What was saved after it is abandoned, another attempt at the same step included."""
+    _open(tier, 2, _ref(1, 5, attempt=3))
+    line = read_line(tier, "run")
+    assert [step for step in range(10) if _ref(1, step) in line] == [0, 1, 2, 3, 4, 5]
+    assert [attempt for attempt in range(6) if _ref(1, 5, attempt) in line] == [0, 1, 2, 3]
+    assert _ref(2, 0) in line
+    assert _ref(3, 0) not in line
+
+
+def test_a_generation_from_nothing_has_nothing_before_it(tier: NvmeTier) -> None:
+    """Whatever earlier generations hold."""
+    _open(tier, 2, _ref(1, 5))
+    _open(tier, 3, None)
+    line = read_line(tier, "run")
+    assert line.generation == 3
+    assert _ref(2, 1) not in line
+    assert _ref(1, 1) not in line
+
+
+def test_a_generation_may_skip_others(tier: NvmeTier) -> None:
+    """Going on from generation 1 leaves generation 2 out altogether."""
+    _open(tier, 2, _ref(1, 5))
+    _open(tier, 3, _ref(1, 7))
+    line = read_line(tier, "run")
+    assert _ref(1, 7) in line
+    assert _ref(2, 1) not in line
+
+
+def test_a_missing_head_record_on_the_line_is_an_error(tier: NvmeTier) -> None:
+    """One that the line does not need is not missed."""
+    _open(tier, 3, _ref(2, 5))
+    with pytest.raises(HeadRecordError, match="generation 2 has no head record"):
+        read_line(tier, "run")
+    _open(tier, 4, _ref(1, 5))
+    assert _ref(1, 5) in read_line(tier, "run")
+
+
+def test_a_damaged_head_record_is_an_error_when_it_is_needed(tier: NvmeTier, store_path: Path) -> None:
+    """One intact copy is enough; none is not."""
+    _open(tier, 2, _ref(1, 5))
+    path = store_path / "heads" / "run" / "00000002.head"
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    assert _ref(1, 5) in read_line(tier, "run")
+    data[4096 + 10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(HeadRecordError, match="both copies"):
+        read_line(tier, "run")
+
+
+def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
+    """The next is above every head record of the run, and above the parent."""
+    assert [begin_generation(tier, "run", parent) for parent in (None, None, _ref(7, 1), None)] == [1, 2, 8, 9]
+    assert begin_generation(tier, "other", None) == 1
+
+
+def test_the_last_generation_has_no_next_one(tier: NvmeTier) -> None:
+    """Its number would have nine digits: nobody would find again what is saved under it."""
+    _open(tier, registry.GENERATION_MAX, None)
+    with pytest.raises(HeadRecordError, match="the last there can be"):
+        begin_generation(tier, "run", None)
+
+
+def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTier) -> None:
+    """A verification and a repair name those that are missing on the line, and some of the others."""
+    _open(tier, registry.GENERATION_MAX, _ref(50_000_000, 1))
+    found = verify(tier)
+    assert {finding.kind for finding in found} == {"missing-head", "no-checkpoint"}
+    assert len(found) == 1002
+    (error,) = [finding for finding in found if finding.severity == Severity.ERROR]
+    assert "generation 50000000 has no head record" in error.message
+    with Store.open(tier.root) as store:
+        assert len(store.repair().left) == 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A checkpoint in the model: it knows the one before it."""
+
+    ref: CheckpointRef
+    before: "_Saved | None"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.data())
+def test_the_line_is_what_training_went_through(tmp_path: Path, data: st.DataObject) -> None:
+    """Random saves and restores; walking back from the present step by step gives the same checkpoints."""
+    number = len(list(tmp_path.iterdir()))
+    tier = NvmeTier(tmp_path / str(number), StoreConfig())
+    saved: list[_Saved] = []
+    present, generation, step = None, 1, 0
+    for action in data.draw(st.lists(st.sampled_from(["save", "save", "save", "restore", "fresh"]), max_size=25)):
+        if action == "save":
+            step += data.draw(st.integers(1, 3))
+            present = _Saved(_ref(generation, step), present)
+            saved.append(present)
+        elif action == "fresh":
+            generation += 1
+            _open(tier, generation, None)
+            present, step = None, 0
+        elif saved:
+            present = data.draw(st.sampled_from(saved))
+            generation, step = generation + 1, present.ref.step
+            _open(tier, generation, present.ref)
+    expected = set()
+    while present is not None:
+        expected.add(present.ref)
+        present = present.before
+    line: Lineage = read_line(tier, "run")
+    assert {one.ref for one in saved if one.ref in line} == expected
+    tier.close()

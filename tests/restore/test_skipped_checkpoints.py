@@ -1,0 +1,25 @@
+"""What is passed over on the way to a checkpoint is said, and not more often than it takes."""
+
+from __future__ import annotations
+
+from asymcheck.restore.resolve import SkippedCheckpoints
+from asymcheck.types import CheckpointRef, SaveId
+
+
+def test_neighbours_that_are_passed_over_for_one_reason_are_one_entry() -> None:
+    """And what others append between them stays where it is."""
+    skipped: list[str] = []
+    skips = SkippedCheckpoints(skipped)
+    refs = [CheckpointRef(1, step, SaveId(bytes(16))) for step in range(9)]
+    for ref in refs[8:5:-1]:
+        skips.add(ref, "not here")
+    skips.add(refs[5], "damaged")
+    skipped.append("of another")
+    for ref in refs[4:2:-1]:
+        skips.add(ref, "damaged")
+    assert skipped == [
+        f"{refs[8]} and 2 older ones: not here",
+        f"{refs[5]}: damaged",
+        "of another",
+        f"{refs[4]} and 1 older one: damaged",
+    ]

@@ -1,0 +1,101 @@
+"""What a step leaves to Python's collector: a full collection holds the training for hundreds of milliseconds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from asymcheck.errors import UnsupportedValueError
+from asymcheck.state.walk import flatten
+
+TENSORS_PER_PARAMETER = 4
+"""AdamW: weights, two moments and a count."""
+
+
+def _state() -> dict[str, object]:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
+    """Some two objects for a tensor: what describes it is the same in each step, and shared."""
+    state = _state()
+    kept = [flatten(state)]
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        kept += [flatten(state) for _ in range(3)]
+        gc.collect(0)
+        made = (len(gc.get_objects()) - before) / 3
+    finally:
+        gc.enable()
+    tensors = len(kept[0].leaves)
+    assert tensors == TENSORS_PER_PARAMETER * 200
+    assert made < 2.5 * tensors
+    assert all(one.tree == kept[0].tree for one in kept)
+
+
+def test_what_is_shared_is_never_taken_for_something_else() -> None:
+    """True, 1 and 1.0 are equal and hash alike; tensors, arrays, rows and keys differ in one thing only."""
+    tensor = torch.ones(3)
+    states = [
+        *({"a": value} for value in (True, 1, 1.0, "1", None, 2)),
+        *({"a": tensor}, {"a": tensor.numpy()}, {"b": tensor}, {"a": 0, "b": tensor}, {"b": tensor, "a": 0}),
+        {1: tensor},
+        {"x": torch.zeros(1), "a": tensor},
+        {str(number): number for number in range(40)},
+        {str(number): torch.ones(1) for number in range(40)},
+    ]
+    trees = [repr(flatten(state).tree) for state in states]
+    assert len(set(trees)) == len(states)
+    assert trees == [repr(flatten(copy.copy(state)).tree) for state in states]
+
+
+def _versions(*modules: tuple[object, object]) -> OrderedDict[object, object]:
+    return OrderedDict((module, {"version": version}) for module, version in modules)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        _versions(("", 1), ("layer", 2)),
+        _versions(("layer", 2), ("", 1)),
+        _versions(("", True), ("layer", 2)),
+        _versions(("", 1.0), ("layer", 2)),
+        _versions(("", 1 << 70)),
+        _versions(("Schicht größer", 1)),
+        _versions((3, 1)),
+        _versions(),
+        OrderedDict(a={"version": 1, "more": 2}),
+        OrderedDict(a={"Version": 1}),
+        OrderedDict(a={}),
+        OrderedDict(a=OrderedDict(version=1)),
+        OrderedDict(a=[1]),
+        {"": {"version": 1}},
+        OrderedDict(a={"version": torch.ones(2)}),
+    ],
+)
+def test_versions_of_modules_are_what_a_walk_finds(metadata: object) -> None:
+    """Of those that are as always, the walk is remembered."""
+    for _ in range(2):
+        state: OrderedDict[str, object] = OrderedDict(weight=1)
+        state._metadata = metadata  # type: ignore[attr-defined]  # as torch hangs it there
+        tree = flatten({"model": state}).tree
+        assert repr(tree[1][0][1][2]) == repr(flatten(metadata).tree)  # type: ignore[index]  # a node is a nested list
+
+
+def test_a_module_whose_name_cannot_be_stored_is_named() -> None:
+    """As every other key."""
+    state: OrderedDict[str, object] = OrderedDict(weight=1)
+    state._metadata = _versions(("\ud800", 1))  # type: ignore[attr-defined]  # as torch hangs it there
+    with pytest.raises(UnsupportedValueError, match=r"cannot store state at model\._metadata"):
+        flatten({"model": state})

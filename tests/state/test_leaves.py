@@ -1,0 +1,206 @@
+"""Leaves: the bytes of a tensor in row-major order, whatever its strides, from any offset."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asymcheck.errors import UnsupportedValueError
+from asymcheck.state.leaves import Leaf, flat_bytes, identity_key, make_leaf, whole_bytes
+
+PLAIN = torch.arange(60, dtype=torch.int32).reshape(3, 4, 5)
+
+VIEWS = {
+    "contiguous": PLAIN,
+    "transposed": PLAIN.transpose(0, 2),
+    "permuted": PLAIN.permute(1, 2, 0),
+    "strided": PLAIN[:, ::2, 1::3],
+    "expanded": PLAIN[:1].expand(7, 4, 5),
+    "channels last": torch.arange(120, dtype=torch.int16).reshape(1, 2, 6, 10).to(memory_format=torch.channels_last),
+    "0-d": torch.tensor(-7, dtype=torch.int64),
+    "empty": torch.empty(3, 0, 2),
+    "one element": PLAIN[1:2, 2, 3],
+    "offset": torch.arange(10, dtype=torch.uint8)[3:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_bytes_are_in_row_major_order(name: str) -> None:
+    """Strides are not part of the state: a view has the bytes of the same values in a fresh tensor."""
+    view = VIEWS[name]
+    expected = np.array(view.tolist(), dtype=view.numpy().dtype).tobytes()
+    assert flat_bytes(view).numpy().tobytes() == expected
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_some_bytes_are_those_of_the_tensor(name: str) -> None:
+    """All of it, or a part, of any layout; also where a sign is turned only on the way out."""
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert turned.is_neg()
+    for source in (VIEWS[name], VIEWS[name].float(), turned):
+        leaf, whole = make_leaf(source, "x", ""), flat_bytes(source).numpy().tobytes()
+        assert leaf.some_bytes(0, leaf.nbytes) == whole
+        half = leaf.nbytes // 2
+        assert leaf.some_bytes(half, leaf.nbytes - half) == whole[half:]
+
+
+def test_the_bytes_of_many_tensors_are_those_of_each() -> None:
+    """Of some that are alike, and of some that are not, in whatever order; what signs and gradients they have."""
+    whole = torch.tensor([1 + 2j, 3 - 4j])
+    sources = [
+        *(source for view in VIEWS.values() for source in (view, view.float(), view.bfloat16(), view.numpy())),
+        *(whole.conj().imag, whole.imag, whole.conj(), torch.nn.Parameter(torch.rand(4)), torch.rand(4)),
+        *(torch.tensor(float(number)) for number in range(5)),
+        *(torch.tensor([True, False]), torch.rand(2).to(torch.float8_e4m3fn)),
+    ]
+    leaves = [make_leaf(source, "x", "") for source in (*sources, *reversed(sources))]
+    assert whole_bytes(leaves) == [leaf.some_bytes(0, leaf.nbytes) for leaf in leaves]
+    assert whole_bytes([]) == []
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_bytes_that_lie_in_order_are_seen_where_they_are(name: str) -> None:
+    """A later change of the tensor shows in them; None where they would have to be copied."""
+    view = VIEWS[name]
+    for source in (view, view.numpy()):
+        lying = make_leaf(source, "x", "").lying_bytes(0, view.nbytes)
+        if view.is_contiguous():
+            assert lying is not None
+            assert bytes(lying) == flat_bytes(view).numpy().tobytes()
+            assert not lying or np.frombuffer(lying, dtype=np.uint8).ctypes.data == view.data_ptr()
+        else:
+            assert lying is None
+    assert make_leaf(torch.tensor([1j]).conj(), "x", "").lying_bytes(0, 8) is None
+    unwritable = np.arange(3)
+    unwritable.flags.writeable = False
+    assert make_leaf(unwritable, "x", "").lying_bytes(0, 24) is None
+
+
+def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:
+    """A lazy conjugate or negative is worked out; the bits of the tensor it looks at would be other numbers."""
+    numbers = torch.tensor([1 + 2j, -0.0 - 3j, complex("inf") + 0j], dtype=torch.complex64)
+    assert numbers.conj().is_conj()
+    assert flat_bytes(numbers.conj()).numpy().tobytes() == numbers.numpy().conj().tobytes()
+    for count in (3, 1):
+        negative = numbers[:count].conj().imag
+        assert negative.is_neg()
+        assert flat_bytes(negative).numpy().tobytes() == (-numbers[:count].numpy().imag).tobytes()
+
+
+def test_strided_tensors_of_dtypes_that_torch_cannot_copy_have_bytes() -> None:
+    """Two numbers in a byte: torch has a view of them, and no copy."""
+    numbers = torch.arange(200 * 300, dtype=torch.int32).to(torch.uint8).reshape(200, 300)
+    strided = numbers.view(torch.float4_e2m1fn_x2).t()
+    assert flat_bytes(strided).equal(numbers.t().contiguous().flatten())
+
+
+@given(st.sampled_from(sorted(VIEWS)), st.data())
+def test_any_range_of_bytes_can_be_copied(name: str, data: st.DataObject) -> None:
+    """Ranges need not begin or end where an element does."""
+    leaf = make_leaf(VIEWS[name], "x", "")
+    whole = flat_bytes(VIEWS[name]).numpy().tobytes()
+    start = data.draw(st.integers(0, leaf.nbytes))
+    length = data.draw(st.integers(0, leaf.nbytes - start))
+    target = bytearray(length)
+    if length:
+        leaf.copy_bytes(start, memoryview(target))
+    assert bytes(target) == whole[start : start + length]
+    leaf.release()
+
+
+def test_threads_copy_parts_of_one_strided_tensor_together() -> None:
+    """The contiguous copy is made once, whichever thread comes first, and all parts are right."""
+    values = torch.arange(1 << 16, dtype=torch.int64).reshape(256, 256).t()
+    leaf = make_leaf(values, "x", "")
+    target = bytearray(leaf.nbytes)
+    view = memoryview(target)
+    step = leaf.nbytes // 8
+    threads = [
+        threading.Thread(target=leaf.copy_bytes, args=(start, view[start : start + step]))
+        for start in range(0, leaf.nbytes, step)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bytes(target) == values.numpy().tobytes()
+
+
+def test_the_contiguous_copy_is_forgotten_on_release() -> None:
+    """A strided tensor costs its size in memory only while it is being written."""
+    leaf = make_leaf(PLAIN.transpose(0, 2), "x", "")
+    leaf.copy_bytes(0, memoryview(bytearray(4)))
+    assert leaf._flat is not None
+    leaf.release()
+    assert leaf._flat is None
+
+
+def _array(name: str) -> np.ndarray:
+    plain = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    fixed = plain.copy()
+    fixed.flags.writeable = False
+    return {
+        "C order": plain,
+        "Fortran order": np.asfortranarray(plain),
+        "reversed": plain[::-1, :, ::-1],
+        "read-only": fixed,
+        "0-d": np.array(2.5),
+        "empty": np.empty((0, 3)),
+        "field of records": np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i1"), ("b", "<f8")])["b"],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["C order", "Fortran order", "reversed", "read-only", "0-d", "empty", "field of records"]
+)
+def test_arrays_of_any_order_have_row_major_bytes(name: str) -> None:
+    """What tobytes() gives, also for what torch could not wrap."""
+    array = _array(name)
+    leaf = make_leaf(array, "x", "")
+    assert flat_bytes(array).numpy().tobytes() == array.tobytes()
+    assert (leaf.nbytes, leaf.shape) == (len(array.tobytes()), array.shape)
+
+
+def test_leaves_describe_tensors() -> None:
+    """Name of the dtype, shape and size are those of the values, the role comes from the name."""
+    leaf = make_leaf(torch.zeros(3, 2, dtype=torch.bfloat16), "optimizer.state.0.exp_avg", "optimizer")
+    assert (leaf.dtype, leaf.shape, leaf.nbytes, leaf.group, leaf.role) == (
+        "bfloat16",
+        (3, 2),
+        12,
+        "optimizer",
+        "first_moment",
+    )
+    assert isinstance(leaf, Leaf)
+
+
+def test_identity_is_the_same_view_of_the_same_memory() -> None:
+    """Shape, strides, dtype and laziness count: another view of the same memory is another tensor."""
+    base = torch.arange(6.0)
+    square = base[:4].view(2, 2)
+    same = [base, base.detach(), torch.nn.Parameter(base), base.view(6)]
+    other = [
+        base[:5],
+        base.view(2, 3),
+        base.view(3, 2),
+        base.view(torch.int32),
+        base[1:],
+        base.clone(),
+        square,
+        square.t(),
+    ]
+    keys = [identity_key(tensor) for tensor in same]
+    assert len(set(keys)) == 1
+    assert len({*keys, *(identity_key(tensor) for tensor in other)}) == 1 + len(other)
+    numbers = torch.zeros(2, dtype=torch.complex64)
+    assert identity_key(numbers) != identity_key(numbers.conj())
+
+
+def test_a_leaf_that_has_no_bytes_names_its_path() -> None:
+    """The error says where in the state the culprit is, as an attribute and in its text."""
+    with pytest.raises(UnsupportedValueError, match=r"model\.w") as caught:
+        make_leaf(torch.empty(2, device="meta"), "model.w", "model")
+    assert caught.value.path == "model.w"

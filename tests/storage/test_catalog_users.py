@@ -1,0 +1,24 @@
+"""Marks: what shows that a process uses a catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import LockTimeoutError
+from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme.catalog import CatalogUsers
+
+
+def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
+    """LMDB must not be opened twice in a process, as by two paths to one directory."""
+    folder = tmp_path / "open"
+    first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
+    first.put()
+    with pytest.raises(LockTimeoutError, match="has the store open by another path"):
+        second.put()
+    first.take_back()
+    second.put()
+    second.take_back()
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,89 @@
+"""What holds a lock is closed once: by a second close its number may be that of somebody else's file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import StorageError
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor
+from asymcheck.storage.local_files import DESCRIPTORS
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.shm import RingReader
+from tests.storage.ring_cases import make_ring
+
+Closing = Callable[[], object]
+
+
+def _pack_being_written(folder: Path) -> tuple[Closing, Closing]:
+    with Store.open(folder / "store") as store:
+        writer = store._opened.nvme.start_pack(1)
+    return writer.close, writer.close
+
+
+def _pack_given_up(folder: Path) -> tuple[Closing, Closing]:
+    with Store.open(folder / "store") as store:
+        writer = store._opened.nvme.start_pack(1)
+    return writer.abandon, writer.close
+
+
+def _pack(folder: Path) -> tuple[Closing, Closing]:
+    with Store.open(folder / "store") as store:
+        store.save({"w": torch.arange(3000)}, step=0)
+        pack = store._opened.nvme.open_pack(store._opened.nvme.pack_ids()[0])
+    return pack.close, pack.close
+
+
+def _ring(folder: Path) -> tuple[Closing, Closing]:
+    ring = make_ring(folder)
+    return ring.close, ring.close
+
+
+def _ring_that_was_left(folder: Path) -> tuple[Closing, Closing]:
+    ring = make_ring(folder)
+    ring.close(keep=True)
+    reader = RingReader(ring.path)
+    return reader.close, reader.close
+
+
+@contextlib.contextmanager
+def _opened_instead(end: Closing, path: Path) -> Iterator[int]:
+    """Open a new file by the number that ``end`` gives back."""
+    spare, before = os.open(path, os.O_RDWR | os.O_CREAT), set(DESCRIPTORS._open)
+    end()
+    (number,) = before - DESCRIPTORS._open
+    try:
+        yield DESCRIPTORS.open(os.dup2, spare, number)
+    finally:
+        os.close(spare)
+        DESCRIPTORS.close(number)
+
+
+@pytest.mark.parametrize("make", [_pack_being_written, _pack_given_up, _pack, _ring, _ring_that_was_left])
+def test_a_second_close_is_none_of_what_was_opened_in_between(
+    tmp_path: Path, make: Callable[[Path], tuple[Closing, Closing]]
+) -> None:
+    """The system gives the next file a number that has just become free."""
+    end, end_again = make(tmp_path)
+    with _opened_instead(end, tmp_path / "other") as other:
+        end_again()
+        os.fstat(other)
+
+
+def test_a_late_write_goes_into_no_other_file(tmp_path: Path) -> None:
+    """Of a pack that was given up while a thread still encoded for it."""
+    with Store.open(tmp_path / "store") as store:
+        tier: NvmeTier = store._opened.nvme
+        writer, data = tier.start_pack(1), b"late" * 1000
+        with _opened_instead(writer.abandon, tmp_path / "other") as other, tier.slots.slot(len(data)) as slot:
+            slot.payload(len(data))[:] = data
+            with pytest.raises(StorageError, match="Bad file descriptor"):
+                writer.write(slot, FrameDescriptor.identity(digest(data), len(data)))
+            assert os.fstat(other).st_size == 0

@@ -1,0 +1,89 @@
+"""What is asked of CUDA is asked on the device of the link, whichever one the thread has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asymcheck.errors import CaptureWarning
+from asymcheck.storage.gpu_staging import cuda_link
+
+DEVICE = torch.device("cuda", 1)
+
+
+class Runtime:
+    """As much of CUDA as pins memory, with a device of the thread's own."""
+
+    def __init__(self) -> None:
+        """Begin with device 0, as each thread does."""
+        self.device = torch.device("cuda", 0)
+        self.calls: list[tuple[str, torch.device]] = []
+        self.answer: int | Exception = 0
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Change the device for a while."""
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    def _call(self, what: str) -> int:
+        self.calls.append((what, self.device))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def cudart(self) -> Runtime:
+        """Begin a context, if there is none yet."""
+        self.calls.append(("context", self.device))
+        return self
+
+    def cudaHostRegister(self, _address: int, _length: int, _flags: int) -> int:  # noqa: N802 - as CUDA has it
+        """Pin."""
+        return self._call("pin")
+
+    def cudaHostUnregister(self, _address: int) -> int:  # noqa: N802 - as CUDA has it
+        """Undo it."""
+        return self._call("unpin")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """Stand in for CUDA."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "device", runtime.on)
+    monkeypatch.setattr(torch.cuda, "cudart", runtime.cudart)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: priority)
+    zeros = torch.zeros
+
+    def kernel(count: int, *, device: torch.device) -> torch.Tensor:
+        runtime.calls.append(("kernel", device))
+        return zeros(count)
+
+    monkeypatch.setattr(torch, "zeros", kernel)
+    cuda_link.cache_clear()
+    yield runtime
+    cuda_link.cache_clear()
+
+
+def test_memory_is_pinned_on_the_device_of_the_link(runtime: Runtime) -> None:
+    """A training on another device than the first gets no context there, which takes hundreds of MiB."""
+    link, memory = cuda_link(DEVICE), memoryview(bytearray(64))
+    assert link.pin(memory)
+    link.unpin(memory)
+    assert [what for what, _ in runtime.calls] == ["context", "pin", "context", "unpin"]
+    assert {device for _, device in runtime.calls} == {DEVICE}
+    assert runtime.device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("answer", [2, RuntimeError("out of memory")])
+def test_memory_that_cannot_be_pinned_is_said(runtime: Runtime, answer: int | Exception) -> None:
+    """And the error is asked for, on the same device."""
+    runtime.answer = answer
+    with pytest.warns(CaptureWarning, match="could not be pinned"):
+        assert not cuda_link(DEVICE).pin(memoryview(bytearray(64)))
+    assert [what for what, _ in runtime.calls] == ["context", "pin", "kernel"]
+    assert {device for _, device in runtime.calls} == {DEVICE}

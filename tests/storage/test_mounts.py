@@ -1,0 +1,83 @@
+"""Network file systems are told by their mounts, whatever the mount point is called."""
+
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import UnsupportedFileSystemError
+from asymcheck.storage.nvme.mounts import NETWORK, file_system_type, refuse_network
+
+
+def _mount(point: str, kind: str, options: str = "shared:1") -> str:
+    escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in point)
+    return f"36 35 98:0 /root {escaped} rw,noatime {options} - {kind} /dev/source rw,errors=continue"
+
+
+def _table(*mounts: str) -> str:
+    return "\n".join([_mount("/", "ext4"), _mount("/proc", "proc", ""), *mounts]) + "\n"
+
+
+@pytest.mark.parametrize("kind", sorted(NETWORK))
+def test_every_network_file_system_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """The error says which kind it is."""
+    with pytest.raises(UnsupportedFileSystemError, match=rf"\({kind}\)"):
+        refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "fuse.fuse-overlayfs"])
+def test_local_file_systems_are_fine(tmp_path: Path, kind: str) -> None:
+    """Also those in memory and those of containers."""
+    refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
+    assert file_system_type(tmp_path, _table(_mount(str(tmp_path), kind))) == kind
+
+
+def test_the_longest_mount_point_counts(tmp_path: Path) -> None:
+    """In whatever order they are listed; a directory with a similar name is another one."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "inner2").mkdir()
+    outer = _mount(str(tmp_path), "nfs4")
+    for mounts in ([outer, _mount(str(inner), "ext4")], [_mount(str(inner), "ext4"), outer]):
+        assert file_system_type(inner, _table(*mounts)) == "ext4"
+        assert file_system_type(inner / "not" / "there", _table(*mounts)) == "ext4"
+        assert file_system_type(tmp_path / "inner2", _table(*mounts)) == "nfs4"
+
+
+def test_a_later_mount_hides_an_earlier_one_at_the_same_point(tmp_path: Path) -> None:
+    """What was mounted last is what one sees."""
+    table = _table(_mount(str(tmp_path), "nfs4"), _mount(str(tmp_path), "xfs"))
+    assert file_system_type(tmp_path, table) == "xfs"
+
+
+NAMES = ["with space", "tab\tand\nnewline", "back\\slash", "größe", "値", "\\040", "a - b", "\x0b\x85\xa0", "\udcff"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_mount_points_of_any_name_are_found(tmp_path: Path, name: str) -> None:
+    """Spaces are escaped in the table, other letters are not, and a name need not even be valid text."""
+    point = tmp_path / name
+    point.mkdir()
+    table = _table(_mount(str(point), "nfs"))
+    assert file_system_type(point / "store", table) == "nfs"
+    assert file_system_type(tmp_path, table) == "ext4"
+
+
+def test_a_link_leads_to_where_it_points(tmp_path: Path) -> None:
+    """The store lies where the directory really is."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    table = _table(_mount(str(tmp_path / "real"), "lustre"))
+    assert file_system_type(tmp_path / "link" / "store", table) == "lustre"
+
+
+def test_optional_fields_do_not_confuse(tmp_path: Path) -> None:
+    """There may be none, one or several of them."""
+    for options in ("", "shared:1", "shared:1 master:2 propagate_from:3 unbindable"):
+        assert file_system_type(tmp_path, _table(_mount(str(tmp_path), "nfs", options))) == "nfs"
+
+
+def test_this_machine_has_a_table_that_can_be_read(tmp_path: Path) -> None:
+    """The real one names some type for a real directory."""
+    assert file_system_type(tmp_path) != ""
+    assert file_system_type(Path("/proc")) == "proc"
+    refuse_network(tmp_path)

@@ -1,0 +1,100 @@
+"""Pages: what is asked of the kernel before memory is touched, and what comes of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck.format.manifest import TensorRow
+from asymcheck.restore.assemble import allocate
+from asymcheck.storage.nvme import Slot
+from asymcheck.storage.pages import HUGE_PAGE, map_file, populate, use_huge_pages
+from tests.storage.ring_cases import make_ring
+
+_KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+_HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+needs_huge_pages = pytest.mark.skipif(not _HAS_HUGE_PAGES, reason="this kernel has no huge pages")
+
+
+def _flags_at(address: int) -> list[str]:
+    """What the kernel says of the mapping in which an address lies."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return rest
+    pytest.fail("no mapping has this address")
+
+
+def _row(count: int) -> TensorRow:
+    return TensorRow("w", (), "float32", "weights", (count,), (count,), (0,), 4 * count, None, ())
+
+
+@needs_huge_pages
+def test_a_tensor_that_is_made_for_a_restore_lies_in_huge_pages() -> None:
+    """Its first and last bytes may share a page with others, which are not asked about."""
+    tensor = allocate(_row(16 << 20), torch.device("cpu"))
+    assert "hg" in _flags_at(tensor.data_ptr() + tensor.nbytes // 2)
+    assert allocate(_row(0), torch.device("cpu")).nbytes == 0
+
+
+@needs_huge_pages
+def test_slots_lie_in_huge_pages() -> None:
+    """From their first byte on."""
+    slot = Slot(4 << 20)
+    address = np.frombuffer(slot.memory, dtype=np.uint8).ctypes.data
+    assert address % HUGE_PAGE == 0
+    assert "hg" in _flags_at(address)
+
+
+@needs_huge_pages
+def test_a_ring_asks_for_them() -> None:
+    """Whether it gets them is for who mounted the file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        ring = make_ring(Path(folder), data_bytes=16 << 20)
+        try:
+            assert "hg" in _flags_at(ring._address + (8 << 20))
+        finally:
+            ring.close()
+
+
+@needs_huge_pages
+def test_pages_at_the_edges_are_left_alone() -> None:
+    """Who has the other half of a page is not asked."""
+    with mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        first = -(-np.frombuffer(mapped, dtype=np.uint8).ctypes.data // HUGE_PAGE) * HUGE_PAGE
+        use_huge_pages(first + 1, 2 * HUGE_PAGE - 2)
+        assert "hg" not in _flags_at(first)
+        use_huge_pages(first - 1, HUGE_PAGE + 2)
+        assert "hg" in _flags_at(first)
+        assert "hg" not in _flags_at(first + HUGE_PAGE)
+
+
+@pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
+def test_pages_are_mapped_before_they_are_touched() -> None:
+    """A fault for each page would make copies several times slower."""
+    size, half = 16 << 20, 8 << 20
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        with map_file(file.fileno(), size) as mapped:
+            populate(np.frombuffer(mapped, dtype=np.uint8).ctypes.data, half)
+            faults = [_faults_of_touching(mapped, start, half) for start in (0, half)]
+    assert faults[0] < 100
+    assert faults[1] >= half // mmap.PAGESIZE
+
+
+def _faults_of_touching(mapped: mmap.mmap, start: int, length: int) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for offset in range(start, start + length, mmap.PAGESIZE):
+        mapped[offset] = 1
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before

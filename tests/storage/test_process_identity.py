@@ -1,0 +1,111 @@
+"""Owners: a process is known by more than its number, and dead only when it is certain."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asymcheck.errors import StorageError, TooManyFilesError
+from asymcheck.storage import process_identity
+from asymcheck.storage.process_identity import describe, is_dead, this_process
+
+
+def test_this_process_is_alive() -> None:
+    """And it is the same one each time it is asked."""
+    me = this_process()
+    assert me == this_process()
+    assert me.pid == os.getpid()
+    assert me.start_ticks > 0
+    assert not is_dead(me)
+
+
+def test_a_process_that_has_ended_is_dead() -> None:
+    """Also while its parent has not looked at it yet: a zombie writes nothing more."""
+    code = "from asymcheck.storage.process_identity import this_process; import dataclasses, json\n"
+    code += "print(json.dumps(dataclasses.astuple(this_process())), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        line = child.stdout.readline().decode()
+        owner = dataclasses.replace(this_process(), pid=child.pid, start_ticks=int(line.split(",")[1]))
+        assert not is_dead(owner)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_dead(owner)
+    assert is_dead(owner)
+
+
+def test_a_number_that_was_given_away_again_is_another_process() -> None:
+    """The start time tells them apart."""
+    assert is_dead(dataclasses.replace(this_process(), start_ticks=this_process().start_ticks + 1))
+
+
+def test_nothing_survives_a_reboot() -> None:
+    """Another boot id means dead, even in another namespace and with a number that exists."""
+    assert is_dead(dataclasses.replace(this_process(), boot_id="another"))
+    assert is_dead(dataclasses.replace(this_process(), boot_id="another", pid_namespace="pid:[1]"))
+
+
+def test_a_process_that_cannot_be_seen_counts_as_alive() -> None:
+    """In another container of this boot, nobody can tell from here."""
+    hidden = dataclasses.replace(this_process(), pid=999_999_999, start_ticks=1, pid_namespace="pid:[1]")
+    assert not is_dead(hidden)
+
+
+class Refused:
+    """A process table that cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        """Refuse so."""
+        self.number = number
+
+    def __truediv__(self, _name: str) -> Refused:
+        """Whatever is looked for."""
+        return self
+
+    def read_bytes(self) -> bytes:
+        """Refuse."""
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_nobody_is_dead_because_the_process_table_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a descriptor, or because it shows nobody the processes of others."""
+    me = this_process()
+    boot_id = me.boot_id
+    monkeypatch.setattr(process_identity, "_boot_id", lambda: boot_id)
+    for number, error in ((errno.EMFILE, TooManyFilesError), (errno.EIO, StorageError)):
+        monkeypatch.setattr(process_identity, "_PROC", Refused(number))
+        with pytest.raises(error):
+            is_dead(me)
+    monkeypatch.setattr(process_identity, "_PROC", Refused(errno.EACCES))
+    assert not is_dead(me)
+    for number in (errno.ENOENT, errno.ESRCH):
+        monkeypatch.setattr(process_identity, "_PROC", Refused(number))
+        assert is_dead(me)
+
+
+def test_a_command_with_odd_characters_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """The name in the process table may hold spaces and parentheses; the fields behind it count."""
+    fields = " ".join(["S", *map(str, range(4, 22)), "4711", "23"])
+
+    class Table:
+        def __truediv__(self, name: str) -> Table:
+            return self
+
+        def read_bytes(self) -> bytes:
+            return f"7 (a) Z (b c) {fields}".encode()
+
+    monkeypatch.setattr(process_identity, "_PROC", Table())
+    assert process_identity._start_ticks(7) == 4711
+
+
+def test_an_owner_is_named_in_messages() -> None:
+    """With its command, where that can be seen."""
+    assert str(os.getpid()) in describe(this_process())
+    assert "python" in describe(this_process()) or "pytest" in describe(this_process())
+    assert describe(dataclasses.replace(this_process(), pid=999_999_999)) == "process 999999999"

@@ -1,0 +1,147 @@
+"""The memory of a ring is reserved beside the training: what waits for it, what is refused, and who looks meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asymcheck.errors import OutOfSpaceError
+from asymcheck.format.ring_records import DATA_OFFSET
+from asymcheck.storage.shm import Ring, RingReader
+from asymcheck.storage.shm import ring_writer as ring_module
+from tests.storage.ring_cases import BLOCK, HEADER, found, make_ring, put
+
+PIECE = 8 * BLOCK
+FIRST = PIECE - DATA_OFFSET
+"""Bytes of data that are there at once."""
+
+
+class Memory:
+    """Gives the first piece of a ring at once, and the others when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        self.left = 1 << 30
+        self._is_first = True
+        self._reserve, self._populate = os.posix_fallocate, ring_module.populate
+        monkeypatch.setattr(ring_module, "_GROWS_BY", PIECE)
+        monkeypatch.setattr(os, "posix_fallocate", self.reserve)
+        monkeypatch.setattr(ring_module, "populate", self.populate)
+
+    def reserve(self, descriptor: int, start: int, length: int) -> None:
+        """Reserve memory, late or never."""
+        if start:
+            assert self.goes_on.wait(60)
+        if start + length > self.left:
+            raise OSError(errno.ENOSPC, "no room")
+        self._reserve(descriptor, start, length)
+
+    def populate(self, address: int, nbytes: int) -> None:
+        """Map pages; the first piece, which is there, at once."""
+        if self._is_first:
+            self._is_first = False
+        else:
+            assert self.goes_on.wait(60)
+        self._populate(address, nbytes)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    """Memory that is held back."""
+    held = Memory(monkeypatch)
+    yield held
+    held.goes_on.set()
+
+
+def _grown(ring: Ring) -> None:
+    with ring._changed:
+        assert ring._changed.wait_for(lambda: ring._growing is None, 60)
+
+
+def test_a_place_is_had_before_all_memory_is_there(tmp_path: Path, memory: Memory) -> None:
+    """What finds no room waits for it, and takes none from others; in the end all of it is there, in one piece."""
+    ring = make_ring(tmp_path)
+    assert ring.free_bytes == FIRST
+    early = put(ring, b"e" * 5000)
+    late = []
+    thread = threading.Thread(target=lambda: late.append(ring.take(HEADER.data_bytes - 8192 - 128)))
+    thread.start()
+    thread.join(0.05)
+    assert late == []
+    memory.goes_on.set()
+    thread.join(60)
+    assert late[0] is not None
+    _grown(ring)
+    assert ring.free_bytes == 0
+    for place in (early, late[0]):
+        ring.give_back(place)
+    assert ring.free_bytes == HEADER.data_bytes
+    assert os.stat(ring.path).st_size == DATA_OFFSET + HEADER.data_bytes
+    ring.close()
+
+
+def test_memory_that_is_refused_later_is_an_error_of_who_needs_it(tmp_path: Path, memory: Memory) -> None:
+    """It says what to do; what fits into the memory that is there has a place."""
+    memory.left = 2 * PIECE
+    ring = make_ring(tmp_path)
+    memory.goes_on.set()
+    _grown(ring)
+    assert ring.free_bytes == FIRST + PIECE
+    with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
+        ring.take(FIRST + PIECE)
+    place = ring.take(PIECE)
+    assert place is not None
+    # There is room for it when that is given back.
+    assert ring.take(PIECE) is None
+    ring.give_back(place)
+    ring.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_can_be_seen_not_to_fit_is_refused_at_once(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the middle of a capture, and nothing is left."""
+    free = HEADER.data_bytes // BLOCK
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=free, f_frsize=BLOCK))
+    with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
+        make_ring(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not memory.goes_on.is_set()
+
+
+def test_who_looks_at_a_ring_takes_no_memory_for_it(tmp_path: Path, memory: Memory) -> None:
+    """Of what is not there yet not a page is touched, for there may be none; the frames are found."""
+    folder = Path("/dev/shm", f"asymcheck-{os.getpid()}-growth")
+    folder.mkdir()
+    try:
+        ring = make_ring(folder)
+        place = put(ring, b"x" * 5000)
+        taken = os.stat(ring.path).st_blocks
+        assert found(ring.path) == {place.offset: b"x" * 5000}
+        with RingReader(ring.path) as reader:
+            assert len(reader.entries) == 1
+        assert os.stat(ring.path).st_blocks == taken
+        memory.goes_on.set()
+        _grown(ring)
+        assert os.stat(ring.path).st_blocks > taken
+        ring.close()
+    finally:
+        for left in folder.iterdir():
+            left.unlink()
+        folder.rmdir()
+
+
+def test_a_ring_is_closed_while_it_grows(tmp_path: Path, memory: Memory) -> None:
+    """Its thread ends with it."""
+    ring = make_ring(tmp_path)
+    threading.Timer(0.05, memory.goes_on.set).start()
+    ring.close()
+    assert "asymcheck-ring" not in [thread.name for thread in threading.enumerate()]
+    assert list(tmp_path.iterdir()) == []

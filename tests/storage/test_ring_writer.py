@@ -1,0 +1,348 @@
+"""The ring as it is written: places, entries, its lock and its file, in this process and in others."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from asymcheck.errors import InvalidInputError, LimitError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.format.digest import digest
+from asymcheck.format.frame import FrameDescriptor, payload_offset
+from asymcheck.format.layout import ring_name
+from asymcheck.format.ring_records import CAPTURES_MAX, COMPLETE, DATA_OFFSET, DURABLE, CaptureEntry
+from asymcheck.storage import local_files
+from asymcheck.storage.local_files import try_lock
+from asymcheck.storage.shm import Ring, RingReader, left_rings
+from asymcheck.storage.shm import ring_writer as ring_module
+from asymcheck.types import SaveId
+from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
+
+
+def test_what_is_complete_is_found(tmp_path: Path) -> None:
+    """Frames, and the captures that were entered, by whoever looks while the ring is in use or after it was kept."""
+    ring = make_ring(tmp_path)
+    assert ring.path.name == ring_name(HEADER.store_id, HEADER.ring_id)
+    first, manifest = put(ring, b"a" * 300), put(ring, b"m" * 5000)
+    number = ring.enter(manifest, SAVE)
+    assert number is not None
+    with RingReader(ring.path) as reader:
+        assert reader.is_owned
+        assert reader.header == HEADER
+        assert payloads(reader) == {first.offset: b"a" * 300, manifest.offset: b"m" * 5000}
+        assert reader.captures == [CaptureEntry(manifest.offset, SAVE, COMPLETE)]
+        assert reader.offsets() == {digest(b"a" * 300): [first.offset], digest(b"m" * 5000): [manifest.offset]}
+    ring.mark_durable(number)
+    ring.close(keep=True)
+    with RingReader(ring.path) as reader:
+        assert not reader.is_owned
+        assert reader.captures == [CaptureEntry(manifest.offset, SAVE, DURABLE)]
+        assert bytes(reader.frame(first.offset, 300))[128:428] == b"a" * 300
+        reader.unlink()
+    assert not ring.path.exists()
+
+
+def test_a_forgotten_capture_has_no_entry_and_its_number_serves_again(tmp_path: Path) -> None:
+    """As many captures as there are entries, then no more, until one is forgotten."""
+    ring = make_ring(tmp_path)
+    slot = put(ring, b"m")
+    saves = [SaveId(bytes([number]) * 16) for number in range(CAPTURES_MAX)]
+    assert [ring.enter(slot, save) for save in saves] == list(range(CAPTURES_MAX))
+    assert ring.enter(slot, SAVE) is None
+    ring.forget(17)
+    with RingReader(ring.path) as reader:
+        assert [entry.save_id for entry in reader.captures] == saves[:17] + saves[18:]
+    assert ring.enter(slot, SAVE) == 17
+    ring.close()
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
+    """It says what to do."""
+    with pytest.raises(StorageError, match=r"gone is not there: make it, or give another ring_folder"):
+        make_ring(tmp_path / "gone")
+
+
+def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
+    """Whole blocks, none twice; None when nothing is free; what does not fit into an empty ring is refused."""
+    ring = make_ring(tmp_path)
+    whole = HEADER.data_bytes - 128
+    with pytest.raises(InvalidInputError, match="does not fit into a ring of 65536: raise ring_bytes"):
+        ring.take(whole + 1)
+    assert ring.free_bytes == HEADER.data_bytes
+    slots = [ring.take(3969) for _ in range(8)]
+    assert [slot and slot.offset for slot in slots] == [DATA_OFFSET + 2 * BLOCK * number for number in range(8)]
+    assert ring.free_bytes == 0
+    assert ring.take(1) is None
+    for slot in slots:
+        assert slot is not None
+        ring.give_back(slot)
+    slot = ring.take(HEADER.data_bytes - 128)
+    assert slot is not None
+    assert len(ring.frame(slot)) == slot.frame_bytes == HEADER.data_bytes
+    ring.close()
+
+
+def test_a_shared_place_is_free_when_all_have_given_it_back(tmp_path: Path) -> None:
+    """In any order, and each once; what is free cannot be shared any more."""
+    ring = make_ring(tmp_path)
+    first = put(ring, b"a" * 5000)
+    taken = HEADER.data_bytes - ring.free_bytes
+    second = ring.share(first)
+    assert second is not None
+    third = ring.share(second)
+    assert third is not None
+    assert {first.offset, second.offset, third.offset} == {first.offset}
+    for place in (second, second, first, first):
+        ring.give_back(place)
+        assert HEADER.data_bytes - ring.free_bytes == taken
+    assert ring.share(first) is None
+    fourth = ring.share(third)
+    assert fourth is not None
+    ring.give_back(third)
+    assert bytes(ring.payload(fourth)) == b"a" * 5000
+    assert HEADER.data_bytes - ring.free_bytes == taken
+    ring.give_back(fourth)
+    assert ring.free_bytes == HEADER.data_bytes
+    # One who has it alone again frees it at once.
+    ring.give_back(put(ring, b"b" * 5000))
+    assert ring.free_bytes == HEADER.data_bytes
+    ring.close()
+
+
+@pytest.mark.parametrize("length", [1, 3968, 3969, 50_000, 65_536, 70_000])
+def test_a_place_is_no_frame_before_it_is_complete(tmp_path: Path, length: int) -> None:
+    """Neither what lay there before, nor what is half there; then it is a whole frame, whatever lay there before."""
+    ring = make_ring(tmp_path, data_bytes=20 * BLOCK)
+    before = put(ring, b"b" * length)
+    assert found(ring.path) == {before.offset: b"b" * length}
+    ring.give_back(before)
+    # Given back, but not taken: it may serve until it is.
+    assert found(ring.path) == {before.offset: b"b" * length}
+    slot = ring.take(length)
+    assert slot is not None
+    assert slot.offset == before.offset
+    assert found(ring.path) == {}
+    ring.payload(slot)[:] = b"c" * length
+    assert found(ring.path) == {}
+    end = payload_offset(length) + length
+    ring.frame(slot)[end:] = b"\xee" * (slot.frame_bytes - end)
+    ring.complete(slot, FrameDescriptor.identity(digest(b"c" * length), length))
+    assert found(ring.path) == {slot.offset: b"c" * length}
+    ring.close()
+
+
+def test_who_waits_for_room_is_woken(tmp_path: Path) -> None:
+    """By a place that is given back, or on purpose; otherwise the wait ends by itself."""
+    ring = make_ring(tmp_path)
+    slot = put(ring, b"x")
+    ring.wait_for_room(0.001)
+    for wake in (lambda: ring.give_back(slot), ring.wake):
+        waiting, woken = threading.Event(), threading.Event()
+
+        def wait(waiting: threading.Event = waiting, woken: threading.Event = woken) -> None:
+            with ring._changed:
+                waiting.set()
+                if ring._changed.wait(60):
+                    woken.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait()
+        wake()
+        thread.join()
+        assert woken.is_set()
+    ring.close()
+
+
+def test_the_file_is_private_and_has_all_its_memory(tmp_path: Path) -> None:
+    """Nobody else reads the state of a training, and no page is missing when it is written."""
+    ring = make_ring(tmp_path)
+    status = ring.path.stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == DATA_OFFSET + HEADER.data_bytes
+    assert status.st_blocks * 512 >= status.st_size
+    ring.close()
+
+
+def test_too_little_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves neither a file nor a descriptor."""
+
+    def full(_descriptor: int, _offset: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(OutOfSpaceError) as caught:
+        make_ring(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} has no room for a ring of {DATA_OFFSET + HEADER.data_bytes} bytes: give fewer ring_bytes, another "
+        f"ring_folder, or make it larger (mount -o remount,size=… {tmp_path})"
+    )
+    assert os.listdir(tmp_path) == []
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["eio", "interrupt"])
+def test_whatever_goes_wrong_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Nor does an interrupt while memory is reserved, which takes seconds."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises((StorageError, KeyboardInterrupt)):
+        make_ring(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_header_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
+    """The path of a store may be longer than a record."""
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(LimitError):
+        make_ring(tmp_path, store="/x" * 2000)
+    assert os.listdir(tmp_path) == []
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> None:
+    """As is a name that is taken."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        make_ring(tmp_path / "file")
+    (tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)).write_text("here before")
+    with pytest.raises(StorageError, match="create"):
+        make_ring(tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+LOOK = """
+import sys
+from pathlib import Path
+from asymcheck.storage.shm import RingReader
+with RingReader(Path(sys.argv[1])) as reader:
+    print(reader.is_owned, len(reader.entries), len(reader.captures))
+"""
+
+
+def look(path: Path) -> str:
+    """What another process sees."""
+    done = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_another_process_sees_that_it_is_in_use(tmp_path: Path) -> None:
+    """As long as the ring is open, and not after it was left behind."""
+    ring = make_ring(tmp_path)
+    ring.enter(put(ring, b"m"), SAVE)
+    assert look(ring.path) == "True 1 1"
+    ring.close(keep=True)
+    assert look(ring.path) == "False 1 1"
+
+
+def test_closing_removes_the_file(tmp_path: Path) -> None:
+    """Unless it is to be kept; closing twice is no error."""
+    ring = make_ring(tmp_path)
+    ring.close()
+    ring.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_view_that_somebody_still_has_keeps_no_lock(tmp_path: Path) -> None:
+    """The memory stays until the view is gone, but whoever finds the ring may adopt it."""
+    ring = make_ring(tmp_path)
+    slot = put(ring, b"still here")
+    view = ring.payload(slot)
+    ring.close(keep=True)
+    assert bytes(view) == b"still here"
+    with RingReader(ring.path) as reader:
+        assert not reader.is_owned
+        other = reader.payload_at(slot.offset)
+    with RingReader(ring.path) as again:
+        assert not again.is_owned
+    assert bytes(other) == b"still here"
+
+
+def _owned_beside_a_child(path: Path, ring: Ring | RingReader) -> bool:
+    """Fork a child that lives on while the ring is closed here; tell whether the ring is still owned then."""
+    (here, there), (ready, begun) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(there)
+        os.write(begun, b"!")
+        os.read(here, 1)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        if isinstance(ring, Ring):
+            ring.close(keep=True)
+        else:
+            ring.close()
+        with RingReader(path) as reader:
+            return reader.is_owned
+    finally:
+        for descriptor in (here, there, ready, begun):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """A data loader worker that outlives the training does not make its ring look used, nor one being adopted."""
+    ring = make_ring(tmp_path)
+    assert not _owned_beside_a_child(ring.path, ring)
+    assert not _owned_beside_a_child(ring.path, RingReader(ring.path))
+
+
+def test_who_only_looks_while_it_is_made_does_not_take_its_lock_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that searches for rings left behind may have the lock at the wrong moment, and remove the file for that."""
+    path = tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)
+    wait, looks = ring_module.wait_lock, 0
+
+    def looked_at(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            other = os.open(path, os.O_RDWR)
+            assert try_lock(other, exclusive=True)
+            path.unlink()
+            threading.Timer(0.1, os.close, [other]).start()
+        return wait(descriptor, timeout_s, exclusive=exclusive)
+
+    monkeypatch.setattr(ring_module, "wait_lock", looked_at)
+    ring = make_ring(tmp_path)
+    assert looks == 2
+    with RingReader(ring.path) as reader:
+        assert reader.is_owned
+    ring.close()
+
+
+def test_a_lock_that_another_keeps_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring without its lock would be adopted while it is written."""
+    monkeypatch.setattr(ring_module, "_LOCK_S", 0.0)
+    monkeypatch.setattr(local_files, "try_lock", lambda *_, **__: False)
+    with pytest.raises(LockTimeoutError, match="another process has held it"):
+        make_ring(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_rings_of_a_store_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of other stores, nor links, nor what belongs to another user; no folder has none."""
+    assert left_rings(tmp_path / "nowhere", HEADER.store_id) == []
+    rings = [make_ring(tmp_path, ring_id=bytes([number]) * 16) for number in (2, 1)]
+    other = make_ring(tmp_path, store_id=b"o" * 16)
+    (tmp_path / ring_name(HEADER.store_id, b"l" * 16)).symlink_to(other.path)
+    (tmp_path / ring_name(HEADER.store_id, b"d" * 16)).mkdir()
+    (tmp_path / "asymcheck.ring").write_text("")
+    assert left_rings(tmp_path, HEADER.store_id) == [rings[1].path, rings[0].path]
+    monkeypatch.setattr(os, "geteuid", lambda: rings[0].path.stat().st_uid + 1)
+    assert left_rings(tmp_path, HEADER.store_id) == []
+    for ring in (*rings, other):
+        ring.close()

@@ -1,0 +1,112 @@
+"""Worker threads: every item once, the first failure stops them, and none outlives the call."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from asymcheck.storage.nvme import Slot, SlotPool, work_off
+
+
+def _names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("asymcheck-")]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 100])
+def test_every_item_is_worked_on_once(threads: int) -> None:
+    """By whichever thread; there are never more of them than items or than asked for."""
+    done: list[int] = []
+    seen: set[str] = set()
+
+    def work(item: int, slot: Slot) -> None:
+        assert slot.payload_bytes >= 5000
+        seen.update(_names())
+        done.append(item)
+
+    work_off(range(50), work, slots=SlotPool(4, 1 << 20), payload_bytes=5000, threads=threads, name="test")
+    assert sorted(done) == list(range(50))
+    assert seen <= {f"asymcheck-test-{i}" for i in range(min(threads, 50))}
+    assert _names() == []
+
+
+def test_no_item_needs_no_thread() -> None:
+    """Nothing to do is done at once."""
+    work_off([], lambda _item, _slot: pytest.fail("called"), slots=SlotPool(1, 1), payload_bytes=0, threads=4, name="x")
+
+
+def test_threads_that_work_together_have_slots_of_their_own() -> None:
+    """No two of them write into the same memory."""
+    start = threading.Barrier(4)
+    slots: list[int] = []
+
+    def work(item: int, slot: Slot) -> None:
+        start.wait(60)
+        slots.append(id(slot))
+        start.wait(60)
+
+    work_off(range(4), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=4, name="test")
+    assert len(set(slots)) == 4
+
+
+def test_the_first_failure_stops_the_others_and_is_raised() -> None:
+    """What is left in the queue is not begun."""
+    done: list[int] = []
+
+    def work(item: int, slot: Slot) -> None:
+        if item == 3:
+            raise ZeroDivisionError
+        done.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        work_off(range(10_000), work, slots=SlotPool(1, 1), payload_bytes=10, threads=1, name="test")
+    assert done == [0, 1, 2]
+    assert _names() == []
+
+
+def test_an_interrupt_waits_for_the_threads() -> None:
+    """Ctrl-C while threads write: it is raised once they have ended, for their descriptors are closed next."""
+    begun: list[int] = []
+    finished: list[int] = []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def work(item: int, slot: Slot) -> None:
+        begun.append(item)
+        if item == 0:
+            for _ in range(2):
+                time.sleep(0.1)
+                signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        finished.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        work_off(range(1000), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=2, name="test")
+    assert sorted(finished) == sorted(begun)
+    time.sleep(0.15)
+    assert sorted(finished) == sorted(begun) == list(range(len(begun)))
+    assert len(begun) < 10
+
+
+def test_a_thread_that_cannot_be_started_stops_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of threads the call fails, and what was begun has ended."""
+    begun: list[int] = []
+    finished: list[int] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "asymcheck-test-2":
+            message = "can't start new thread"
+            raise RuntimeError(message)
+        real(thread)
+
+    def work(item: int, slot: Slot) -> None:
+        begun.append(item)
+        time.sleep(0.05)
+        finished.append(item)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        work_off(range(50), work, slots=SlotPool(1, 1), payload_bytes=1, threads=4, name="test")
+    assert sorted(finished) == sorted(begun)
+    assert len(begun) < 10

@@ -1,0 +1,207 @@
+"""Collection beside processes that take up what others have left: what it saw before may hold no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.format.catalog_records import manifest_key, pin_key
+from asymcheck.fsck import rebuild_catalog as rebuild_module
+from asymcheck.gc import collect as collect_module
+from asymcheck.storage import reachability as reachability_module
+from asymcheck.storage.process_identity import hold, let_go, this_process
+from asymcheck.storage.reachability import StoreReachability
+from asymcheck.types import Owner, SaveId
+
+PIN = pin_key(SaveId(b"k" * 16), 0)
+DEAD = Owner(1, 1, "another boot", "pid:[1]")
+FIRST = dataclasses.replace(this_process(), pid=999_999_999, pid_namespace="pid:[1]")
+"""Another process, of another container: nobody here can tell whether it lives, so it does."""
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[Store]:
+    """One whose packs belong to no checkpoint, as after a save that was killed before its commit."""
+    with Store.open(store_path) as opened:
+        opened.save({"w": torch.rand(100_000)}, step=0)
+        opened.delete(0)
+        yield opened
+
+
+def pin(store: Store, owner: Owner) -> None:
+    """Protect all that is there."""
+    with store._opened.catalog().write() as transaction:
+        transaction.put_pin(PIN, owner, store._opened.nvme.pack_ids())
+
+
+def pins(store: Store) -> dict[bytes, Owner]:
+    """Who protects anything."""
+    with store._opened.catalog().read() as transaction:
+        return {key: owner for key, (owner, _) in transaction.pins().items()}
+
+
+def once(monkeypatch: pytest.MonkeyPatch, where: object, name: str, action: Callable[[], object]) -> None:
+    """Do something right after a function was called for the first time."""
+    original, done = getattr(where, name), list[bool]()
+
+    def call(*arguments: object) -> object:
+        result = original(*arguments)
+        if not done:
+            done.append(True)
+            action()
+        return result
+
+    monkeypatch.setattr(where, name, call)
+
+
+@pytest.mark.parametrize("dead", [DEAD, this_process()], ids=["of-another", "let-go"])
+@pytest.mark.parametrize("living", [FIRST, this_process()], ids=["by-another", "here"])
+def test_a_pin_that_is_taken_up_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch, dead: Owner, living: Owner
+) -> None:
+    """A ring that is taken up, or a pull that begins anew, pins under the key that a killed process has left."""
+    pin(store, dead)
+
+    def take_up() -> None:
+        if living == this_process():
+            hold(PIN)
+        pin(store, living)
+
+    once(monkeypatch, StoreReachability, "look", take_up)
+    packs = store._opened.nvme.pack_ids()
+    assert store.gc().freed_packs == 0
+    assert store._opened.nvme.pack_ids() == packs
+    assert pins(store) == {PIN: living}
+    let_go(PIN)
+    if living == this_process():
+        assert store.gc().freed_packs == len(packs)
+        assert pins(store) == {}
+
+
+def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As repair does it."""
+    pin(store, DEAD)
+    hold(PIN)
+    once(monkeypatch, rebuild_module, "read_indexes", lambda: pin(store, this_process()))
+    assert store.rebuild().kept_pins == 1
+    assert pins(store) == {PIN: this_process()}
+    let_go(PIN)
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> str:
+    """Where checkpoints are brought back from."""
+    return (tmp_path / "there").as_uri()
+
+
+def lose_manifest(store: Store, step: int) -> None:
+    """Leave what a deletion leaves that is killed before it tells the catalog."""
+    (listing,) = (one for one in store._opened.nvme.manifests.checkpoints("default") if one.ref.step == step)
+    store._opened.nvme.manifests.remove("default", listing.ref)
+
+
+def test_a_checkpoint_that_comes_back_keeps_its_packs(
+    store: Store, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest has the name that it had, which the catalog still knew."""
+    store.save({"w": torch.rand(100_000)}, step=1)
+    store.push(location)
+    lose_manifest(store, 1)
+    once(monkeypatch, reachability_module, "is_gone", lambda: store.pull(location, 1))
+    store.gc()
+    assert store.verify() == []
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
+    store: Store, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has made the catalog forget it."""
+    monkeypatch.setattr(collect_module, "_BATCH", 1)
+    garbage = set(store._opened.nvme.pack_ids())
+    store.save({"w": torch.rand(100_000)}, step=1)
+    store.push(location)
+    lose_manifest(store, 1)
+    whole = collect_module.StoreSweep._free
+
+    def free(sweep: collect_module.StoreSweep, *, insists: bool) -> bool:
+        sweep.candidates = dict(sorted(sweep.candidates.items(), key=lambda one: one[0] not in garbage))
+        return whole(sweep, insists=insists)
+
+    monkeypatch.setattr(collect_module.StoreSweep, "_free", free)
+    once(monkeypatch, collect_module.StoreSweep, "_retire", lambda: store.pull(location, 1))
+    store.gc()
+    assert store.verify() == []
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
+    store: Store, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only it needs of a pack that is mostly garbage."""
+    shared = torch.rand(200_000)
+    store.save({"own": torch.rand(2_000_000), "shared": shared, "other": torch.rand(200_000)}, step=1)
+    store.save({"shared": shared}, step=2)
+    store.push(location, everything=True)
+    store.delete(1)
+    manifest: list[tuple[Path, bytes]] = []
+
+    def come_and_go() -> None:
+        store.pull(location, 1)
+        (path,) = (store.path / "manifests" / "default").glob("*-000000000001-*/*")
+        manifest.append((path, path.read_bytes()))
+        lose_manifest(store, 1)
+
+    def come_again() -> None:
+        ((path, data),) = manifest
+        path.parent.mkdir()
+        path.write_bytes(data)
+
+    once(monkeypatch, collect_module.StoreSweep, "_retire", come_and_go)
+    once(monkeypatch, reachability_module, "is_gone", come_again)
+    store.gc()
+    assert store.verify() == []
+    assert [one.step for one in store.checkpoints()] == [1, 2]
+
+
+def test_a_deletion_does_not_make_the_catalog_forget_what_came_back(
+    store: Store, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the removal of the manifest and the transaction."""
+    store.save({"w": torch.rand(100)}, step=1)
+    store.push(location)
+    (listing,) = store._opened.nvme.manifests.checkpoints("default")
+    once(monkeypatch, type(store._opened.nvme.manifests), "remove", lambda: store.pull(location, 1))
+    store.delete(1)
+    with store._opened.catalog().read() as transaction:
+        assert transaction.manifests() == {manifest_key("default", listing.ref, name) for name in listing.manifests}
+
+
+def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint comes after each of its looks, which needs what nothing needed then; in the end they wait for it."""
+    again, saves = torch.rand(100_000), list[int]()
+    look = collect_module.StoreSweep._mark
+
+    def look_and_save(sweep: collect_module.StoreSweep) -> None:
+        look(sweep)
+        saves.append(len(saves) + 2)
+        store.save({"again": again, "new": torch.rand(100_000)}, step=saves[-1])
+
+    with Store.open(store_path) as store:
+        store.save({"again": again}, step=0)
+        store.save({"useless": torch.rand(100_000)}, step=1)
+        store.delete(0)
+        store.delete(1)
+        monkeypatch.setattr(collect_module.StoreSweep, "_mark", look_and_save)
+        assert store.gc().freed_packs == 1
+        assert saves == list(range(2, 2 + collect_module._PATIENT_ATTEMPTS + 1))
+        assert store.verify() == []
+        for step in saves:
+            assert torch.equal(store.load(step=step)["again"], again)

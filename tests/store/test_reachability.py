@@ -1,0 +1,295 @@
+"""Collection frees only what nobody needs, as far as it knows: bases, copies, and what it could not read."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Retention, Store
+from asymcheck.errors import LockTimeoutError, StorageError
+from asymcheck.events import Event, observe
+from asymcheck.fsck.verify import Severity
+from asymcheck.gc.repack import BaseLocations
+from asymcheck.gc.retention_runner import Pruner
+from asymcheck.storage.local_files import Files, translated
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.reachability import StoreReachability
+from asymcheck.types import Digest, Location, PackId
+from tests.store.deltas import CONFIG, PLAIN, entries_of, noise, pack_of_the_delta
+
+_CHILD = """
+import sys
+from asymcheck import Store
+from asymcheck.events import observe
+
+def hold(event):
+    if event.name == "gc.repacked":
+        print("held", flush=True)
+        sys.stdin.readline()
+
+with Store.open(sys.argv[1]) as store, observe(hold):
+    store.gc()
+"""
+
+
+def _is_whole(store: Store, weights: torch.Tensor) -> bool:
+    return torch.equal(store.load(step=2)["weights"], weights) and store.verify() == []
+
+
+def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path, weights: torch.Tensor) -> None:
+    """The old pack of the delta is marked freed, the new one is locked: neither can be opened."""
+    command = [sys.executable, "-c", _CHILD, str(store_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with Store.open(store_path, config=CONFIG) as store:
+            store.gc()
+        child.communicate("\n", timeout=60)
+    with Store.open(store_path, config=CONFIG) as store:
+        assert _is_whole(store, weights)
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
+    """Have so many reads of a file's first bytes fail."""
+    whole: Callable[[Files, Path], int] = Files.open_read
+    left = [times]
+
+    def open_read(self: Files, path: Path) -> int:
+        if path.name == name and left[0] > 0:
+            left[0] -= 1
+            with translated("open", path):
+                raise OSError(errno.EIO, "input/output error")
+        return whole(self, path)
+
+    monkeypatch.setattr(Files, "open_read", open_read)
+
+
+@pytest.mark.parametrize("times", [1, np.inf])
+def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
+    store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """For a moment, or for good: then it is said, and nothing is freed."""
+    with Store.open(store_path, config=CONFIG) as store:
+        with monkeypatch.context() as patched:
+            _refuse(patched, pack_of_the_delta(store_path), times)
+            if times == 1:
+                store.gc()
+            else:
+                with pytest.raises(StorageError, match=r"nothing was freed.*input/output error; run gc again"):
+                    store.gc()
+        assert _is_whole(store, weights)
+
+
+def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not incomplete: nobody knows what it is."""
+    with Store.open(store_path, config=PLAIN) as store:
+        for step in range(1, 5):
+            store.save({"noise": noise(step)}, step=step)
+        whole: Callable[[Files, Path], int] = Files.open_read
+
+        def open_read(self: Files, path: Path) -> int:
+            if path.suffix == ".manifest":
+                with translated("open", path):
+                    raise OSError(errno.EIO, "input/output error")
+            return whole(self, path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "open_read", open_read)
+            with pytest.raises(StorageError, match="input/output error"):
+                store.prune(Retention(keep_last=3))
+        assert [one.step for one in store.checkpoints()] == [1, 2, 3, 4]
+        store.prune(Retention(keep_last=3))
+        assert [one.step for one in store.checkpoints()] == [2, 3, 4]
+
+
+def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
+    """Two runs stored one tensor at the same time; a bit flips in a copy, and the pack with the sound one is to go."""
+    shared, small, large = noise(1, 60_000), noise(2, 1000), noise(3, 200_000)
+    with Store.open(store_path, config=PLAIN) as store, Store.open(store_path, config=PLAIN) as other:
+        done: list[Event] = []
+
+        def save_too(event: Event) -> None:
+            if event.name == "pack.sealed" and not done:
+                done.append(event)
+                other.save({"shared": shared, "large": large}, step=1, run="b")
+                other.save({"shared": shared}, step=2, run="b")
+
+        with observe(save_too):
+            store.save({"shared": shared, "small": small}, step=1, run="a")
+        tier = NvmeTier(store_path, PLAIN, read_only=True)
+        for pack in tier.pack_ids():
+            entries = entries_of(tier, pack)
+            if shared.nbytes in entries["plain_length"] and entries["plain_length"].sum() < large.nbytes:
+                offset = int(entries["offset"][entries["plain_length"] == shared.nbytes][0])
+                path = store_path / "packs" / f"{pack.hex()}.pack"
+                data = bytearray(path.read_bytes())
+                data[offset + 100_000] ^= 1
+                path.write_bytes(data)
+        store.delete(step=1, run="b")
+        store.gc()
+        for run in ("a", "b"):
+            assert torch.equal(store.load(run=run)["shared"], shared)
+
+
+def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: Path) -> None:
+    """Its other frames would be, after every commit, and thrown away each time."""
+    state = {f"t{number}": noise(number, 60_000) for number in range(8)}
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({**state, "zeta": noise(9, 700_000)}, step=1)
+        (path,) = (store_path / "packs").iterdir()
+        store.save(state, step=2)
+        store.delete(step=1)
+        tier = NvmeTier(store_path, PLAIN, read_only=True)
+        entries = entries_of(tier, bytes.fromhex(path.stem))
+        data = bytearray(path.read_bytes())
+        data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
+        path.write_bytes(data)
+        pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", Retention(keep_last=5))
+        written = []
+        for _ in range(2):
+            copied: list[int] = []
+            with observe(
+                lambda event, into=copied: into.append(event.bytes) if event.name == "frame.written" else None
+            ):
+                pruner.prune(0, always_collect=True)
+            written.append(len(copied))
+        assert written[0] > 0
+        assert written[1] == 0
+
+
+def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -> None:
+    """A delta is garbage, but its pack stays; its base is stored anew, eight deltas deep; then its state is back."""
+    torch.manual_seed(0)
+    base = torch.randn(60_000) * 0.02
+    on_base, kept = base + torch.randn_like(base) * 1e-6, noise(1, 100_000)
+    state = {"weights": base.clone(), "kept": noise(0, 100_000)}
+    with Store.open(store_path, config=CONFIG) as store:
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.step(0)
+            checkpointer.wait()
+            state["weights"].copy_(on_base)
+            state["kept"].copy_(kept)
+            checkpointer.step(1)
+            checkpointer.wait()
+        store.save({"weights": torch.randn(60_000), "kept": kept}, step=2)
+        store.delete(step=0)
+        store.delete(step=1)
+        store.gc()
+        with Checkpointer(store, state) as checkpointer:
+            checkpointer.restore()
+            wanted = [base + torch.randn_like(base) * 1e-6 for _ in range(8)] + [base, on_base]
+            for step, weights in enumerate(wanted, 10):
+                state["weights"].copy_(weights)
+                checkpointer.step(step)
+                checkpointer.wait()
+        for step, weights in enumerate(wanted, 10):
+            assert torch.equal(store.load(step=step)["weights"], weights)
+
+
+@pytest.mark.usefixtures("weights")
+def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> None:
+    """Collections meet packs that others have just sealed: the bases of their frames are known, and they are kept."""
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    needed = StoreReachability(tier)
+    needed.look()
+    wanted = needed.live()
+    with tier.locked(store_path / "packs" / pack_of_the_delta(store_path)) as held:
+        assert held
+        needed = StoreReachability(tier)
+        needed.look()
+        assert (needed.live(), needed.unread, needed.problem) == (wanted, 1, None)
+
+
+def _collect_after(monkeypatch: pytest.MonkeyPatch, count: int, store: Store) -> None:
+    """Have a store collected right after packs are listed for the ``count``-th time."""
+    whole = NvmeTier.pack_ids
+    listed: list[int] = []
+
+    def pack_ids(self: NvmeTier) -> list[PackId]:
+        found = whole(self)
+        listed.append(len(found))
+        if len(listed) == count:
+            store.gc()
+        return found
+
+    monkeypatch.setattr(NvmeTier, "pack_ids", pack_ids)
+
+
+def test_a_base_is_found_where_a_collection_has_put_it(
+    store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the list of packs and the look into them."""
+    eager = dataclasses.replace(CONFIG, repack_waste=0.1)
+    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+        _collect_after(monkeypatch, 1, store)
+        restored = reader.restore()
+        assert (restored.checkpoint.step, restored.skipped) == (2, ())
+        assert torch.equal(restored.state["weights"], weights)
+
+
+@pytest.mark.usefixtures("weights")
+def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it moves is not missing."""
+    eager = dataclasses.replace(CONFIG, repack_waste=0.1)
+    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+        _collect_after(monkeypatch, 2, store)
+        assert [one for one in reader.verify() if one.severity != Severity.HINT] == []
+
+
+def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
+    """Nothing is known to be wrong with it."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": noise(1)}, step=1)
+        (old,) = (store_path / "packs").iterdir()
+        store.save({"noise": noise(2)}, step=2)
+        (new,) = {*(store_path / "packs").iterdir()} - {old}
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(store_path, config=impatient, read_only=True) as reader:
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
+            assert held
+            with pytest.raises(LockTimeoutError, match="was locked"):
+                reader.restore()
+        assert reader.restore().checkpoint.step == 2
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Path, *, deep: bool) -> None:
+    """The store is intact: the check says what it could not look at, and finds nothing lost."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": noise(1)}, step=1)
+        (old,) = (store_path / "packs").iterdir()
+        store.save({"noise": noise(2)}, step=2)
+        (new,) = {*(store_path / "packs").iterdir()} - {old}
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(store_path, config=impatient, read_only=True) as reader:
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
+            assert held
+            busy, unchecked = reader.verify(deep=deep)
+        assert (busy.kind, busy.severity) == ("busy-pack", Severity.HINT)
+        assert (unchecked.kind, unchecked.severity) == ("unchecked-partitions", Severity.WARNING)
+        assert [name.split(" (")[0] for name in unchecked.checkpoints] == ["default step 2"]
+        assert "run verify again" in unchecked.message
+        assert reader.verify(deep=deep) == []
+
+
+def test_a_home_that_cannot_be_found_any_more_is_none(store_path: Path) -> None:
+    """Its pack was looked at before its index was damaged; a scan finds other frames in it, or none there."""
+    with Store.open(store_path, config=PLAIN) as store:
+        store.save({"noise": noise(1, 60_000)}, step=1)
+    tier = NvmeTier(store_path, PLAIN, read_only=True)
+    (pack,) = tier.pack_ids()
+    entry = entries_of(tier, pack)[0]
+    name = Digest(entry["digest"].tobytes())
+    sizes = (int(entry["stored_length"]), int(entry["plain_length"]), 0, 0, 1)
+    for offset, is_sound in ((int(entry["offset"]), True), (int(entry["offset"]) + 4096, False)):
+        homes = BaseLocations(tier)
+        homes.add([((name, bytes(16)), Location(pack, offset, *sizes, bytes(16)))])
+        assert (homes.of((name, bytes(16))) is not None) == is_sound

@@ -36,6 +36,7 @@ Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -303,11 +304,17 @@ class PruneWarning(UserWarning):
     """Checkpoints that retention does not keep could not be removed; training went on."""
 
 
+_LOGGER = logging.getLogger("asymcheck")
+# Without a handler, Python would print each record beside the warning.
+_LOGGER.addHandler(logging.NullHandler())
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Give a warning that points at the line outside of this package which led to it."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("asymcheck."):
         level, frame = level + 1, frame.f_back
+    _LOGGER.warning("%s: %s", category.__name__, message)
     warnings.warn(message, category, stacklevel=level)
 
 

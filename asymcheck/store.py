@@ -1,6 +1,6 @@
-"""The store: what users open, save to and load from.
+"""The Store: the interface to save, load, inspect, verify and copy checkpoints.
 
-It checks what callers pass and wires the ways down and up to a tier; it holds no engine of its own.
+It validates arguments and calls the packages that do the work.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from asymcheck.training_services import TrainingServices, place
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
 from asymcheck.validation import (
     check_device,
+    check_flag,
     check_glob,
     check_kinds,
     check_location,
@@ -90,24 +91,32 @@ class Store:
         cls,
         location: str | os.PathLike[str],
         *,
+        create: bool = False,
         read_only: bool = False,
         config: StoreConfig | None = None,
         remote: str | None = None,
     ) -> Store:
-        """Open the store at ``location``, a directory; create it when it is missing or empty, unless ``read_only``.
+        """Open a store.
 
-        A URI, such as ``hdfs://namenode:8020/checkpoints`` or ``file:///mnt/checkpoints``, names what :meth:`push` has
-        sent there: it is read like a store, and never created or written to here. The same URI as ``remote`` of a store
-        on a local drive stands behind that: what is missing or damaged here is read from there, with a warning, and
-        :meth:`repair` brings it back.
+        Args:
+            location: a directory on a local drive, or the URI of a remote location, such as
+                ``hdfs://namenode:8020/checkpoints`` or ``file:///mnt/checkpoints``. A remote location is read like a
+                store. Only :meth:`push` creates it and writes to it.
+            create: create the store if the directory is missing or empty.
+            read_only: open without the right to write; the drive may be mounted read-only.
+            config: configuration of the store.
+            remote: URI of a remote location to which this store is pushed. Data that is missing or damaged in a local
+                store is read from there, with a warning, and :meth:`repair` restores it.
 
         Raises:
-            StoreNotFoundError: there is none and ``read_only``, or the directory holds something else.
+            StoreNotFoundError: the directory is no store, and ``create`` is False or the directory is not empty.
             UnsupportedFileSystemError: the directory is on a network file system.
-            FormatError: the store is damaged, or of a version or with a feature that this program does not know.
-            InvalidInputError: ``location`` or a value of ``config`` cannot be used, or ``remote`` of a URI was given.
+            FormatError: the store is damaged, or needs a version or feature that this program does not know.
+            InvalidInputError: ``location``, a value of ``config`` or a combination of arguments is invalid.
             RemoteUnreachableError: a remote location did not answer.
         """
+        if check_flag("create", create) and check_flag("read_only", read_only):
+            raise InvalidInputError("create=True with read_only=True: give one of them")
         config = check_kinds(config)
         if is_uri(location):
             if remote is not None:
@@ -116,25 +125,25 @@ class Store:
                 )
             return cls(RemoteTier(parse_location(location), config))
         behind = None if remote is None else parse_location(remote)
-        return cls(NvmeTier(check_location(location), config, read_only=read_only), behind)
+        return cls(NvmeTier(check_location(location), config, create=create, read_only=read_only), behind)
 
     def __init__(self, tier: StoreTier, behind: RemoteLocation | None = None) -> None:
-        """Wrap an opened tier; use :meth:`open`."""
+        """Wrap an open tier; use :meth:`open` instead."""
         if not isinstance(tier, (NvmeTier, RemoteTier)):
             raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
         self._tier: StoreTier = tier
         self._opened = OpenedStore(tier, behind)
         self.training = TrainingServices(self._opened)
-        """Services for :class:`asymcheck.Checkpointer`, beside the methods of this class."""
+        """Internal services for :class:`asymcheck.Checkpointer`."""
 
     def __repr__(self) -> str:
-        """Name the directory and how it was opened."""
+        """Return the location and the mode."""
         mode = "" if isinstance(self._tier, NvmeTier) and not self._tier.read_only else ", read-only"
         return f"<asymcheck.Store {self.location!r}{mode}>"
 
     @property
     def location(self) -> str:
-        """Where the store lies: a path, or a URI."""
+        """The path or URI of the store."""
         return str(self._tier.root)
 
     @property
@@ -148,7 +157,7 @@ class Store:
 
     @property
     def store_id(self) -> str:
-        """The store's id: 32 hexadecimal digits, the same wherever it is opened."""
+        """The id of the store, 32 hexadecimal digits; it never changes."""
         return self._tier.descriptor.store_id.hex()
 
     def save(
@@ -161,23 +170,23 @@ class Store:
         generation: int | Callable[[], int] | None = None,
         part: Part | None = None,
     ) -> Checkpoint:
-        """Store a state durably: when this returns, the checkpoint survives power loss.
+        """Save a state durably: after the return, the checkpoint survives power loss.
 
         Args:
-            state: nested dict, list, tuple of tensors, arrays and plain values; objects with ``state_dict`` and
-                ``load_state_dict`` take part.
+            state: nested dict, list or tuple of tensors, arrays, plain values, and objects with ``state_dict`` and
+                ``load_state_dict``.
             step: the training step, 0 or more.
             metrics: named numbers, for instance ``{"loss": 3.2}``.
-            run: whose checkpoint it is.
-            generation: the line of training; the present one by default. A function is asked when all but the
-                manifest is durable. :class:`asymcheck.Checkpointer` keeps it for you.
-            part: this rank's part, when several save one checkpoint: each calls this for itself, all with the same
-                save id. It is complete when the last one has returned, and is restored only then.
+            run: name of the run.
+            generation: the generation of the run, by default the current one. A function is called just before the
+                commit. :class:`asymcheck.Checkpointer` manages generations for you.
+            part: the part of this rank, if several ranks save one checkpoint. Each rank calls this method, all with the
+                same save id. The checkpoint is complete, and can be restored, when all ranks have saved.
 
         Raises:
-            UnsupportedValueError: something in the state cannot be stored; nothing was written.
-            InvalidInputError: another argument cannot be used; nothing was written.
-            StorageError: the disk is full or refused; nothing was committed, earlier checkpoints are untouched.
+            UnsupportedValueError: the state contains a value that cannot be stored; nothing was written.
+            InvalidInputError: another argument is invalid; nothing was written.
+            StorageError: the drive is full or failed; nothing was committed, and earlier checkpoints are untouched.
         """
         from asymcheck.commit.synchronous_save import save
         from asymcheck.state.walk import flatten
@@ -208,13 +217,13 @@ class Store:
         before = request.save_id if request.world_size > 1 else None
         if callable(generation):
             return lambda: place(tier, run, generation(), before)
-        # At once: what is wrong with it is an error before anything is written.
+        # Now, so that an invalid generation is an error before anything is written.
         placed = place(tier, run, generation, before)
         parent = placed.parent
         if parent is not None and parent.generation == placed.generation and parent.step > step:
             warn_user(
-                f"run {run!r} already has step {parent.step}, so step {step} will not be its newest checkpoint; "
-                "to train on from an earlier step, restore it with a Checkpointer first",
+                f"run {run!r} already has step {parent.step}, so step {step} will not be its newest checkpoint. To "
+                "continue from an earlier step, restore that step with a Checkpointer first",
                 StepOrderWarning,
             )
         return lambda: placed
@@ -229,35 +238,35 @@ class Store:
         run: str = DEFAULT_RUN,
         rank: int | None = None,
     ) -> object:
-        """Return a stored state, every byte verified: that of ``step``, or the newest consistent one on the line.
+        """Load the state of a checkpoint, and verify every byte.
 
-        A checkpoint that several ranks saved can be read by any number of them. Every tensor of ``into`` gets its bytes
-        from the saved parts, so that a ``DTensor`` may have another mesh and other placements. Data that is not cut
-        (plain values, states of random number generators) is that of ``rank``, taken modulo the number of ranks that
-        saved. Without ``into`` and ``rank`` the states of all ranks are merged: mappings by key, sequences of one
-        length by item, and parts into whole tensors. Values that differ between ranks are those of rank 0.
+        Any number of ranks can load a checkpoint that several ranks saved. Each tensor of ``into`` is assembled from
+        the saved shards, so a ``DTensor`` may have another mesh and other placements. Plain values and states of random
+        number generators are not sharded: those of ``rank`` modulo the saved number of ranks are loaded. Without
+        ``into`` and ``rank``, the states of all ranks are merged: mappings by key, sequences of equal length by item,
+        shards into whole tensors. Where plain values differ between ranks, rank 0 wins.
 
         Args:
-            step: which one; None for the newest. ``"save:"`` and the first digits of a save id name one of several
-                saves of a step.
-            tensors: a glob of dotted names, for instance ``"model.*"``; only what matches is read and returned.
-            into: a state whose tensors are filled in place, without a second copy in memory; objects in it get
+            step: the step; None for the newest consistent checkpoint. ``"save:"`` and the first digits of a save id
+                select one of several saves of a step.
+            tensors: a glob of dotted names, for instance ``"model.*"``; only matching tensors are read and returned.
+            into: a state whose tensors are filled in place, without a second copy in memory. Its objects receive
                 ``load_state_dict``. It may be a part of the stored state, for instance ``{"model": model}``.
-            device: where new tensors are made; CPU by default.
+            device: device of new tensors, by default the CPU.
             run: name of the run.
-            rank: which rank of the present job reads; 0 by default with ``into``. Without it: return what this rank
-                saved, its parts of whole tensors as :class:`asymcheck.TensorShard`.
+            rank: with ``into``, the rank of the current job that loads, by default 0. Without ``into``, load the state
+                that this rank saved, with its shards as :class:`asymcheck.TensorShard`.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
             HeadRecordError
 
         Warns:
-            SkippedCheckpointWarning: a newer checkpoint was passed over.
+            SkippedCheckpointWarning: a newer checkpoint was skipped.
         """
         restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank)
         for reason in restored.skipped:
-            warn_user(f"run {run!r}: passed over {reason}", SkippedCheckpointWarning)
+            warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
         return restored.state
 
     def restore(
@@ -272,12 +281,18 @@ class Store:
         fall_back: bool = False,
         grows: bool = False,
     ) -> Restored:
-        """Do as :meth:`load` does, and also say which checkpoint was read and what was passed over.
+        """Load a state as :meth:`load` does, and return it with the checkpoint and the reasons for skipped ones.
 
-        An ``into`` that ``grows`` gets back what the mappings inside it lack: what a training has put there meanwhile.
-
-        With ``fall_back``, a newest checkpoint whose damage shows only when some of ``into`` is overwritten gives way
-        to the next older one, which overwrites it again; without, that is a PartialRestoreError.
+        Args:
+            step: see :meth:`load`.
+            tensors: see :meth:`load`.
+            into: see :meth:`load`.
+            device: see :meth:`load`.
+            run: see :meth:`load`.
+            rank: see :meth:`load`.
+            fall_back: if damage is detected after a part of ``into`` was overwritten, load the next older checkpoint
+                instead of raising PartialRestoreError.
+            grows: also restore entries that mappings inside ``into`` lack, because the training added them later.
         """
         from asymcheck.restore.load import LoadRequest, load
 
@@ -295,7 +310,7 @@ class Store:
         *,
         run: str = DEFAULT_RUN,
     ) -> Restored:
-        """Have ``read`` make what it likes of a consistent checkpoint, for interfaces that this class does not have.
+        """Call ``read`` on a consistent checkpoint; for integrations that need access to the read path.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
@@ -316,9 +331,9 @@ class Store:
         rank: int | None = None,
         progress: Progress | None = None,
     ) -> Restored:
-        """Hand a checkpoint to ``sink`` as it is read, every byte verified, in bounded memory however large it is.
+        """Stream a checkpoint to ``sink`` in bounded memory, and verify every byte.
 
-        A checkpoint of several ranks is merged, with whole tensors, unless ``rank`` selects the part of one rank. The
+        A checkpoint of several ranks is merged into whole tensors, unless ``rank`` selects the part of one rank. The
         state of the result is the return value of ``sink.finish()``.
 
         Raises:
@@ -340,14 +355,14 @@ class Store:
         ring_folder: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Restored:
-        """Do as :meth:`stream` does with captures that killed processes left complete in memory, durable or not.
+        """Stream a capture that a killed process left complete in memory, as :meth:`stream` does.
 
-        Only the rings in ``ring_folder`` are read, and they are left as they are. A damaged capture gives way to an
-        older one, unless a step was named.
+        Reads only the rings in ``ring_folder``, and does not change them. If a capture is damaged and ``step`` is None,
+        an older one is read.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, for captures in memory.
-            LockTimeoutError: the ring is in use, and to read it would race with its process.
+            LockTimeoutError: a living process uses the ring.
         """
         from asymcheck.restore.ring_stream import stream_from_rings
 
@@ -359,14 +374,15 @@ class Store:
         return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
 
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
-        """Record durably that training goes on from ``parent`` (None: from nothing).
+        """Record durably that training continues from ``parent``, or from nothing if that is None.
 
-        Returns the number of the new generation.
+        Checkpoints saved after ``parent`` stay in the store, but are abandoned.
 
-        Checkpoints saved after ``parent`` stay, but are no longer on the line of training.
+        Returns:
+            The number of the new generation.
 
         Raises:
-            InvalidInputError: ``parent`` is no checkpoint.
+            InvalidInputError: ``parent`` is not a checkpoint.
         """
         tier = self._opened.writable()
         layout.check_run(run)
@@ -378,12 +394,18 @@ class Store:
     def delete(
         self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
     ) -> list[Checkpoint]:
-        """Delete the checkpoints of a step, of one generation or of all, durably; return them.
+        """Delete the checkpoints of a step durably, in one generation or in all, and return them.
 
-        :meth:`gc` gives the room back. With ``dry_run`` only what would be deleted is returned.
+        :meth:`gc` frees their space.
+
+        Args:
+            step: the step.
+            run: name of the run.
+            generation: the generation; None for all.
+            dry_run: only return the checkpoints that would be deleted.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: the run has no such checkpoint.
         """
         tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self._opened.writable()
         tier.check_usable()
@@ -409,14 +431,19 @@ class Store:
         return described
 
     def prune(self, retention: Retention, *, run: str = DEFAULT_RUN, dry_run: bool = False) -> Pruned:
-        """Delete the checkpoints of a run that no rule of ``retention`` keeps, durably, and do as :meth:`gc` does.
+        """Delete the checkpoints of a run that no rule of ``retention`` keeps, and collect garbage.
 
-        The newest consistent checkpoint stays, and so does one that somebody reads. Safe beside saves and loads of
-        other processes. With ``dry_run`` only what would be done is returned.
+        Keeps the newest consistent checkpoint, and checkpoints that a process is reading. Other processes may save and
+        load at the same time.
+
+        Args:
+            retention: the rules.
+            run: name of the run.
+            dry_run: only return what would be deleted.
 
         Raises:
             CheckpointNotFoundError: the store has no such run.
-            InconsistentCheckpointError: a manifest is damaged, so that nothing could be freed; what goes was deleted.
+            InconsistentCheckpointError: checkpoints were deleted, but a damaged manifest prevents garbage collection.
         """
         tier = self._opened.writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
@@ -426,15 +453,16 @@ class Store:
         return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
 
     def _may_be_lacking(self, run: str) -> dict[str, str]:
-        """Return the newest two where machines have a store each: the others may not have theirs of the newest yet."""
-        newest = [one for one in self.checkpoints(run) if one.complete and one.on_line][-2:]
-        return {one.save_id: "other machines may lack a newer one" for one in newest if one.store_ranks}
+        """Return the newest two checkpoints if each node has a store: other nodes may lack the newest one."""
+        newest = [checkpoint for checkpoint in self.checkpoints(run) if checkpoint.complete and checkpoint.on_line][-2:]
+        reason = "other machines may lack a newer checkpoint"
+        return {checkpoint.save_id: reason for checkpoint in newest if checkpoint.store_ranks}
 
     def gc(self, *, dry_run: bool = False) -> Collected:
-        """Free the packs that no checkpoint needs, for new checkpoints to overwrite.
+        """Collect garbage: free the packs that no checkpoint needs. Later saves overwrite them.
 
-        Safe beside saves and loads of other processes. In a remote location such packs, and what interrupted uploads
-        have left, are removed when they are older than ``RemoteConfig.grace_s``.
+        Other processes may save and load at the same time. In a remote location, unneeded packs and remains of
+        interrupted uploads are removed once they are older than ``RemoteConfig.grace_s``.
         """
         self._tier.check_usable()
         if isinstance(self._tier, RemoteTier):
@@ -448,39 +476,43 @@ class Store:
         discard: bool = False,
         dry_run: bool = False,
     ) -> list[CollectedRing]:
-        """Remove the rings of killed processes from memory that nobody can need any more, and name those that stay.
+        """Remove rings of killed processes from memory that are no longer needed, and return the rings looked at.
 
-        Rings of this store, and of stores that are not where they were any more. A ring goes when every capture in it
-        is durable, or none is complete; with ``discard`` also when captures would be lost, or nobody can tell. Rings of
-        living processes and of other users are left alone, and not named.
+        Considers rings of this store, and of stores that no longer exist at their path. A ring is removed if all its
+        captures are durable or none is complete. Rings of living processes and of other users are ignored.
+
+        Args:
+            ring_folder: the folder of the rings, by default that of the configuration.
+            discard: also remove rings whose captures would be lost.
+            dry_run: remove nothing.
 
         Raises:
             StorageError: a ring could not be removed.
         """
         return collect_rings(self._opened.writable(), ring_folder_of(ring_folder), discard=discard, dry_run=dry_run)
 
-    def rebuild(self) -> Rebuilt:
-        """Make the catalog again from packs and manifests alone; pins of living processes are kept.
+    def rebuild_catalog(self) -> Rebuilt:
+        """Rebuild the catalog from packs and manifests, and keep the pins of living processes.
 
-        Where no process has the catalog open, a new file takes its place; else its entries are corrected.
+        If no other process has the catalog open, a new file replaces it; otherwise its entries are corrected.
 
         Raises:
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
-            CatalogError: it is damaged and in use by other processes; the message names them.
+            CatalogError: the catalog is damaged and in use by other processes; the message names them.
         """
         return self._opened.with_catalog(lambda catalog, made: made or reconcile(self._opened.nvme, catalog), anew=True)
 
     def repair(self, progress: Progress | None = None) -> Repaired:
         """Repair damaged files from intact copies; delete no checkpoint. Reads every byte of the packs.
 
-        Lost partitions are fetched from the location that was given as ``remote`` to :meth:`open`, if any; one that
-        the location lacks stops nothing else. Safe beside saves, loads and collections of other processes. The result
-        names damage that cannot be repaired, with advice. A second repair in a row does nothing.
+        Lost partitions are fetched from the ``remote`` of :meth:`open`, if there is one. Other processes may save, load
+        and collect garbage at the same time. The result lists damage that cannot be repaired, with advice. Repeating a
+        repair changes nothing.
 
         Raises:
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
-            StorageError: the disk is full or refused; nothing is lost, and the next repair goes on.
-            RemoteUnreachableError: something is lost here, and the remote location does not answer.
+            StorageError: the drive is full or failed; nothing is lost, and the next repair continues.
+            RemoteUnreachableError: partitions are lost, and the remote location does not answer.
         """
         first = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
         there = self._opened.far.tier() if self._opened.far is not None and can_be_healed(first.left) else None
@@ -490,13 +522,13 @@ class Store:
         copied, nbytes = first.copied_partitions, first.copied_bytes
         if not healed.done:
             return Repaired(first.done, healed.told(first.left), copied, nbytes)
-        # What is damaged here and was brought is of no use any more.
+        # Remove the damaged frames that were replaced.
         second = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
         return Repaired((*first.done, *healed.done, *second.done), healed.told(second.left), copied, nbytes)
 
     def push(
         self,
-        location: str | os.PathLike[str],
+        remote: str | os.PathLike[str],
         step: int | str | None = None,
         *,
         run: str | None = None,
@@ -505,94 +537,96 @@ class Store:
     ) -> Moved:
         """Copy a checkpoint to a remote location, where it survives the loss of this machine.
 
-        Partitions that are there already are not sent again, and a push that was interrupted goes on where it was.
-        Other processes may save here, and push there, at the same time.
+        Partitions that the location already has are not sent again, and an interrupted push continues. Other processes
+        may save to this store and push to the location at the same time.
 
         Args:
-            location: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; created
-                if it is missing.
-            step: which checkpoint: a step, or ``save:DIGITS``; None for the newest consistent one.
-            run: name of the run; ``"default"`` by default.
-            everything: all complete checkpoints on the line, of ``run`` or of all runs; then no ``step`` is given.
-            progress: called with bytes sent and to be sent, for the checkpoint that is being copied.
+            remote: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; created if
+                missing.
+            step: a step, or ``save:DIGITS``; None for the newest consistent checkpoint.
+            run: name of the run, by default ``"default"``.
+            everything: copy all complete checkpoints on the line, of ``run`` or of all runs, instead of one ``step``.
+            progress: callback, run with the bytes sent and the total bytes of the current checkpoint.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
-            FormatError: it cannot be copied.
+            FormatError: the checkpoint cannot be copied.
             RemoteUnreachableError: the location did not answer in time; its content is unknown.
-            StorageError: the location refused. Committed checkpoints stay there.
-            InvalidInputError: the location has another training with that run name, or there is no client for it.
+            StorageError: the location failed. Committed checkpoints stay there.
+            InvalidInputError: the location has another training job with that run name, or no client supports its URI.
         """
         self._tier.check_usable()
         step = _selected_step(step, everything=everything)
         listings = selected(self._tier, _known_run(run), step, everything=everything)
-        there = RemoteTier(parse_location(location), self._tier.config, create=True)
-        with contextlib.closing(there), timed("push", 0, lambda: {"location": str(there.location)}):
-            return push(self._tier, there, listings, progress)
+        far = RemoteTier(parse_location(remote), self._tier.config, create=True)
+        with contextlib.closing(far), timed("push", 0, lambda: {"location": str(far.location)}):
+            return push(self._tier, far, listings, progress)
 
     def pull(
         self,
-        location: str | os.PathLike[str],
+        remote: str | os.PathLike[str],
         step: int | str | None = None,
         *,
         run: str | None = None,
         everything: bool = False,
         progress: Progress | None = None,
     ) -> Moved:
-        """Copy a checkpoint from a remote location into this store, every byte verified; see :meth:`push`.
+        """Copy a checkpoint from a remote location into this store, and verify every byte; see :meth:`push`.
 
-        With ``everything``, one that cannot be copied stops no other; at the end the error names all of them.
+        With ``everything``, a checkpoint that cannot be copied does not stop the others; the final error lists all.
 
         Raises:
-            StoreNotFoundError: nothing was pushed to ``location``.
+            StoreNotFoundError: nothing was pushed to ``remote``.
             CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
             FormatError, RemoteUnreachableError, StorageError, InvalidInputError: as for :meth:`push`.
         """
         tier = self._opened.writable()
         step = _selected_step(step, everything=everything)
-        there = RemoteTier(parse_location(location), tier.config)
-        with contextlib.closing(there), timed("pull", 0, lambda: {"location": str(there.location)}):
-            listings = selected(there, _known_run(run), step, everything=everything)
-            return pull(there, tier, self._opened.catalog(), listings, progress)
+        far = RemoteTier(parse_location(remote), tier.config)
+        with contextlib.closing(far), timed("pull", 0, lambda: {"location": str(far.location)}):
+            listings = selected(far, _known_run(run), step, everything=everything)
+            return pull(far, tier, self._opened.catalog(), listings, progress)
 
-    def pushing(
+    def push_in_background(
         self,
-        location: str | os.PathLike[str] | Push,
+        remote: str | os.PathLike[str] | Push,
         *,
         run: str = DEFAULT_RUN,
         every: int | None = None,
         poll_s: float = 0.5,
         prunes: bool = True,
     ) -> PushWorker:
-        """Push checkpoints in the background, as they become durable.
+        """Push checkpoints in the background, as they become durable. ``Checkpointer(push=…)`` calls this for you.
 
-        Use the result in a ``with`` block around a training. The checkpoints of ``run`` are pushed whose step is a
-        multiple of ``every``, by default all, or that a :class:`Push` chooses. Checkpoints that are in the store
-        already are included. A push goes on by itself after an interruption, and :meth:`PushWorker.statistics` has the
-        number that is still to be sent. Close it before the store. ``Checkpointer(push=…)`` manages one for you. If
-        several stores push one run to one location, only one of them ``prunes`` it, which removes checkpoints there
-        that ``Push.keep`` does not keep.
+        Use the result in a ``with`` block around a training, and close it before the store. Checkpoints that are in the
+        store already are pushed, too. An interrupted push continues by itself.
+
+        Args:
+            remote: a URI, or a :class:`Push` that selects checkpoints.
+            run: name of the run.
+            every: with a URI, push the checkpoints whose step is a multiple of this; by default all.
+            poll_s: seconds between two looks for new checkpoints of other processes.
+            prunes: remove checkpoints at the location that ``Push.keep`` does not keep. If several stores push one run
+                to one location, only one of them may prune.
 
         Raises:
-            InvalidInputError: ``location``, ``every`` or ``poll_s`` cannot be used. The location is not contacted.
+            InvalidInputError: an argument is invalid. The location is not contacted.
         """
         self._tier.check_usable()
         layout.check_run(run)
-        if not isinstance(location, Push):
-            location = Push(os.fspath(location), every=1 if every is None else every, close_s=None)
+        if not isinstance(remote, Push):
+            remote = Push(os.fspath(remote), every=1 if every is None else every, close_s=None)
         elif every is not None:
-            raise InvalidInputError(
-                f"every={every!r:.100} beside a Push: give Push(…, every=…), which says what is chosen"
-            )
+            raise InvalidInputError(f"every={every!r:.100} with a Push: give Push(…, every=…) instead")
         if not check_seconds("poll_s", poll_s):
-            raise InvalidInputError("poll_s=0: give seconds between two looks, more than 0")
-        parse_location(location.location)  # Refused now, not on another thread.
-        here = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
-        order = PushJob(here, self._tier.config, location, run, poll_s, prunes)
-        # A frozen program has no interpreter: what it calls so is itself.
-        if location.own_process and sys.executable and not getattr(sys, "frozen", False):
-            return PushProcess(self._tier, order)
-        return PushThread(self._tier, order)
+            raise InvalidInputError("poll_s=0: give the seconds between two looks, more than 0")
+        parse_location(remote.location)  # Refuse an invalid URI now, not on another thread.
+        source = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
+        job = PushJob(source, self._tier.config, remote, run, poll_s, prunes)
+        # In a frozen program, sys.executable is the program itself instead of an interpreter.
+        if remote.own_process and sys.executable and not getattr(sys, "frozen", False):
+            return PushProcess(self._tier, job)
+        return PushThread(self._tier, job)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -600,9 +634,9 @@ class Store:
         return self._tier.manifests.runs()
 
     def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
-        """Return the checkpoints of a run, or of all runs, oldest first, by their names.
+        """Return the checkpoints of a run, or of all runs, oldest first, from their manifest names.
 
-        Tensor bytes are not checked, :meth:`verify` does that.
+        Does not check tensor bytes; :meth:`verify` does.
         """
         self._tier.check_usable()
         found = []
@@ -614,19 +648,19 @@ class Store:
     def tensors(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredTensor]]:
-        """Return a checkpoint, the newest by default, and its tensors that match a glob; reads no tensor bytes."""
+        """Return a checkpoint, by default the newest, and its tensors that match a glob; read no tensor bytes."""
         ref, tensors = inventory(self._tier, run, self._checked(run, step, pattern), pattern)
         return self._described(run, ref), tensors
 
     def values(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredValue]]:
-        """Return a checkpoint, the newest by default, and its plain values that match a glob, as texts."""
+        """Return a checkpoint, by default the newest, and its plain values that match a glob, as texts."""
         ref, found = values(self._tier, run, self._checked(run, step, pattern), pattern)
         return self._described(run, ref), found
 
     def _checked(self, run: str, step: int | str | None, pattern: str = "*") -> int | str | None:
-        """Check what names a checkpoint and tensors of it; return the step as an int."""
+        """Validate the selection of a checkpoint and its tensors; return the step."""
         self._tier.check_usable()
         layout.check_run(run)
         check_glob(pattern)
@@ -636,13 +670,17 @@ class Store:
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run))
 
     def history(self, run: str = DEFAULT_RUN, *, everything: bool = False) -> History:
-        """Return the checkpoints along the line of training, newest first, and where training went back.
+        """Return the lineage of a run: its checkpoints, newest first, and where training continued from an earlier one.
 
-        With ``everything`` also those that are abandoned, incomplete or damaged. Reads no tensor bytes.
+        Reads no tensor bytes.
+
+        Args:
+            run: name of the run.
+            everything: include abandoned, incomplete and damaged checkpoints.
 
         Raises:
             CheckpointNotFoundError: the store has other runs, but not this one.
-            HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
+            HeadRecordError: the lineage is broken; with ``everything``, the result says so instead.
         """
         self._tier.check_usable()
         return read_history(self._tier, layout.check_run(run), everything=everything)
@@ -657,15 +695,15 @@ class Store:
         norms: bool = True,
         progress: Progress | None = None,
     ) -> CheckpointDiff:
-        """Return what changed between two checkpoints, every byte that was read verified.
+        """Return the differences between two checkpoints, and verify every byte that is read.
 
         Args:
-            a: a step, or ``"save:"`` and the first digits of a save id; either may have ``"<run>@"`` before it.
+            a: a step, or ``"save:"`` and the first digits of a save id, optionally after ``"<run>@"``.
             b: likewise.
-            run: name of the run, unless the names contain it.
+            run: name of the run, unless ``a`` and ``b`` contain it.
             tensors: a glob of the dotted names to compare.
-            norms: whether to read what changed and say by how much; without, only manifests are read.
-            progress: called with bytes compared so far and total bytes.
+            norms: read changed tensors and measure the change; otherwise read only manifests.
+            progress: callback, run with the bytes compared and the total bytes.
 
         Raises:
             InvalidInputError, CheckpointNotFoundError, InconsistentCheckpointError, MissingPartitionError,
@@ -674,10 +712,10 @@ class Store:
         self._tier.check_usable()
         return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
 
-    def accounting(self, run: str | None = None) -> DiskUsage:
-        """Return which checkpoint and which role needs how many bytes, and what :meth:`gc` would free.
+    def disk_usage(self, run: str | None = None) -> DiskUsage:
+        """Return the disk usage per checkpoint and tensor role, and the bytes that :meth:`gc` would free.
 
-        Reads manifests and the indexes of packs only.
+        Reads only manifests and pack indexes.
 
         Raises:
             CheckpointNotFoundError: the store has other runs, but not this one.
@@ -692,24 +730,24 @@ class Store:
         ring_folder: str | os.PathLike[str] | None = None,
         check: bool = True,
     ) -> list[RingFile]:
-        """Return the rings of this store in memory, of living and of killed processes, with their captures.
+        """Return the rings of this store in memory, of living and killed processes, with their captures.
 
-        With ``check``, every frame in rings of killed processes is read and verified. Nothing is changed.
+        With ``check``, read and verify every frame in rings of killed processes. Changes nothing.
         """
         self._tier.check_usable()
         return survey_rings(self._tier, ring_folder_of(ring_folder), _known_run(run), check=check)
 
-    def only_in_memory(
+    def captures_in_memory(
         self, run: str | None = None, *, ring_folder: str | os.PathLike[str] | None = None
     ) -> list[RingCapture]:
-        """Return, of each run, the newest capture that killed processes left complete in memory.
+        """Return the captures in memory that are newer than every checkpoint of their run in the store.
 
-        Only of runs in which it is newer than every checkpoint of the store. Its frames are not checked.
+        At most one for each run: the newest complete capture of a killed process. Does not check its frames.
         """
         return newer_than_stored(self._tier, self.rings(run, ring_folder=ring_folder, check=False))
 
     def usage(self) -> Usage:
-        """Return the bytes that the store takes on disk."""
+        """Return the total bytes of the store on disk, by kind of file."""
         self._tier.check_usable()
         return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
 
@@ -721,15 +759,20 @@ class Store:
         progress: Progress | None = None,
         deep: bool = True,
     ) -> list[Finding]:
-        """Read and check every byte of the store, or what one step needs.
+        """Read and check every byte of the store, or those that one step needs.
 
-        Without ``deep`` no frame is read. Manifests, records, and header, index and length of each pack are checked,
-        and every partition must be in a pack. Damage inside frames is not seen then.
+        Args:
+            step: the step; None for the whole store.
+            run: name of the run; None for all runs.
+            progress: callback, run with the bytes checked and the total bytes.
+            deep: read every frame. Otherwise check manifests, records, and the header, index and length of each pack,
+                and that each partition is in a pack; damage inside frames is not detected.
 
-        Returns the findings; none if the store is sound.
+        Returns:
+            The findings; empty if the store is intact.
 
         Raises:
-            CheckpointNotFoundError: there is no such step or run.
+            CheckpointNotFoundError: the store has no such step or run.
         """
         self._tier.check_usable()
         if step is not None:
@@ -741,13 +784,13 @@ class Store:
         return verify(self._tier, run, step, progress, deep=deep)
 
     def measure(self, *, quick: bool = False, ring_folder: str | os.PathLike[str] | None = None) -> Facts:
-        """Measure memory, codecs and the drive, in some ten seconds; with ``quick`` less well, in about one.
+        """Measure memory, codecs and the drive in about ten seconds, or with ``quick`` less precisely in one.
 
-        Codecs are measured on tensors of the newest checkpoint. It writes some hundred MB into a file inside the store
-        and removes it; what a kill leaves of it, :meth:`gc` removes. Checkpoints are left as they are.
+        Measures codecs on tensors of the newest checkpoint. Writes some hundred MB into a temporary file inside the
+        store and removes it; after a kill, :meth:`gc` removes it. Does not change checkpoints.
 
         Raises:
-            OutOfSpaceError: there is too little room to measure in.
+            OutOfSpaceError: the drive has too little free space for the measurement.
             ReadOnlyStoreError, StorageError: the store cannot be written.
         """
         tier = self._opened.nvme
@@ -761,7 +804,7 @@ class Store:
         return measure(tier, samples, described, state_bytes, ring_folder_of(ring_folder), quick=quick)
 
     def close(self) -> None:
-        """Finish what is being saved in the background, and close the store; closing twice is no error."""
+        """Finish background saves, and close the store. Closing twice is allowed."""
         self.training.close()
         self._opened.close()
 

@@ -168,16 +168,27 @@ def check_state(state: dict[str, object]) -> dict[str, object]:
     return state
 
 
-def check_tier(tier: object, *, pushes: bool) -> None:
-    """Refuse to wait for what is no tier, or for one to which nothing goes.
+def check_wait_target(target: object, *, pushes: bool) -> None:
+    """Refuse an unknown target of ``wait()``, and ``"remote"`` if nothing is pushed.
 
     Raises:
         InvalidInputError
     """
-    if tier not in ("dram", "nvme", "hdfs"):
-        raise InvalidInputError(f"tier {tier!r}: give 'dram', 'nvme' or 'hdfs'")
-    if tier == "hdfs" and not pushes:
-        raise InvalidInputError("tier 'hdfs': nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
+    if target not in ("memory", "local", "remote"):
+        raise InvalidInputError(f"wait({target!r:.100}): give 'memory', 'local' or 'remote'")
+    if target == "remote" and not pushes:
+        raise InvalidInputError("wait('remote'): nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a bool, or refuse another value.
+
+    Raises:
+        InvalidInputError
+    """
+    if type(value) is not bool:
+        raise InvalidInputError(f"{name}={value!r:.100}: give True or False")
+    return value
 
 
 def check_capture(capture: CaptureConfig | None) -> CaptureConfig:

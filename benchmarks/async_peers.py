@@ -122,8 +122,10 @@ class Ours(Saver):
         """Save by one of the schedules, into a store of that configuration."""
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
-        self._store = asymcheck.Store.open(where, config=config)
-        self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=CaptureConfig(schedule=schedule))
+        self._store = asymcheck.Store.open(where, config=config, create=True)
+        self._checkpointer = asymcheck.Checkpointer(
+            self._store, state, capture=CaptureConfig(schedule=schedule), every=1, keep=None
+        )
         self._counted = 0.0
 
     def save(self, step: int) -> None:

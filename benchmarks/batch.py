@@ -33,7 +33,7 @@ def run(
     state = state or states.gpt2_adamw(1 if quick else 12)
     total = sum(tensor.nbytes for tensor in states.tensors_of(state))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        with asymcheck.Store.open(Path(scratch) / "measured") as store:
+        with asymcheck.Store.open(Path(scratch) / "measured", create=True) as store:
             facts = store.measure(quick=quick)
         config = asymcheck.StoreConfig()
         situation = Situation(total, 1.0, config.partition_bytes, config.pack_bytes, max(sizes))
@@ -67,7 +67,7 @@ def _measure(scratch: Path, state: dict[str, object], sizes: Sequence[int], roun
         for size in (*sizes[start:], *sizes[:start]):
             config = asymcheck.StoreConfig(pack_bytes=size)
             # A store for each size: the pool of one would lend packs of another size.
-            with asymcheck.Store.open(scratch / str(size), config=config) as store:
+            with asymcheck.Store.open(scratch / str(size), config=config, create=True) as store:
                 states.change_everything(state)
                 os.sync()
                 began = time.perf_counter()

@@ -62,9 +62,9 @@ def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], 
     plain = where.with_suffix(".plain")
     times: dict[str, list[float]] = {"auto": [], "off": []}
     with contextlib.ExitStack() as stack:
-        stores = {"auto": stack.enter_context(asymcheck.Store.open(where))}
+        stores = {"auto": stack.enter_context(asymcheck.Store.open(where, create=True))}
         config = asymcheck.StoreConfig(compression="off")
-        stores["off"] = stack.enter_context(asymcheck.Store.open(plain, config=config))
+        stores["off"] = stack.enter_context(asymcheck.Store.open(plain, config=config, create=True))
         for step in range(count):
             run.train(1)
             compared = list(stores) if step < _COMPARED else ["auto"]

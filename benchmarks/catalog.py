@@ -83,7 +83,7 @@ def _resolve(where: Path) -> None:
 def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
     """Measure milliseconds of small saves in each store in turn; delete each saved checkpoint, untimed."""
     times: dict[str, list[float]] = {name: [] for name in stores}
-    opened = {name: asymcheck.Store.open(path) for name, path in stores.items()}
+    opened = {name: asymcheck.Store.open(path, create=True) for name, path in stores.items()}
     try:
         # The first round opens the catalogs.
         for number in range(rounds + 1):
@@ -111,7 +111,7 @@ def _sizes(where: Path, label: str, shape: Shape) -> list[Row]:
 
 def _collections(where: Path, label: str, shape: Shape) -> list[Row]:
     """Delete the newest checkpoint, which names everything, and a tenth of the others; collect what they held."""
-    with asymcheck.Store.open(where) as store:
+    with asymcheck.Store.open(where, create=True) as store:
         steps = [shape.checkpoints - 1, *range(shape.checkpoints // 10)]
         deletions = [_seconds(partial(store.delete, step)) * 1e3 for step in steps]
         dry = _seconds(lambda: store.gc(dry_run=True))

@@ -162,16 +162,19 @@ def _open(where: Path) -> asymcheck.Store:
     """Open the store, which rank 0 makes. Without codecs: bytes are to be fewer because they are written once."""
     config = asymcheck.StoreConfig(compression="off")
     if dist.get_rank() == 0:
-        asymcheck.Store.open(where, config=config).close()
+        asymcheck.Store.open(where, config=config, create=True).close()
     dist.barrier()
-    return asymcheck.Store.open(where, config=config)
+    return asymcheck.Store.open(where, config=config, create=True)
 
 
 def measure_bytes(place: Path, training: Training, count: int) -> dict[str, object]:
     """Save after every step; return the bytes that all checkpoints so far take on the drive, by library."""
     taken: dict[str, list[int]] = {OURS: [], DCP: [], TORCH: []}
     rivals = {DCP: _save_dcp, TORCH: _save_torch}
-    with _open(place / "store") as store, asymcheck.Checkpointer(store, training.state()) as checkpointer:
+    with (
+        _open(place / "store") as store,
+        asymcheck.Checkpointer(store, training.state(), every=1, keep=None) as checkpointer,
+    ):
         for step in range(count):
             training.train()
             checkpointer.save(step)
@@ -210,7 +213,10 @@ def _check(name: str, training: Training, load: Callable[[], object]) -> None:
 def measure_times(place: Path, training: Training, rounds: int) -> dict[str, object]:
     """Return the seconds of saves that all ranks wait for, by library; each round saves another state."""
     times: dict[str, list[float]] = {OURS: [], DCP: []}
-    with _open(place / "store") as store, asymcheck.Checkpointer(store, training.state()) as checkpointer:
+    with (
+        _open(place / "store") as store,
+        asymcheck.Checkpointer(store, training.state(), every=1, keep=None) as checkpointer,
+    ):
         for number in range(rounds + 1):
             training.train()
             tensors, where = training.tensors(), place / f"dcp-{number}"

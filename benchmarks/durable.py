@@ -61,7 +61,7 @@ class _Durable:
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Return the seconds of each system's saves. A first round warms up memory and file system, for all alike."""
         times: dict[str, list[float]] = {}
-        with asymcheck.Store.open(self._scratch / "store") as store:
+        with asymcheck.Store.open(self._scratch / "store", create=True) as store:
             for number in range(rounds + 1):
                 self._begin_with_nothing(store)
                 for systems in (self._new(store), self._over(store)):

@@ -154,7 +154,7 @@ def _capture_rates(loop: _Loop, where: Path) -> list[float]:
 def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None) -> Iterator[asymcheck.Checkpointer]:
     """Yield what saves into a new store, from which old checkpoints are deleted meanwhile: disks are small."""
     over = threading.Event()
-    with asymcheck.Store.open(where) as store:
+    with asymcheck.Store.open(where, create=True) as store:
 
         def collect() -> None:
             while not over.wait(0.5):
@@ -165,7 +165,7 @@ def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None
         collector = threading.Thread(target=collect)
         collector.start()
         try:
-            with asymcheck.Checkpointer(store, loop.state, capture=capture) as checkpointer:
+            with asymcheck.Checkpointer(store, loop.state, capture=capture, every=1, keep=None) as checkpointer:
                 yield checkpointer
         finally:
             over.set()

@@ -170,7 +170,7 @@ class _Throughput:
         place, raw = f"{self._url}/ours-{number}", f"/raw-{number}"
         states.change_everything(self._state)
         shutil.rmtree(self._where, ignore_errors=True)
-        with Store.open(self._where, config=self._config) as store:
+        with Store.open(self._where, config=self._config, create=True) as store:
             store.save({"x": torch.ones(1 << 16)}, step=0)
             store.push(place)
             store.save(self._state, step=1)
@@ -188,7 +188,7 @@ class _Throughput:
             took[PUT] = self._raw.put(raw, files)
             os.sync()
             took[PUT_FROM_MEMORY] = self._raw.put_from_memory(f"{raw}-from-memory", self._data, sizes)
-        with Store.open(place, config=self._config) as there:
+        with Store.open(place, config=self._config, create=True) as there:
             took[RESTORE] = _timed(lambda: there.load(into=self._into))
         took[GET] = self._reader.get(raw, sizes)
         took[GET_BY_PACKETS] = self._reader.get_by_packets(raw, sizes)
@@ -241,7 +241,10 @@ class _Beside:
         count, ours = self._shape.checkpoints, list[_Slowed]()
         raw, sizes = list[_Slowed](), list[int]()
         url = f"{self._cluster.url}/trained"
-        with Store.open(self._where) as store, store.pushing(Push(url, close_s=None)) as pushing:
+        with (
+            Store.open(self._where, create=True) as store,
+            store.push_in_background(Push(url, close_s=None)) as pushing,
+        ):
             self._run.train(_PLAIN)
             self._plain(_PLAIN)
             for number in range(count):

@@ -56,7 +56,7 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
 
 
 def _store(where: Path, state: dict[str, object], *, empty: bool) -> Path:
-    with asymcheck.Store.open(where) as store:
+    with asymcheck.Store.open(where, create=True) as store:
         if not empty:
             store.save(state, step=1)
     return where

@@ -23,7 +23,10 @@ from benchmarks.resident import status_of
 def main(operation: str, store: Path, state_file: Path) -> None:
     """Do one operation on ``store``; ``state_file`` says which state it holds."""
     # Everything imported and every pool made: this is about the state.
-    with tempfile.TemporaryDirectory(dir=store.parent) as scratch, asymcheck.Store.open(Path(scratch) / "warm") as warm:
+    with (
+        tempfile.TemporaryDirectory(dir=store.parent) as scratch,
+        asymcheck.Store.open(Path(scratch) / "warm", create=True) as warm,
+    ):
         warm.save({"weights": torch.zeros(1)}, step=1)
         warm.load()
     work = OPERATIONS[operation](store, state_file)
@@ -46,7 +49,7 @@ def _save(store: Path, state_file: Path) -> Callable[[], object]:
     state = _state(state_file)
 
     def work() -> object:
-        with asymcheck.Store.open(store) as opened:
+        with asymcheck.Store.open(store, create=True) as opened:
             return opened.save(state, step=2)
 
     return work

@@ -120,7 +120,7 @@ def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
     shards = min(_SHARDS, world_size // 2)
     count = shape.extents * _PIECE // shape.tensors // 4
     config = StoreConfig(partition_bytes=_PIECE, bundle_below_bytes=1024, inline_bytes=0)
-    with asymcheck.Store.open(folder / "store", config=config) as store:
+    with asymcheck.Store.open(folder / "store", config=config, create=True) as store:
         for rank in range(shards):
             state = {
                 f"layer{number}": TensorShard(torch.randn(count), (shards * count,), (rank * count,))

@@ -125,8 +125,8 @@ def real(port: int, world_size: int, rank: int, nbytes: int, saves: int, folder:
     steps = []
     capture = CaptureConfig(ring_folder=str(folder))
     with (
-        Store.open(folder / "store") as opened,
-        Checkpointer(opened, state, every=1, capture=capture, ranks=ranks) as ckpt,
+        Store.open(folder / "store", create=True) as opened,
+        Checkpointer(opened, state, every=1, capture=capture, ranks=ranks, keep=None) as ckpt,
     ):
         for step in range(saves):
             for tensor in state.values():

@@ -63,7 +63,7 @@ def _save(where: Path, layers: int) -> dict[str, object]:
     save_id: list[bytes] = [new_save_id()]
     dist.broadcast_object_list(save_id)
     if dist.get_rank() == 0:
-        asymcheck.Store.open(where / "store").close()
+        asymcheck.Store.open(where / "store", create=True).close()
     dist.barrier()
     tier = NvmeTier(where / "store", asymcheck.StoreConfig())
     request = SaveRequest("default", 1, {}, dist.get_rank(), dist.get_world_size(), SaveId(save_id[0]))

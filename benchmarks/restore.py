@@ -112,7 +112,7 @@ class _Restore:
         limit, small_pages = raw.Limit(tensors), raw.Limit(tensors, huge=False)
         limit.write(raw_file)
         store = self.store
-        with asymcheck.Store.open(store) as opened:
+        with asymcheck.Store.open(store, create=True) as opened:
             opened.save(self._state, step=1)
         into, named = self.into, states.named_tensors(self.into)
         systems: dict[str, tuple[Path, Callable[[], tuple[float, object]]]] = {

@@ -87,7 +87,10 @@ class Renamed(Blocking):
 
 
 def _recover_ours(state: State, where: Path) -> int:
-    with asymcheck.Store.open(where) as store, asymcheck.Checkpointer(store, state) as checkpointer:
+    with (
+        asymcheck.Store.open(where, create=True) as store,
+        asymcheck.Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
         restored = checkpointer.restore()
         return -1 if restored is None else restored.step
 

@@ -88,7 +88,7 @@ def _durable(trained: _Trained, place: Path, rounds: int) -> dict[str, list[floa
     times: dict[str, list[float]] = {}
     keep = asymcheck.Retention(keep_last=2)
     with (
-        asymcheck.Store.open(place / "store") as store,
+        asymcheck.Store.open(place / "store", create=True) as store,
         asymcheck.Checkpointer(store, trained.state, run=_RUN, every=1, keep=keep) as checkpointer,
     ):
         for number in range(rounds + 3):

@@ -48,7 +48,7 @@ class Shape:
 def build(where: Path, shape: Shape) -> float:
     """Make the store; return in how many seconds."""
     began = time.perf_counter()
-    asymcheck.Store.open(where).close()
+    asymcheck.Store.open(where, create=True).close()
     tier = NvmeTier(where, StoreConfig())
     catalog = tier.open_catalog(lambda _transaction: None)
     random = np.random.default_rng(1)

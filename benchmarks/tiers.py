@@ -32,7 +32,7 @@ Restore = Callable[[], object]
 def measure(store: Path, into: object, rounds: int) -> list[Row]:
     """Restore step 1 of a store from each tier so often, into tensors that are there; the store gets one more step."""
     remote = store.with_name("location")
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.push(remote.as_uri())
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=_MEMORY) as rings:
@@ -69,8 +69,10 @@ def _from_memory(store: Path, into: object, rings: Path) -> dict[str, float]:
         raise SystemExit(f"a process that was to be killed ended with status {process.exitcode}")
     coldness.make_cold(peers.files_in(store))
     capture = asymcheck.CaptureConfig(ring_folder=str(rings))
-    with asymcheck.Store.open(store) as opened:
-        with asymcheck.Checkpointer(opened, {"state": into}, run="killed", capture=capture) as checkpointer:
+    with asymcheck.Store.open(store, create=True) as opened:
+        with asymcheck.Checkpointer(
+            opened, {"state": into}, run="killed", capture=capture, every=1, keep=None
+        ) as checkpointer:
             parts = _timed(checkpointer.restore)
         opened.delete(1, run="killed")
         opened.gc()
@@ -79,17 +81,19 @@ def _from_memory(store: Path, into: object, rings: Path) -> dict[str, float]:
 
 def _leave_in_memory(store: Path, rings: Path) -> None:
     """Make a checkpoint, and be killed when it is complete in memory."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         state = opened.load(1)
         assert isinstance(state, dict)  # noqa: S101 - it is what the workload saved; for mypy
         states.change_everything(state)
         capture = asymcheck.CaptureConfig(ring_folder=str(rings))
-        checkpointer = asymcheck.Checkpointer(opened, {"state": state}, run="killed", capture=capture)
+        checkpointer = asymcheck.Checkpointer(
+            opened, {"state": state}, run="killed", capture=capture, every=1, keep=None
+        )
         # What is complete in memory belongs to a line only after this.
         checkpointer.restore()
         checkpointer.step(1)
         checkpointer.fence()
-        checkpointer.wait("dram")
+        checkpointer.wait("memory")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -99,8 +99,8 @@ def train(arguments: argparse.Namespace) -> None:
     pause = PauseInSave(arguments.pause_event, arguments.pause_step)
     checkpointer, first = None, 0
     if arguments.store:
-        store = asymcheck.Store.open(arguments.store)
-        checkpointer = asymcheck.Checkpointer(store, state, every=arguments.every)
+        store = asymcheck.Store.open(arguments.store, create=True)
+        checkpointer = asymcheck.Checkpointer(store, state, every=arguments.every, keep=None)
         print(f"stored {max((one.step for one in store.checkpoints()), default='nothing')}", flush=True)
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0

@@ -48,9 +48,9 @@ def train(path: Path) -> None:
     state: dict[str, object] = {"model": model, "optimizer": optimizer}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        asymcheck.Store.open(Path(scratch) / "store") as store,
+        asymcheck.Store.open(Path(scratch) / "store", create=True) as store,
         asymcheck.trace(path),
-        asymcheck.Checkpointer(store, state, every=_EVERY) as checkpointer,
+        asymcheck.Checkpointer(store, state, every=_EVERY, keep=None) as checkpointer,
     ):
         for step in range(_STEPS):
             loss = model(torch.randint(_WORDS, (_BATCH,))).square().mean()

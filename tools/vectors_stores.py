@@ -115,9 +115,9 @@ def _make_store(path: Path) -> Facts:
         assert store.gc().pooled_packs == 1
         found.pop()
 
-    with asymcheck.Store.open(path, config=LARGE) as store:
+    with asymcheck.Store.open(path, config=LARGE, create=True) as store:
         save(store, "values", 1, 0, everything())
-    with asymcheck.Store.open(path, config=CONFIG) as store:
+    with asymcheck.Store.open(path, config=CONFIG, create=True) as store:
         first = store.begin_generation(None)
         parent = save(store, "default", first, 20, training_state(20))
         save(store, "default", first, 30, training_state(30))
@@ -153,7 +153,7 @@ def _make_torn(store: Path, expected: Facts, frozen: Path, out: Path) -> None:
                 seen.append(event.name)
                 shutil.copytree(work, Path(scratch) / event.name)
 
-        with asymcheck.Store.open(work, config=CONFIG) as opened, events.observe(keep):
+        with asymcheck.Store.open(work, config=CONFIG, create=True) as opened, events.observe(keep):
             checkpoint = opened.save(state, step=50, metrics={"loss": 0.5})
         assert tuple(seen) == events.COMMIT_ORDER
         for number, name in enumerate(seen):

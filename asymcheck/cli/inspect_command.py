@@ -9,7 +9,7 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_which, places_option, ring_options, store_argument
-from asymcheck.cli.places import Places, note_what_is_only_in_memory, places_of, report_rings
+from asymcheck.cli.places import Places, note_captures_in_memory, places_of, report_rings
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.inspect.inventory import StoredPartition, StoredTensor, StoredValue
 from asymcheck.inspect.values import shortened
@@ -70,7 +70,7 @@ def inspect(
         if tier == "dram":
             return report_rings(opened, run, ring_folder)
         if not of_one:
-            note_what_is_only_in_memory(opened, run, ring_folder)
+            note_captures_in_memory(opened, run, ring_folder)
             places = None if remote is None else places_of(opened, remote, run)
             return _checkpoints(opened, run, places)
         if values:

@@ -293,7 +293,7 @@ def rebuild(store: str) -> Report:
     pack was left out.
     """
     with open_existing(store) as opened, output.progress("rebuild"):
-        rebuilt = opened.rebuild()
+        rebuilt = opened.rebuild_catalog()
     status = exit_status.WARNINGS if rebuilt.left_out else exit_status.OK
     return Report({"store": store, "rebuilt": rebuilt}, partial(_show_rebuilt, rebuilt), status)
 

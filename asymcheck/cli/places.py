@@ -64,11 +64,11 @@ def places_of(store: Store, location: str, run: str | None) -> Places:
         return Places(str(opened.location), here, there, opened.runs())
 
 
-def note_what_is_only_in_memory(store: Store, run: str | None, ring_folder: Path) -> None:
+def note_captures_in_memory(store: Store, run: str | None, ring_folder: Path) -> None:
     """Print a line for each run of which a killed process left something newer than every checkpoint."""
     # A folder that this user may not look into is no reason to show nothing of the store.
     with contextlib.suppress(StorageError):
-        for capture in store.only_in_memory(run, ring_folder=ring_folder):
+        for capture in store.captures_in_memory(run, ring_folder=ring_folder):
             command = _restore_command(store.location, capture.run, ring_folder)
             told = f"step {capture.step} of run {capture.run} is in memory only"
             output.note(f"{told}: restore() takes it up, or {command}")

@@ -141,7 +141,7 @@ def du(store: str, run: str | None) -> Report:
     missing, and 6 when only packs are damaged: then the figures are what could be counted.
     """
     with Store.open(store, read_only=True) as opened:
-        accounting = opened.accounting(run)
+        accounting = opened.disk_usage(run)
     status = exit_status.WARNINGS if accounting.damaged_packs else exit_status.OK
     if accounting.unreadable_manifests or any(item.missing_partitions for item in accounting.checkpoints):
         status = exit_status.DAMAGED

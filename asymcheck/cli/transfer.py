@@ -79,7 +79,7 @@ def pull(location: str, store: Path, step: int | str | None, run: str | None, ev
         raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")
     if not is_store(store):
         _check_selection(location, step, run, everything=everything)
-    with Store.open(store) as opened, output.progress("pull") as progress:
+    with Store.open(store, create=True) as opened, output.progress("pull") as progress:
         done = opened.pull(location, step, run=run, everything=everything, progress=progress)
     return Report(done, partial(_show_moved, done, "fetched"))
 
@@ -263,7 +263,7 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
     with (
         output.progress("convert") as progress,
         foreign_state(src, progress, left_out) as state,
-        Store.open(dst) as opened,
+        Store.open(dst, create=True) as opened,
     ):
         there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
         saved = opened.save(state, step=step or 0, run=run)

@@ -221,7 +221,7 @@ class _Fit:
         self._rng.put_back()
 
     def finish(self) -> None:
-        if self._step and self.checkpointer.last_step != self._step:
+        if self._step and self.checkpointer.latest_step != self._step:
             self._begin("epoch", self.checkpointer.save)
 
     def _begin(self, place: str, save: Callable[[int, Mapping[str, float]], object]) -> None:

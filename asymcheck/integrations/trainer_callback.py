@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from asymcheck.capture.inflight import CheckpointReport
-from asymcheck.checkpointer import Checkpointer, OnError
+from asymcheck.checkpointer import KEEP_NEWEST, Checkpointer, OnError
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.distributed.ranks import RanksGiven
 from asymcheck.policies.interval import AutoInterval
@@ -30,7 +30,7 @@ class SavingCallback:
         store: Store,
         *,
         every: int | Literal["auto"] | AutoInterval = 500,
-        keep: Retention | None = None,
+        keep: Retention | None = KEEP_NEWEST,
         push: Push | None = None,
         run: str = DEFAULT_RUN,
         on_error: OnError = "raise",

@@ -212,7 +212,7 @@ class _Training:
         """Save the step that is done."""
         step = self.trainer.state.global_step
         self.is_due, self._place = False, "epoch"
-        if step and self.checkpointer.last_step != step:
+        if step and self.checkpointer.latest_step != step:
             self.checkpointer.save(step, metrics=_metrics(self.trainer.state))
         # From here on, the Trainer may change the model without its optimizer.
         self.checkpointer.fence()

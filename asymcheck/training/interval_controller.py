@@ -1,4 +1,4 @@
-"""Pacing: at which steps a checkpoint is begun, when the interval is to follow from what is measured."""
+"""Checkpoint interval in a training loop: a fixed number of steps, or chosen from measured costs."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, slowest
 
 Told = Callable[[int, Callable[[], object]], Any]
-"""Returns on all ranks what a function makes on rank 0 at a step; or, to one that missed it, at an earlier step."""
+"""Run a function on rank 0 at a step and return its result on all ranks; a late rank gets that of an earlier step."""
 
 _MEASURED = 3
-"""Checkpoints that are made early, to measure. The first makes the ring and fills caches: no matter to a median."""
+"""Checkpoints made early in order to measure. The first creates the ring and fills caches; the median ignores it."""
 _STEPS_BETWEEN = 2
-"""Steps between two of these, at least: the fence of one has to be behind when the next begins."""
+"""Minimum steps between two of these, so that the fence of one has passed before the next begins."""
 _STEPS_KEPT = 63
 _CAPTURES_KEPT = 16
 
 
 class FixedInterval:
-    """Says that a checkpoint is due every so many steps: nothing is measured for that."""
+    """A fixed number of steps between checkpoints."""
 
     def __init__(self, every: int) -> None:
         self._before: int | None = None
-        self.chosen = ChosenInterval(every, "so it was asked for")
-        """How often, and why."""
+        self.chosen = ChosenInterval(every, "set by the user")
+        """The interval and the reason for it."""
 
     def is_due(self, step: int, _now_s: float, _so_far: Statistics) -> bool:
-        """Tell whether a checkpoint is to be begun."""
+        """Return whether a checkpoint is due."""
         before, self._before = self._before, step
-        # Steps may come in strides, as where several optimizers count them: a multiple in between counts, too.
+        # Steps may skip numbers, for instance if several optimizers count them: a multiple in between counts, too.
         every = self.chosen.steps
         return step % every == 0 or (before is not None and step // every > before // every)
 
     def facts(self, _so_far: Statistics) -> None:
-        """Return nothing."""
+        """Return None: nothing is measured."""
 
     def began(self, step: int) -> None:
-        """Do nothing: which steps are due was clear before."""
+        """Do nothing: due steps are known in advance."""
 
     def restart(self, step: int) -> None:
-        """Say that training goes on from ``step``."""
+        """Continue from ``step``."""
         self._before = step
 
 
 class IntervalController:
-    """Says at each step whether a checkpoint is due. For the training thread."""
+    """An interval chosen from measured costs. For the training thread."""
 
     def __init__(self, aim: AutoInterval) -> None:
         self._aim = aim
@@ -61,17 +61,17 @@ class IntervalController:
         self._last: tuple[int, float, float] | None = None
         self._captured: int | None = None
         self._since = 0
-        self.chosen = ChosenInterval(0, "no checkpoint was measured yet")
-        """How often, and why."""
+        self.chosen = ChosenInterval(0, "no checkpoint measured yet")
+        """The interval and the reason for it."""
 
     def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
-        """Tell whether a checkpoint is to be begun, as step ``step`` ends at ``now_s`` of a steady clock."""
+        """Return whether a checkpoint is due after ``step``, which ends at ``now_s`` [s] of a monotonic clock."""
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
         return self._decide(step, so_far)
 
     def _decide(self, step: int, so_far: Statistics) -> bool:
         if self._begun < _MEASURED:
-            # Not at the very first step, which compiles and allocates, and after which no time of a step is known.
+            # Not after the first step, which compiles and allocates, and before a step time is known.
             settled = so_far.durable + so_far.lost >= so_far.captures
             return bool(self._step_s) and (not self._begun or (settled and self._since >= _STEPS_BETWEEN))
         self.chosen = choose(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
@@ -87,7 +87,7 @@ class IntervalController:
         self._last = (step, now_s, stalled)
 
     def facts(self, so_far: Statistics) -> TrainingPace:
-        """Return what was measured here."""
+        """Return the measurements of this process."""
         return TrainingPace(
             step_s=statistics.median(self._step_s) if self._step_s else 0.0,
             stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
@@ -95,41 +95,41 @@ class IntervalController:
         )
 
     def began(self, step: int) -> None:
-        """Say that a checkpoint of this step was begun."""
+        """Record that a checkpoint of this step was begun."""
         self._begun += 1
         self._since = 0
         self._captured = step
         self._stalled_before = self._last[2] if self._last is not None else 0.0
         self._stalls_s.append(0.0)
         if self._begun < _MEASURED:
-            self.chosen = ChosenInterval(0, f"{self._begun} of {_MEASURED} checkpoints were measured")
+            self.chosen = ChosenInterval(0, f"{self._begun} of {_MEASURED} checkpoints measured")
 
     def restart(self, step: int) -> None:
-        """Say that training goes on from ``step``: what was measured holds, but not the time of this iteration."""
+        """Continue from ``step``: keep the measurements, except the time of this iteration."""
         self._last = None
         self._captured = step
 
 
 class RankedIntervalController(IntervalController):
-    """The same on each of several ranks: rank 0 decides, at steps that it has named to all of them before.
+    """An interval that rank 0 chooses for all ranks.
 
-    At such a step it says whether a checkpoint is begun, and which step is the next such. All ranks measure; what they
-    have measured comes to rank 0 with their commits, so that nobody waits for it.
+    Rank 0 decides at steps that it announced before. At each it also announces the next one. All ranks measure, and
+    send their measurements to rank 0 with their commits, so that no rank waits for them.
     """
 
     def __init__(self, aim: AutoInterval, told: Told) -> None:
-        """Begin with nothing measured; rank 0 speaks by ``told``."""
+        """Broadcast decisions of rank 0 by ``told``."""
         super().__init__(aim)
         self._told = told
         self._before: int | None = None
         self._next = 0
 
     def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
-        """Tell whether a checkpoint is to be begun, as rank 0 has it.
+        """Return the decision of rank 0 whether a checkpoint is due.
 
         Raises:
-            RanksMissingError: rank 0 does not say so in time.
-            RankFailedError: it is at another step.
+            RanksMissingError: rank 0 does not decide in time.
+            RankFailedError: rank 0 is at another step.
         """
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
         before, self._before = self._before, step
@@ -148,14 +148,14 @@ class RankedIntervalController(IntervalController):
             captured = self._captured if self._captured is not None and not is_due else step
             upcoming = max(captured + self.chosen.steps, step + 1)
         else:
-            # What is measured is not there yet: it is asked for ever less often.
+            # Nothing is measured yet: decide less and less often.
             upcoming = step + (_STEPS_BETWEEN if is_due else self._since)
         chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
         return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
 
 
-def pacer_of(every: object, told: Told | None = None) -> IntervalController | FixedInterval:
-    """Return what decides when a checkpoint is due; with ``told``, the same on several ranks."""
+def interval_controller(every: object, told: Told | None = None) -> IntervalController | FixedInterval:
+    """Return the controller for ``every``; with ``told``, one for several ranks."""
     if every == "auto" or isinstance(every, AutoInterval):
         aim = every if isinstance(every, AutoInterval) else AutoInterval()
         return IntervalController(aim) if told is None else RankedIntervalController(aim, told)

@@ -1,7 +1,8 @@
-"""Save reporting: what became of captures, noted when it is known, and raised or warned of in the training loop."""
+"""Reports of background saves: record the outcome of each capture, and raise or warn in the training loop."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from asymcheck.capture.inflight import Capture, CheckpointReport, report_of
@@ -26,12 +27,14 @@ from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
+_logger = logging.getLogger(__name__)
+
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Call ``close``; warn of its error when another one has ended the training: it is that which a loop must see.
+    """Call ``close``; if ``error`` has ended the training, only warn of an error of ``close``.
 
     Raises:
-        AsymcheckError: what went wrong, when there is no other error.
+        AsymcheckError: ``close`` failed, and there is no other error.
     """
     try:
         close()
@@ -42,7 +45,7 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 
 
 class SaveReporting:
-    """Knows what became of the captures of one run, and reports it when that may interrupt the training loop."""
+    """Outcomes of the captures of one run, reported where an error may interrupt the training loop."""
 
     def __init__(
         self,
@@ -51,73 +54,76 @@ class SaveReporting:
         *,
         raises: bool,
     ) -> None:
-        """Report on ``run`` to ``on_checkpoint``, and by errors if it ``raises``, else by warnings.
+        """Report on ``run`` to ``on_checkpoint``; raise errors if ``raises``, else warn.
 
         Raises:
-            InvalidInputError: ``on_checkpoint`` is no function.
+            InvalidInputError: ``on_checkpoint`` is not callable.
         """
         if on_checkpoint is not None and not callable(on_checkpoint):
             raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
         self._run, self._on_checkpoint = run, on_checkpoint
         self.raises = raises
-        """Whether it raises."""
-        self.last_step: int | None = None
-        """The step saved or restored last, also one that is still on its way; None before any."""
-        self._kept: int | None = None
-        self._untold: list[Capture] = []
+        """Whether failures are raised; otherwise they are warnings."""
+        self.latest_step: int | None = None
+        """The latest step saved, restored or in flight; None before the first."""
+        self._saved: int | None = None
+        self._unreported: list[Capture] = []
 
     def begun(self, step: int) -> None:
-        """Take a step that is being saved."""
-        self.last_step = step
+        """Record a step whose save has begun."""
+        self.latest_step = step
 
-    def kept(self, step: int) -> None:
-        """Take a step that is durable."""
-        self.last_step = self._kept = step
+    def saved(self, step: int) -> None:
+        """Record a step that is durable."""
+        self.latest_step = self._saved = step
 
     def note(self, settled: Iterable[Capture]) -> int | None:
-        """Take captures that have become durable, or were lost; return the last step that is not lost."""
+        """Record captures that are durable or lost; return the latest step that is not lost."""
         for capture in settled:
-            self._untold.append(capture)
+            self._unreported.append(capture)
             if capture.error is None:
-                self._kept = capture.request.step
-            elif capture.request.step == self.last_step:
-                self.last_step = self._kept
-        return self.last_step
+                self._saved = capture.request.step
+            elif capture.request.step == self.latest_step:
+                self.latest_step = self._saved
+        return self.latest_step
 
-    def tell(self, upkeep: MaintenanceThread | None, beside: BackgroundPush) -> None:
-        """Tell each once, and what went wrong with what is removed and pushed.
+    def report(self, maintenance: MaintenanceThread | None, pusher: BackgroundPush) -> None:
+        """Report each new outcome once, and failures of pruning and pushing.
 
         Raises:
-            LostCheckpointError, PruneError: something was lost, or could not be removed, and that is not only warned
-                of. And whatever the function of the caller raises.
+            LostCheckpointError, PruneError: a checkpoint was lost or could not be removed, and failures are raised.
+                Exceptions of ``on_checkpoint`` are raised, too.
         """
-        untold, self._untold = self._untold, []
+        unreported, self._unreported = self._unreported, []
         try:
-            if self._on_checkpoint is not None:
-                for capture in untold:
+            for capture in unreported:
+                if _logger.isEnabledFor(logging.INFO):
+                    _logger.info("run %s: %s", self._run, report_of(capture))
+                if self._on_checkpoint is not None:
                     self._on_checkpoint(report_of(capture))
         finally:
-            # Also when the caller's function raises.
-            self._tell(untold)
-            self._tell_of_pruning(None if upkeep is None else upkeep.new_failure())
-            beside.tell()
+            # Also if on_checkpoint raises.
+            self._report_settled(unreported)
+            self._report_pruning(None if maintenance is None else maintenance.new_failure())
+            pusher.tell()
 
-    def _tell(self, settled: Sequence[Capture]) -> None:
-        """Speak of captures that are durable or lost.
+    def _report_settled(self, settled: Sequence[Capture]) -> None:
+        """Raise or warn of lost checkpoints, and warn of suspicious ones.
 
         Raises:
-            LostCheckpointError: some are lost.
+            LostCheckpointError: checkpoints are lost, and failures are raised.
 
         Warns:
-            SilentDivergenceWarning: what several ranks had equally is not equal any more.
-            StaleStateWarning: one is equal to the one before.
-            LostCheckpointWarning: one is lost, and that is not raised.
+            SilentDivergenceWarning: replicas of a tensor differ between ranks.
+            StaleStateWarning: a checkpoint is identical to the previous one.
+            LostCheckpointWarning: a checkpoint is lost, and failures are only warned of.
         """
         for capture in settled:
             if capture.is_stale:
-                what = f"step {capture.request.step} of run {self._run!r} has the tensors of the checkpoint before it"
                 warn_user(
-                    f"{what}, bit for bit: is the state that is trained the one that is saved?", StaleStateWarning
+                    f"step {capture.request.step} of run {self._run!r}: the tensors are identical to those of the "
+                    "previous checkpoint. Did you pass the live model and optimizer?",
+                    StaleStateWarning,
                 )
             for text in capture.diverged:
                 warn_user(text, SilentDivergenceWarning)
@@ -127,77 +133,85 @@ class SaveReporting:
         for capture in lost:
             warn_user(self._lost([capture]), LostCheckpointWarning)
 
-    def _tell_of_pruning(self, failure: BaseException | None) -> None:
-        """Speak of checkpoints that could not be removed.
+    def _report_pruning(self, failure: BaseException | None) -> None:
+        """Raise or warn of old checkpoints that could not be removed.
 
         Raises:
-            PruneError: there is a ``failure``, and that is not only warned of.
+            PruneError: pruning failed, and failures are raised.
         """
         if failure is None:
             return
-        message = f"old checkpoints of run {self._run!r} could not be removed: {failure}"
+        message = f"cannot remove old checkpoints of run {self._run!r}: {failure}"
         if self.raises:
             raise PruneError(message) from failure
         warn_user(message, PruneWarning)
 
-    def tell_of_skipped(self, reasons: Iterable[str]) -> None:
-        """Warn of newer checkpoints that a restore passed over."""
+    def warn_of_skipped(self, reasons: Iterable[str]) -> None:
+        """Warn of newer checkpoints that a restore skipped."""
         for reason in reasons:
-            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
+            warn_user(f"run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
 
-    def tell_of_adopted(self, found: Iterable[RecoveredCapture]) -> None:
-        """Warn of captures in the memory that a killed process left which did not become checkpoints."""
-        for adopted in found:
-            if adopted.ref is None:
-                what = "a checkpoint" if adopted.step is None else f"step {adopted.step}"
-                of_run = "" if adopted.run is None else f" of run {adopted.run!r}"
-                message = f"passed over {what}{of_run}, which lay in memory: {adopted.problem}"
+    def warn_of_unrecovered(self, captures: Iterable[RecoveredCapture]) -> None:
+        """Warn of captures of killed processes that could not be committed."""
+        for capture in captures:
+            if capture.ref is None:
+                what = "a checkpoint" if capture.step is None else f"step {capture.step}"
+                of_run = "" if capture.run is None else f" of run {capture.run!r}"
+                message = f"skipped {what}{of_run} in memory: {capture.problem}"
                 warn_user(message, SkippedCheckpointWarning)
 
-    def tell_of_order(self, newest: int | None, step: int) -> None:
-        """Warn of a step that is lower than the ``newest``, the one that was saved or restored before it, if any."""
+    def warn_of_order(self, newest: int | None, step: int) -> None:
+        """Warn if ``step`` is lower than ``newest``, the latest step saved or restored."""
         if newest is not None and step < newest:
-            what = f"run {self._run!r}: step {step} is saved after step {newest}, so a later state has the lower number"
-            warn_user(f"{what}; to train on from an earlier step, restore that first", StepOrderWarning)
+            warn_user(
+                f"run {self._run!r}: step {step} is saved after step {newest}. To continue from an earlier step, "
+                "restore that step first",
+                StepOrderWarning,
+            )
 
-    def tell_of_abandoned(self, checkpoints: Sequence[Checkpoint], what: str) -> bool:
-        """Warn when there are checkpoints, of which ``what`` becomes; return whether there are."""
+    def warn_of_abandoned(self, checkpoints: Sequence[Checkpoint], consequence: str) -> bool:
+        """Warn if there are ``checkpoints``, with the ``consequence`` for them; return whether there are."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         if steps:
             number = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
-            message = f"run {self._run!r} has {number} up to step {max(steps)}: {what}"
+            message = f"run {self._run!r} has {number} up to step {max(steps)}: {consequence}"
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
 
-    def leave_suspects(self, store: Store, suspects: set[str], *, stay: bool) -> int | None:
-        """Abandon the checkpoints that may be torn, with what comes after them; return the generation that this opens.
+    def abandon_suspects(self, store: Store, suspects: set[str], *, stay: bool) -> int | None:
+        """Abandon checkpoints that may be torn, and those after them; return the generation that this opens.
 
-        With ``stay``, only warn of them.
+        Args:
+            store: the store of the run.
+            suspects: save ids of checkpoints that may be torn.
+            stay: only warn, and abandon nothing.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the new generation could not be recorded.
         """
-        line = sorted((one for one in store.checkpoints(self._run) if one.on_line), key=lambda one: one.ref)
-        first = next((number for number, one in enumerate(line) if one.save_id in suspects), None)
+        checkpoints = [checkpoint for checkpoint in store.checkpoints(self._run) if checkpoint.on_line]
+        lineage = sorted(checkpoints, key=lambda checkpoint: checkpoint.ref)
+        first = next((index for index, checkpoint in enumerate(lineage) if checkpoint.save_id in suspects), None)
         if first is None:
             return None
-        parent = line[first - 1] if first else None
+        parent = lineage[first - 1] if first else None
         opened = None if stay else store.begin_generation(parent, run=self._run)
-        since = "" if parent is None else f", and training goes on from step {parent.step}"
-        what = "delete them, or a restore may choose them" if stay else f"they are abandoned{since}"
+        since = "" if parent is None else f", and training continues from step {parent.step}"
+        consequence = "Delete them, or a restore may choose them" if stay else f"They are abandoned{since}"
+        steps = ", ".join(str(checkpoint.step) for checkpoint in lineage[first:])
         warn_user(
-            f"run {self._run!r}: the checkpoints of steps {', '.join(str(one.step) for one in line[first:])} may be "
-            f"torn, for a tensor changed outside an optimizer in a way that no version counter shows: {what}",
+            f"run {self._run!r}: the checkpoints of steps {steps} may be torn, because a tensor changed outside an "
+            f"optimizer step without a change of its version counter. {consequence}",
             AbandonedCheckpointsWarning,
         )
         return opened
 
-    def tell_of_ranks(self, step: int, error: RanksError) -> None:
-        """Warn of a step that is not saved because other ranks do not come, or do something else."""
+    def warn_of_ranks(self, step: int, error: RanksError) -> None:
+        """Warn of a step that is not saved because other ranks are missing or at another step."""
         warn_user(f"step {step} of run {self._run!r} was not saved: {error}", LostCheckpointWarning)
 
     def _lost(self, captures: Sequence[Capture]) -> str:
-        """Say which checkpoints were lost, and why."""
+        """Return which checkpoints were lost, and why."""
         if len(captures) == 1:
             return f"step {captures[0].request.step} of run {self._run!r} was not saved: {_reason(captures[0])}"
         each = [f"step {capture.request.step}: {_reason(capture)}" for capture in captures]
@@ -205,5 +219,5 @@ class SaveReporting:
 
 
 def _reason(capture: Capture) -> str:
-    # That of an interrupt has no words.
+    # A KeyboardInterrupt has an empty text.
     return str(capture.error) or type(capture.error).__name__

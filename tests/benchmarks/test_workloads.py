@@ -287,7 +287,7 @@ def test_cold_files_are_out_of_the_page_cache(tmp_path: Path) -> None:
 def test_the_synthetic_store_is_a_store(tmp_path: Path) -> None:
     """``verify`` reads every byte of it and finds nothing; the newest checkpoint names every partition."""
     synthetic.build(tmp_path / "store", synthetic.Shape(120, 6))
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         assert store.verify() == []
         assert [checkpoint.step for checkpoint in store.checkpoints()] == list(range(6))
         _, tensors = store.tensors()
@@ -301,7 +301,7 @@ def test_peak_memory_is_that_of_the_operation(tmp_path: Path) -> None:
     """A load makes the state's bytes anew; a load into tensors that are there does not."""
     state = states.small(100)
     torch.save(state, tmp_path / "state.pt")
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save(state, step=1)
     peaks = {
         name: resident.of_operation([name, tmp_path / "store", tmp_path / "state.pt"]) for name in ("load", "load-into")
@@ -327,7 +327,7 @@ def test_the_size_of_a_pack_is_that_of_a_batch(tmp_path: Path) -> None:
     """Each is one sync: a state of eight MB in packs of two MiB is made durable by five or so."""
     config = asymcheck.StoreConfig(partition_bytes=1 << 20, pack_bytes=2 << 20)
     synced: list[str] = []
-    with Store.open(tmp_path / "store", config=config) as store:
+    with Store.open(tmp_path / "store", config=config, create=True) as store:
         with asymcheck.events.observe(lambda event: synced.append(event.name)):
             store.save(states.small(8), step=1)
         assert store.usage().packs == synced.count("pack.synced") >= 4

@@ -47,7 +47,7 @@ def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
     """To runs of their own and to one run, with bytes in common: every checkpoint is whole."""
     common = _tensor(0)
 
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
 
         def save(number: int) -> None:
             for step in range(5):
@@ -73,7 +73,7 @@ def test_collecting_beside_saves_and_loads_loses_nothing(store_path: Path) -> No
 
     def save() -> None:
         try:
-            with Store.open(store_path, config=CONFIG) as store:
+            with Store.open(store_path, config=CONFIG, create=True) as store:
                 for step in range(25):
                     store.save(expected(step), step=step)
                     if step >= 2:
@@ -82,7 +82,7 @@ def test_collecting_beside_saves_and_loads_loses_nothing(store_path: Path) -> No
             done.set()
 
     def collect() -> None:
-        with Store.open(store_path, config=CONFIG) as store:
+        with Store.open(store_path, config=CONFIG, create=True) as store:
             while not done.is_set():
                 store.gc()
 
@@ -96,10 +96,10 @@ def test_collecting_beside_saves_and_loads_loses_nothing(store_path: Path) -> No
                 )
                 loads.append(state["step"])
 
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.save(expected(0), step=0)
     _together(save, collect, load)
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.gc()
         for step in (23, 24):
             assert_same(store.load(step), expected(step))
@@ -123,7 +123,10 @@ def _collect_at(event_name: str, store: Store, times: int) -> Callable[[events.E
 def test_a_collection_in_the_middle_of_a_save_takes_nothing_that_it_needs(store_path: Path, event: str) -> None:
     """What the save found in the store, and counts on, may be collected before it is pinned: it is written again."""
     old, new = _tensor(1, 4 * MIB), _tensor(2, 4 * MIB)
-    with Store.open(store_path, config=CONFIG) as store, Store.open(store_path, config=CONFIG) as other:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        Store.open(store_path, config=CONFIG, create=True) as other,
+    ):
         store.save({"old": old}, step=1)
         store.delete(1)
         with events.observe(_collect_at(event, other, 1)):
@@ -138,7 +141,10 @@ def test_a_collection_in_the_middle_of_a_save_takes_nothing_that_it_needs(store_
 def test_partitions_that_were_taken_away_are_written_again(store_path: Path) -> None:
     """The collection comes when all is written and nothing pinned: the save notices, and pays for the bytes."""
     old, new = _tensor(1, 4 * MIB), _tensor(2, MIB)
-    with Store.open(store_path, config=CONFIG) as store, Store.open(store_path, config=CONFIG) as other:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        Store.open(store_path, config=CONFIG, create=True) as other,
+    ):
         store.save({"old": old}, step=1)
         store.delete(1)
         with events.observe(_collect_at("pack.sealed", other, 1)):
@@ -150,7 +156,10 @@ def test_a_save_gives_up_when_collections_never_let_it_finish(store_path: Path) 
     """After the number of attempts that was asked for, with an error that says so, and nothing committed."""
     config = StoreConfig(partition_bytes=65_536, bundle_below_bytes=4096, commit_attempts=1)
     old, new = _tensor(1), _tensor(2)
-    with Store.open(store_path, config=config) as store, Store.open(store_path, config=config) as other:
+    with (
+        Store.open(store_path, config=config, create=True) as store,
+        Store.open(store_path, config=config, create=True) as other,
+    ):
         store.save({"old": old}, step=1)
         store.delete(1)
         with (
@@ -166,7 +175,10 @@ def test_a_save_gives_up_when_collections_never_let_it_finish(store_path: Path) 
 def test_a_checkpoint_committed_during_a_collection_survives_it(store_path: Path) -> None:
     """The collection has listed all manifests when another appears that needs what it is about to free."""
     old = _tensor(1, 4 * MIB)
-    with Store.open(store_path, config=CONFIG) as store, Store.open(store_path, config=CONFIG) as other:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        Store.open(store_path, config=CONFIG, create=True) as other,
+    ):
         store.save({"old": old}, step=1)
         store.delete(1)
         real = other._tier.open_pack

@@ -161,8 +161,10 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
     optimizer = torch.optim.SGD([weight], foreach=False)
     state = {"weight": weight, "optimizer": optimizer}
     with (
-        asymcheck.Store.open(path) as store,
-        asymcheck.Checkpointer(store, state, capture=CaptureConfig(), on_error="warn") as checkpointer,
+        asymcheck.Store.open(path, create=True) as store,
+        asymcheck.Checkpointer(
+            store, state, capture=CaptureConfig(), on_error="warn", every=1, keep=None
+        ) as checkpointer,
     ):
         for step in range(steps):
             weight.grad = torch.ones_like(weight)
@@ -187,9 +189,9 @@ def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_captur
     expected = {}
     state = {"weight": weight, "optimizer": optimizer}
     with (
-        asymcheck.Store.open(tmp_path) as store,
+        asymcheck.Store.open(tmp_path, create=True) as store,
         warnings.catch_warnings(record=True, action="always", category=LostCheckpointWarning) as lost,
-        asymcheck.Checkpointer(store, state, on_error="warn") as checkpointer,
+        asymcheck.Checkpointer(store, state, on_error="warn", every=1, keep=None) as checkpointer,
     ):
         for step in range(4):
             device.catch_up()
@@ -228,9 +230,9 @@ def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
     capture = CaptureConfig(proof=proof, ring_bytes=ring_bytes)  # type: ignore[arg-type]  # one of the literals
     state = {"scales": list(scales.unbind(0)), "on_host": on_host}
     with (
-        asymcheck.Store.open(tmp_path) as store,
+        asymcheck.Store.open(tmp_path, create=True) as store,
         warnings.catch_warnings(action="ignore", category=CaptureWarning),
-        asymcheck.Checkpointer(store, state, capture=capture) as checkpointer,
+        asymcheck.Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer,
     ):
         for step in range(10):
             checkpointer.fence()
@@ -332,7 +334,10 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
         CaptureSchedule, "_lead", property(lambda _timing: 0, lambda _timing, _lead: None), raising=False
     )
     config = asymcheck.StoreConfig(deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
-    with asymcheck.Store.open(tmp_path, config=config) as store, asymcheck.Checkpointer(store, state) as checkpointer:
+    with (
+        asymcheck.Store.open(tmp_path, config=config, create=True) as store,
+        asymcheck.Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
         for step in range(12):
             with monkeypatch.context() as recording:
                 # Once while windows are measured, and then when partitions are released in them.

@@ -263,7 +263,7 @@ def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: 
     torch.compiler.reset()
     model = torch.compile(torch.nn.Linear(WIDTH, WIDTH), backend="eager")
     assert isinstance(model, torch.nn.Module)
-    with Store.open(tmp_path / "store", config=SMALL) as store:
+    with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
         assert_every_step_is_right(store, simple(model, torch.optim.AdamW(model.parameters())), 8, config)
     tier = NvmeTier(tmp_path / "store", SMALL, read_only=True)
     record = newest_plan(tier, "default")
@@ -282,8 +282,10 @@ def test_a_real_training_gets_a_plan_and_keeps_it_over_a_restart(tmp_path: Path)
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         optimizer = torch.optim.AdamW(model[1:].parameters())
         with (
-            Store.open(tmp_path / "store", config=SMALL) as store,
-            Checkpointer(store, {"model": model, "optimizer": optimizer}, capture=config) as checkpointer,
+            Store.open(tmp_path / "store", config=SMALL, create=True) as store,
+            Checkpointer(
+                store, {"model": model, "optimizer": optimizer}, capture=config, every=1, keep=None
+            ) as checkpointer,
         ):
             # Its moments are there only after a step.
             model(torch.randn(2, 64)).square().mean().backward()

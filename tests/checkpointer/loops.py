@@ -104,7 +104,7 @@ class Loop:
 def assert_every_step_is_right(store: Store, loop: Loop, steps: int, config: CaptureConfig) -> dict[int, object]:
     """Save every step while training goes on, and compare each with what the state was when ``step()`` returned."""
     expected: dict[int, object] = {}
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)

@@ -82,7 +82,7 @@ def test_a_ring_of_much_less_than_one_state_is_streamed_through(
     seen = []
 
     def look(checkpointer: Checkpointer) -> None:
-        checkpointer.wait("dram")
+        checkpointer.wait("memory")
         seen.append((entries(tmp_path), len(store.checkpoints())))
 
     loop.between = look
@@ -113,7 +113,7 @@ def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config
 def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig, eager: bool) -> None:
     """Nobody waits for room that cannot come, nor is interrupted; when the disk has room again, so has the ring."""
     loop = _large_loop(eager=eager)
-    checkpointer = Checkpointer(store, loop.state, capture=sized(config, 1 << 16), on_error="warn")
+    checkpointer = Checkpointer(store, loop.state, capture=sized(config, 1 << 16), on_error="warn", every=1, keep=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)
         warnings.simplefilter("ignore", LostCheckpointWarning)
@@ -137,7 +137,7 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     """There are 64 entries; the captures beyond are right, too, and their places are freed once."""
     _, _, loop = linear_loop(24)
     expected: dict[int, object] = {}
-    with Checkpointer(store, loop.state, capture=sized(config, 8 << 20)) as checkpointer:
+    with Checkpointer(store, loop.state, capture=sized(config, 8 << 20), every=1, keep=None) as checkpointer:
         disk.opened.clear()
         for step in range(90):
             loop.iterate(step)
@@ -149,7 +149,7 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
             assert capture.complete.wait(60)
         assert entries(tmp_path) == [1] * 64
         threading.Timer(0.1, disk.opened.set).start()
-        checkpointer.wait("dram")
+        checkpointer.wait("memory")
         # The last of them have no entry, so nothing but the store keeps them.
         assert len(store.checkpoints()) == 90
         for step in range(90, 100):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::asymcheck.errors.StaleStateWarn
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store of small partitions."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
 

@@ -132,7 +132,7 @@ def config(tmp_path: Path) -> CaptureConfig:
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store of small partitions."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
 
@@ -164,7 +164,7 @@ def _train(
     net.step()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Checkpointer(store, state, capture=config, on_error="warn") as checkpointer:
+        with Checkpointer(store, state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
             for step in range(captures):
                 net.backward()
                 net.step()
@@ -226,7 +226,7 @@ def test_checkpoints_before_a_change_was_found_are_off_the_line(
     net.step()
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
-        Checkpointer(store, state, capture=config, on_error="warn") as checkpointer,
+        Checkpointer(store, state, capture=config, on_error="warn", every=1, keep=None) as checkpointer,
     ):
         for step in range(30):
             checkpointer.step(step)

@@ -1,5 +1,6 @@
 """The training loop's side: when it saves, what it restores, and which line of training it is on."""
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from asymcheck.storage.nvme import NvmeTier
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store, which holds bytes as they are: what is encoded would depend on the speed of the drive."""
-    with Store.open(store_path, config=StoreConfig(compression="off")) as opened:
+    with Store.open(store_path, config=StoreConfig(compression="off"), create=True) as opened:
         yield opened
 
 
@@ -40,7 +41,7 @@ def _train(store: Store, steps: Sequence[int], **options: Any) -> list[int]:  # 
     """Run a loop whose state is its step number; return the steps saved."""
     state = _state()
     saved = []
-    with Checkpointer(store, state, **options) as checkpointer:
+    with Checkpointer(store, state, **{"every": 1, "keep": None, **options}) as checkpointer:
         for step in steps:
             state["x"].fill_(step)
             state["epoch"] = state["nested"]["count"] = step
@@ -52,9 +53,9 @@ def _train(store: Store, steps: Sequence[int], **options: Any) -> list[int]:  # 
 def test_a_first_start_restores_nothing(store: Store) -> None:
     """None, without a warning, and the state is as it was."""
     state = _state(5)
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     assert checkpointer.restore() is None
-    assert checkpointer.last_step is None
+    assert checkpointer.latest_step is None
     assert state["x"][0] == 5
 
 
@@ -70,7 +71,7 @@ def test_steps_in_strides_are_saved_as_often(store: Store) -> None:
     """A multiple that was stepped over counts for the step after it, also when it is the first after a restore."""
     assert _train(store, [1, 3, 5, 7, 9, 11, 13, 20, 21], every=4) == [5, 9, 13, 20]
     state = _state()
-    with Checkpointer(store, state, every=4) as checkpointer:
+    with Checkpointer(store, state, every=4, keep=None) as checkpointer:
         checkpointer.restore(13)
         begun = []
         for step in (15, 17, 19, 21):
@@ -83,17 +84,17 @@ def test_steps_in_strides_are_saved_as_often(store: Store) -> None:
 def test_never_saving_is_refused(store: Store, every: int) -> None:
     """Every step, or every so many."""
     with pytest.raises(InvalidInputError, match="every"):
-        Checkpointer(store, {}, every=every)
+        Checkpointer(store, {}, every=every, keep=None)
 
 
 def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
     """For instance at the end, whatever `every` says."""
-    checkpointer = Checkpointer(store, _state(), every=100)
+    checkpointer = Checkpointer(store, _state(), every=100, keep=None)
     assert not checkpointer.step(7)
-    assert checkpointer.last_step is None
+    assert checkpointer.latest_step is None
     saved = checkpointer.save(7, {"loss": 2.0})
     assert (saved.step, saved.metrics, saved.on_line) == (7, {"loss": 2.0}, True)
-    assert checkpointer.last_step == 7
+    assert checkpointer.latest_step == 7
 
 
 @pytest.mark.parametrize("how", ["save", "step"])
@@ -101,7 +102,7 @@ def test_a_later_state_under_an_earlier_step_is_told(store: Store, how: str) -> 
     """Also right after a restore, when nothing of the new generation is there yet; and a step again is no reason."""
     _train(store, range(4))
     state = _state()
-    with Checkpointer(store, state) as checkpointer:
+    with Checkpointer(store, state, every=1, keep=None) as checkpointer:
         checkpointer.restore()
         state["x"].fill_(4)
         with warnings.catch_warnings():
@@ -111,7 +112,7 @@ def test_a_later_state_under_an_earlier_step_is_told(store: Store, how: str) -> 
         with pytest.warns(StepOrderWarning, match="step 2 is saved after step 3") as caught:
             getattr(checkpointer, how)(2)
         assert [one.filename for one in caught if one.category is StepOrderWarning] == [__file__]
-    with Checkpointer(store, state) as checkpointer:
+    with Checkpointer(store, state, every=1, keep=None) as checkpointer:
         checkpointer.restore(3)
         state["x"].fill_(6)
         with pytest.warns(StepOrderWarning, match="step 1 is saved after step 3"):
@@ -123,10 +124,10 @@ def test_everything_comes_back_into_the_given_state(store: Store) -> None:
     _train(store, range(4))
     state = _state()
     tensor, nested = state["x"], state["nested"]
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     restored = checkpointer.restore()
     assert restored is not None
-    assert (restored.step, restored.generation, checkpointer.last_step) == (3, 1, 3)
+    assert (restored.step, restored.generation, checkpointer.latest_step) == (3, 1, 3)
     assert state["x"] is tensor
     assert state["nested"] is nested
     assert tensor.tolist() == [3.0] * 2000
@@ -136,7 +137,7 @@ def test_everything_comes_back_into_the_given_state(store: Store) -> None:
 def test_a_value_that_changes_in_the_given_mapping_is_saved(store: Store) -> None:
     """The mapping is watched, not copied."""
     state = _state()
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     state["epoch"] = 17
     checkpointer.save(0)
     loaded = store.load()
@@ -148,7 +149,7 @@ def test_each_restore_opens_a_new_generation(store: Store) -> None:
     """Before it returns: what lies after the restored step is abandoned from then on."""
     _train(store, range(6))
     for generation in (2, 3):
-        checkpointer = Checkpointer(store, _state())
+        checkpointer = Checkpointer(store, _state(), every=1, keep=None)
         assert checkpointer.restore(2) is not None
         assert {c.step for c in store.checkpoints() if not c.on_line} == {3, 4, 5}
         assert checkpointer.save(9).generation == generation
@@ -164,10 +165,10 @@ def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) ->
     """Its newest step is lower than that of the abandoned one, and is taken all the same."""
     _train(store, range(10))
     state = _state()
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     checkpointer.restore(3)
     checkpointer.step(4)
-    restored = Checkpointer(store, state).restore()
+    restored = Checkpointer(store, state, every=1, keep=None).restore()
     assert restored is not None
     assert (restored.step, restored.generation) == (4, 2)
 
@@ -198,10 +199,10 @@ def test_a_run_of_another_name_is_no_reason_for_a_warning(store: Store) -> None:
 def test_a_step_that_is_asked_for_must_be_there(store: Store) -> None:
     """Unlike the newest, whose absence is a first start; and no generation is opened."""
     _train(store, range(3))
-    checkpointer = Checkpointer(store, _state())
+    checkpointer = Checkpointer(store, _state(), every=1, keep=None)
     with pytest.raises(CheckpointNotFoundError, match="step 7"):
         checkpointer.restore(7)
-    assert checkpointer.last_step is None
+    assert checkpointer.latest_step is None
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 
 
@@ -209,7 +210,7 @@ def test_a_state_that_does_not_fit_opens_no_generation(store: Store) -> None:
     """A failed restore leaves the line of training as it was."""
     _train(store, range(3))
     with pytest.raises(StateMismatchError):
-        Checkpointer(store, {"x": torch.zeros(3)}).restore()
+        Checkpointer(store, {"x": torch.zeros(3)}, every=1, keep=None).restore()
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
     assert {c.on_line for c in store.checkpoints()} == {True}
 
@@ -218,7 +219,7 @@ def test_a_part_of_the_state_can_be_restored(store: Store) -> None:
     """Training goes on with less, for instance without the optimizer."""
     _train(store, range(3))
     state = {"x": torch.zeros(2000)}
-    assert Checkpointer(store, state).restore() is not None
+    assert Checkpointer(store, state, every=1, keep=None).restore() is not None
     assert state["x"][0] == 2
 
 
@@ -227,7 +228,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store)
     _train(store, range(3))
     newest = max((store.path / "manifests").rglob("*.manifest"))
     newest.write_bytes(newest.read_bytes()[:-1])
-    checkpointer = Checkpointer(store, _state())
+    checkpointer = Checkpointer(store, _state(), every=1, keep=None)
     with pytest.warns(SkippedCheckpointWarning, match="step 2") as caught:
         restored = checkpointer.restore()
     assert caught[0].filename == __file__
@@ -244,13 +245,13 @@ def test_who_makes_that_warning_an_error_abandons_nothing(store: Store) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SkippedCheckpointWarning)
         with pytest.raises(SkippedCheckpointWarning, match="step 2"):
-            Checkpointer(store, _state()).restore()
+            Checkpointer(store, _state(), every=1, keep=None).restore()
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 
 
 def test_closing_leaves_the_store_open(store: Store) -> None:
     """The store is the caller's; closing twice is no error."""
-    with Checkpointer(store, _state()) as checkpointer:
+    with Checkpointer(store, _state(), every=1, keep=None) as checkpointer:
         checkpointer.save(1)
     checkpointer.close()
     assert store.load(1) is not None
@@ -260,7 +261,7 @@ def test_an_error_in_the_loop_comes_through(store: Store) -> None:
     """Leaving the `with` block by an exception hides nothing."""
 
     def loop() -> None:
-        with Checkpointer(store, _state()) as checkpointer:
+        with Checkpointer(store, _state(), every=1, keep=None) as checkpointer:
             checkpointer.save(1)
             raise ZeroDivisionError
 
@@ -272,10 +273,10 @@ def test_an_error_in_the_loop_comes_through(store: Store) -> None:
 def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
     """After the culprit is gone from the state."""
     state: dict[str, Any] = {**_state(), "culprit": {1}}
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     with pytest.raises(UnsupportedValueError, match="culprit"):
         checkpointer.save(1)
-    assert checkpointer.last_step is None
+    assert checkpointer.latest_step is None
     del state["culprit"]
     assert checkpointer.save(1).on_line
 
@@ -284,16 +285,16 @@ def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
     """A start without a restore opens a new line only for a state that can be stored."""
     _train(store, range(3))
     with pytest.raises(UnsupportedValueError, match="culprit"):
-        Checkpointer(store, {"culprit": {1}}).save(1)
+        Checkpointer(store, {"culprit": {1}}, every=1, keep=None).save(1)
     assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 
 
 def test_two_checkpointers_of_one_run_stay_on_lines_of_their_own(store: Store) -> None:
     """The one that was overtaken goes on saving beside the line; the newest is the newer one's."""
-    old = Checkpointer(store, _state())
+    old = Checkpointer(store, _state(), every=1, keep=None)
     old.save(1)
-    new = Checkpointer(store, _state())
+    new = Checkpointer(store, _state(), every=1, keep=None)
     new.restore()
     new.save(2)
     assert not old.save(5).on_line
@@ -310,13 +311,13 @@ def test_a_refused_argument_abandons_nothing(store: Store, bad: dict[str, Any]) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(InvalidInputError):
-            Checkpointer(store, _state()).save(**bad)
+            Checkpointer(store, _state(), every=1, keep=None).save(**bad)
     assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
 
 
 def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
     """A first save that fails half-way leaves the line where it was; the next one that succeeds begins the new line."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _train(store, range(3))
 
     class Full(Files):
@@ -331,7 +332,7 @@ def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
 
     files = Full()
     with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:
-        checkpointer = Checkpointer(store, _state(7.0))
+        checkpointer = Checkpointer(store, _state(7.0), every=1, keep=None)
         with pytest.raises(OutOfSpaceError):
             checkpointer.save(5)
         assert [c.on_line for c in store.checkpoints()] == [True, True, True]
@@ -358,7 +359,7 @@ def test_arguments_of_the_wrong_kind_are_refused_at_once(store: Store, arguments
 
 def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     """Steps often come out of arrays."""
-    assert Checkpointer(store, _state()).save(np.int64(7)).step == 7
+    assert Checkpointer(store, _state(), every=1, keep=None).save(np.int64(7)).step == 7
     assert store.restore(np.int64(7)).checkpoint.step == 7
 
 
@@ -378,14 +379,14 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
 def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any, problem: str) -> None:  # noqa: ANN401 - whatever users pass
     """Not in the middle of the training; and a proof of a wrong name would have been none at all."""
     with pytest.raises((InvalidInputError, NotFoundError), match=problem):
-        Checkpointer(store, _state(), capture=capture)
+        Checkpointer(store, _state(), capture=capture, every=1, keep=None)
 
 
 @pytest.mark.parametrize("step", ["x", None, 1.0, -1])
 def test_what_is_no_step_is_said(store: Store, step: Any) -> None:  # noqa: ANN401 - whatever users pass
     """Also where no checkpoint is due."""
     with pytest.raises(InvalidInputError, match="give an integer from 0"):
-        Checkpointer(store, _state(), every=7).step(step)
+        Checkpointer(store, _state(), every=7, keep=None).step(step)
 
 
 def test_what_names_no_run_or_place_is_said(store: Store) -> None:
@@ -393,4 +394,69 @@ def test_what_names_no_run_or_place_is_said(store: Store) -> None:
     with pytest.raises(InvalidInputError, match="run name 3: use"):
         store.save({"a": 1}, step=1, run=3)  # type: ignore[arg-type]  # as users do
     with pytest.raises(InvalidInputError, match="give the path of a directory"):
-        Store.open("a\0b")
+        Store.open("a\0b", create=True)
+
+
+def test_by_default_few_checkpoints_are_kept_and_the_interval_is_measured(store: Store) -> None:
+    """A loop that sets neither ``every`` nor ``keep`` does not fill the drive."""
+    state = _state()
+    with Checkpointer(store, state) as checkpointer:
+        assert checkpointer.interval.steps == 0  # not chosen before anything is measured
+        for step in range(6):
+            checkpointer.save(step)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_the_last_step_is_saved_on_exit(store: Store, every: int) -> None:
+    """Whatever the interval, the store ends with the last step and its metrics, saved once."""
+    saved = _train(store, range(6), every=every, save_on_exit=True)
+    checkpoints = store.checkpoints()
+    assert [checkpoint.step for checkpoint in checkpoints] == sorted({*saved, 5})
+    assert checkpoints[-1].metrics == {"loss": 1 / 6}
+    state: Any = store.load()
+    assert state["epoch"] == 5
+
+
+def test_nothing_is_saved_on_exit_after_an_error_or_a_restore(store: Store) -> None:
+    """The state of a failed step may be half changed, and a restored state is stored already."""
+
+    def train_and_fail() -> None:
+        with Checkpointer(store, _state(), every=9, save_on_exit=True) as checkpointer:
+            checkpointer.step(0)
+            checkpointer.step(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+    with Checkpointer(store, _state(), every=9, save_on_exit=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step(1)
+        checkpointer.restore()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+
+
+def test_saves_and_restores_are_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """The logger ``asymcheck`` gets a line for each checkpoint, and one for a restore."""
+    with caplog.at_level(logging.INFO, logger="asymcheck"):
+        _train(store, [0, 1])
+        Checkpointer(store, _state()).restore()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert sum("step 0" in line for line in lines) == 1
+    assert sum("step 1" in line for line in lines) == 2
+
+
+def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """A training that writes a log file has them in it."""
+    _train(store, [5])
+    with pytest.warns(AbandonedCheckpointsWarning), Checkpointer(store, _state(), every=1) as checkpointer:
+        checkpointer.step(1)
+    assert any(record.levelno == logging.WARNING and "step 5" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("target", ["dram", "disk", None])
+def test_an_unknown_target_of_wait_is_refused(store: Store, target: Any) -> None:  # noqa: ANN401 - wrong on purpose
+    """The error names the targets."""
+    with pytest.raises(InvalidInputError, match="'memory', 'local' or 'remote'"):
+        Checkpointer(store, _state()).wait(target)

@@ -19,7 +19,7 @@ from asymcheck.errors import (
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store, which holds bytes as they are: what is encoded would depend on the speed of the drive."""
-    with Store.open(store_path, config=StoreConfig(compression="off")) as opened:
+    with Store.open(store_path, config=StoreConfig(compression="off"), create=True) as opened:
         yield opened
 
 
@@ -50,7 +50,7 @@ def _flip_newest(store: Store) -> None:
 def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:
     """Though some tensors were filled from the damaged one already: the older one overwrites them all."""
     state = _two_large_tensors()
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     for step in range(3):
         state["a"].fill_(step)
         state["b"].normal_()
@@ -60,7 +60,7 @@ def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store
     _flip_newest(store)
     restored = _two_large_tensors()
     with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch.*step 2"):
-        checkpoint = Checkpointer(store, restored).restore()
+        checkpoint = Checkpointer(store, restored, every=1, keep=None).restore()
     assert checkpoint is not None
     assert checkpoint.step == 1
     assert torch.equal(restored["b"], expected)
@@ -69,7 +69,7 @@ def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store
 
 def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
     """Who names a step gets that one or an error."""
-    checkpointer = Checkpointer(store, _two_large_tensors())
+    checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
     _save_random(checkpointer, range(2))
     _flip_newest(store)
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
@@ -80,14 +80,14 @@ def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
 def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
     """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""
     state = _two_large_tensors()
-    checkpointer = Checkpointer(store, state)
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
     for value, step in enumerate((1, 2, 2)):
         state["a"].fill_(value)
         state["b"].normal_()
         checkpointer.save(step)
     _flip_newest(store)
     with pytest.warns(SkippedCheckpointWarning, match=r"digest mismatch"):
-        checkpoint = Checkpointer(store, state).restore(wanted)
+        checkpoint = Checkpointer(store, state, every=1, keep=None).restore(wanted)
     assert checkpoint is not None
     assert checkpoint.step == 2
     assert set(state["a"].tolist()) == {1.0}
@@ -95,10 +95,10 @@ def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: in
 
 def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) -> None:
     """Nobody trains on with a mixture: the error says what was overwritten and that nothing older is left."""
-    checkpointer = Checkpointer(store, _two_large_tensors())
+    checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
     _save_random(checkpointer, range(2))
     for path in (store.path / "packs").iterdir():
         _flip(path)
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
-        Checkpointer(store, _two_large_tensors()).restore()
+        Checkpointer(store, _two_large_tensors(), every=1, keep=None).restore()
     assert [c.on_line for c in store.checkpoints()] == [True, True]

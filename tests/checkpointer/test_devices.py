@@ -78,7 +78,10 @@ def train(
         "optimizer": optimizer,
         "buffers": {"small": buffer, "big": big_buffer, "host": on_host},
     }
-    with asymcheck.Store.open(location) as store, asymcheck.Checkpointer(store, state, capture=capture) as ckpt:
+    with (
+        asymcheck.Store.open(location, create=True) as store,
+        asymcheck.Checkpointer(store, state, capture=capture, every=1, keep=None) as ckpt,
+    ):
         for step in range(STEPS):
             for changing in (buffer, big_buffer):
                 device.run(functools.partial(changing.add_, 1))
@@ -91,7 +94,7 @@ def train(
 
 def check(location: Path) -> None:
     """Every checkpoint has the values of its step."""
-    with asymcheck.Store.open(location) as store:
+    with asymcheck.Store.open(location, create=True) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == list(range(STEPS))
         for step in range(STEPS):
             state = store.load(step=step)
@@ -173,8 +176,8 @@ def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     with (
         torch.cuda.stream(stream),
-        asymcheck.Store.open(tmp_path) as store,
-        asymcheck.Checkpointer(store, state, capture=config) as ckpt,
+        asymcheck.Store.open(tmp_path, create=True) as store,
+        asymcheck.Checkpointer(store, state, capture=config, every=1, keep=None) as ckpt,
     ):
         for step in range(STEPS):
             images = torch.randn(64, 8, 16, 16, device="cuda").to(memory_format=torch.channels_last)

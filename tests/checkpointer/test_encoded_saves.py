@@ -89,7 +89,10 @@ def train(
     """Save every step, each durable before the next; return what was saved."""
     state, optimizer, copied = training
     wanted = {}
-    with Store.open(path, config=CONFIG) as store, Checkpointer(store, state, capture=capture) as checkpointer:
+    with (
+        Store.open(path, config=CONFIG, create=True) as store,
+        Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer,
+    ):
         for step in range(STEPS):
             optimizer.step()
             checkpointer.step(step)
@@ -103,7 +106,7 @@ def test_every_step_comes_back_from_deltas_and_copies(
 ) -> None:
     """Masters as deltas on the step before, parameters as copies of masters; no chain is longer than it may be."""
     wanted = train(tmp_path, training)
-    with Store.open(tmp_path) as store:
+    with Store.open(tmp_path, create=True) as store:
         assert all(same(store.load(step=step), wanted[step]) for step in wanted)
         assert store.verify() == []
     found = frames(tmp_path)
@@ -124,7 +127,7 @@ def test_bases_outlive_the_checkpoints_they_were_saved_for(
     """And go when nothing needs them any more."""
     wanted = train(tmp_path, training)
     newest = max(wanted)
-    with Store.open(tmp_path) as store:
+    with Store.open(tmp_path, create=True) as store:
         for step in wanted:
             if step != newest:
                 store.delete(step)
@@ -142,7 +145,7 @@ def test_what_is_stored_as_a_delta_is_known_when_it_comes_again(
     """The same state once more, by the same cut, writes nothing."""
     train(tmp_path, training, CaptureConfig(schedule="eager"))
     state = training[0]
-    with Store.open(tmp_path, config=CONFIG) as store:
+    with Store.open(tmp_path, config=CONFIG, create=True) as store:
         assert store.save(state, step=1000).written_bytes == 0
         for step in range(STEPS):
             store.delete(step)
@@ -166,12 +169,16 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
     def collect(event: Event) -> None:
         if event.name == point and armed.is_set() and not collected.is_set():
             collected.set()
-            with Store.open(tmp_path) as other:
+            with Store.open(tmp_path, create=True) as other:
                 other.delete(0)
                 other.gc()
 
     armed = threading.Event()
-    with Store.open(tmp_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer, observe(collect):
+    with (
+        Store.open(tmp_path, config=CONFIG, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None) as checkpointer,
+        observe(collect),
+    ):
         optimizer.step()
         checkpointer.step(0)
         checkpointer.wait()
@@ -205,8 +212,8 @@ def test_rings_of_any_size_give_the_same_checkpoints(
     monkeypatch.setattr(encoder, "_encode", late)
     wanted = {}
     capture = CaptureConfig(ring_bytes=ring_bytes)
-    with Store.open(tmp_path, config=CONFIG) as store:
-        with Checkpointer(store, state, capture=capture) as checkpointer:
+    with Store.open(tmp_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer:
             for step in range(12):
                 optimizer.step()
                 checkpointer.step(step)

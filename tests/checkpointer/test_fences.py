@@ -70,7 +70,7 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
     other = threading.Thread(target=torch.optim.SGD([parameter], 0.1).step)
     _, _, loop = linear_loop()
     expected = {}
-    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+    with Checkpointer(store, loop.state, capture=unproven, every=1, keep=None) as checkpointer:
         for step in range(3):
             loop.iterate(step)
             checkpointer.step(step)
@@ -122,7 +122,7 @@ def test_an_interrupt_in_a_fence_is_that_of_the_training(
         copy(self, capture, number)
 
     model, optimizer, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+    with Checkpointer(store, loop.state, capture=unproven, every=1, keep=None) as checkpointer:
         loop.iterate(0)
         checkpointer.step(0)
         before = copy_of(model)
@@ -143,7 +143,7 @@ def test_a_load_into_the_state_waits_for_its_capture(store: Store, unproven: Cap
     """What was captured is the state before it was filled."""
     model, _, loop = linear_loop()
     expected = {}
-    with Checkpointer(store, loop.state, capture=unproven) as checkpointer:
+    with Checkpointer(store, loop.state, capture=unproven, every=1, keep=None) as checkpointer:
         for step in range(2):
             loop.iterate(step)
             checkpointer.step(step)

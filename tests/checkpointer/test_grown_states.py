@@ -16,8 +16,8 @@ def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Pa
         return {"w": torch.zeros(3), "kept": {"inner": {}}, "history": [], "averages": {}}
 
     before = made()
-    with Store.open(store_path) as store:
-        with Checkpointer(store, before) as checkpointer:
+    with Store.open(store_path, create=True) as store:
+        with Checkpointer(store, before, every=1, keep=None) as checkpointer:
             checkpointer.restore()
             before["kept"]["inner"]["a"] = 5  # type: ignore[index]  # as made() makes it
             before["history"] += [0.5, {"loss": 0.25}]  # type: ignore[operator]  # as above
@@ -25,7 +25,7 @@ def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Pa
             checkpointer.save(1)
         after = made()
         history = after["history"]
-        with Checkpointer(store, after) as checkpointer:
+        with Checkpointer(store, after, every=1, keep=None) as checkpointer:
             checkpointer.restore()
         assert after["kept"] == {"inner": {"a": 5}}
         assert history == [0.5, {"loss": 0.25}]
@@ -40,9 +40,9 @@ def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Pa
 def test_what_mappings_get_back_comes_in_the_order_in_which_it_was_stored(store_path: Path) -> None:
     """Not in that of a hash, which is another one in each process, and on each rank."""
     names = [f"loss of epoch {number}" for number in range(9, 0, -1)]
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"history": {"first": 0, **dict.fromkeys(names, 1)}, "w": torch.zeros(3)}, step=1)
         state: dict[str, object] = {"history": {"first": 0}, "w": torch.zeros(3)}
-        with Checkpointer(store, state) as checkpointer:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             checkpointer.restore()
     assert list(state["history"]) == ["first", *names]  # type: ignore[call-overload]  # as above

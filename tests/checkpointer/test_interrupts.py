@@ -60,9 +60,9 @@ def iterate(checkpointer):
 
 
 interrupts = 0
-with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_below_bytes=4096)) as store:
+with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_below_bytes=4096), create=True) as store:
     config = CaptureConfig(ring_folder=sys.argv[2], ring_bytes=1 << 20)
-    checkpointer = Checkpointer(store, state, on_error="warn", keep=Retention(keep_last=2), capture=config)
+    checkpointer = Checkpointer(store, state, on_error="warn", keep=Retention(keep_last=2), capture=config, every=1)
     for _ in range(4):
         iterate(checkpointer)
     sys.settrace(trace)

@@ -37,7 +37,10 @@ def test_nobody_watches_and_nothing_is_made(
     counted("_Timed")
     assert_every_step_is_right(store, linear_loop()[2], 3, config)
     assert made == []
-    with events.watch(lambda _interval: None), Checkpointer(store, linear_loop()[2].state, run="b") as checkpointer:
+    with (
+        events.watch(lambda _interval: None),
+        Checkpointer(store, linear_loop()[2].state, run="b", every=1, keep=None) as checkpointer,
+    ):
         checkpointer.step(0)
     assert set(made) == {"Interval", "_Timed"}
 
@@ -51,18 +54,21 @@ def test_every_name_is_listed_and_every_listed_name_occurs(
     # Large enough to be looked at before it is copied.
     loop.state["constant"] = torch.ones(2000)
     disk.delay_s = 0.002
-    with events.watch(seen.append), Checkpointer(store, loop.state, capture=sized(config, 90_000)) as checkpointer:
+    with (
+        events.watch(seen.append),
+        Checkpointer(store, loop.state, capture=sized(config, 90_000), every=1, keep=None) as checkpointer,
+    ):
         for step in range(5):
             loop.iterate(step)
             checkpointer.step(step)
         checkpointer.wait()
         checkpointer.save(5)
         checkpointer.restore()
-        with Store.open(tmp_path / "small", config=StoreConfig(compression="smallest")) as small:
+        with Store.open(tmp_path / "small", config=StoreConfig(compression="smallest"), create=True) as small:
             small.save({"w": torch.randn(20_000)}, step=0)
             small.load()
             small.push((tmp_path / "there").as_uri())
-        with Store.open(tmp_path / "pulled") as pulled:
+        with Store.open(tmp_path / "pulled", create=True) as pulled:
             pulled.pull((tmp_path / "there").as_uri())
     assert {interval.name for interval in seen} == set(INTERVALS)
     assert all(interval.seconds >= 0 and interval.start_s > 0 for interval in seen)
@@ -113,7 +119,10 @@ def test_a_lost_checkpoint_is_told_of_as_such(store: Store, disk: Disk, config: 
     """Its write, its commit or both have failed, and so has it."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
-    with events.watch(seen.append), Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+    with (
+        events.watch(seen.append),
+        Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer,
+    ):
         disk.full = "packs"
         loop.iterate(0)
         checkpointer.step(0)
@@ -136,7 +145,7 @@ def test_bytes_that_the_store_has_are_known_and_not_written(store: Store, config
     with events.watch(seen.append):
         store.save(loop.state, step=0)
         store.save(loop.state, step=1)
-        with Checkpointer(store, loop.state, capture=config, run="other") as checkpointer:
+        with Checkpointer(store, loop.state, capture=config, run="other", every=1, keep=None) as checkpointer:
             checkpointer.step(2)
     known = [bool(interval.detail["known"]) for interval in seen if interval.name == "write"]
     each = len(known) // 3
@@ -154,7 +163,7 @@ def test_writers_stand_back_until_checkpoints_come_too_fast(store: Store, disk: 
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     _, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config) as checkpointer, events.watch(watcher):
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer, events.watch(watcher):
         for step in range(4):
             loop.iterate(step)
             checkpointer.step(step)

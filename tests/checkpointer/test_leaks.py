@@ -52,7 +52,9 @@ def _use() -> Use:
 def _train(store: Store, loop: Loop, steps: int) -> list[Use]:
     """Train, a checkpoint at each step, and let go of old ones; return what is used, from time to time."""
     used = []
-    with Checkpointer(store, loop.state, capture=CaptureConfig(), on_checkpoint=lambda _report: None) as checkpointer:
+    with Checkpointer(
+        store, loop.state, capture=CaptureConfig(), on_checkpoint=lambda _report: None, every=1, keep=None
+    ) as checkpointer:
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
@@ -85,7 +87,7 @@ def _check(store_path: Path, steps: int) -> None:
     _, _, loop = linear_loop(_WIDTH)
     loop.state["buffer"] = torch.zeros(100_000)
     loop.iterate(0)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         before = _use()
         used = _train(store, loop, steps)
         after = _use()

@@ -81,7 +81,13 @@ class Training:
         self.store = store
         self.reports: list[CheckpointReport] = []
         self.checkpointer = Checkpointer(
-            store, self.loop.state, capture=config, on_error="warn", on_checkpoint=self.reports.append
+            store,
+            self.loop.state,
+            capture=config,
+            on_error="warn",
+            on_checkpoint=self.reports.append,
+            every=1,
+            keep=None,
         )
         self.step = -1
         self.expected: dict[int, object] = {}
@@ -116,7 +122,7 @@ class Training:
                     self.checkpointer.fence,
                     self._mutate,
                     self._mutate_after_the_fence,
-                    lambda: self.checkpointer.wait("dram"),
+                    lambda: self.checkpointer.wait("memory"),
                     self.checkpointer.wait,
                     self._change_structure,
                     self._go_back,
@@ -202,7 +208,10 @@ class Training:
 def _run(folder: Path, seed: int, delays: Delays) -> tuple[int, int, int]:
     """Run one training; return how many captures it had, how many were torn, and how many warnings said so."""
     rings = folder_for_rings(folder)
-    with warnings.catch_warnings(record=True) as caught, Store.open(folder / "store", config=CONFIG) as store:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        Store.open(folder / "store", config=CONFIG, create=True) as store,
+    ):
         warnings.simplefilter("always", LostCheckpointWarning)
         warnings.simplefilter("ignore", StaleStateWarning)
         warnings.simplefilter("ignore", CaptureWarning)

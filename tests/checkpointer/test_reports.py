@@ -67,7 +67,7 @@ def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: Capt
         threads.add(threading.get_ident())
 
     _, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config, on_checkpoint=take, every=2) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, on_checkpoint=take, every=2, keep=None) as checkpointer:
         for step in range(12):
             loop.iterate(step)
             checkpointer.step(step)
@@ -95,7 +95,7 @@ def test_what_the_store_has_is_known(store: Store, config: CaptureConfig) -> Non
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
-    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append)
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append, every=1, keep=None)
     with checkpointer:
         checkpointer.step(0)
         checkpointer.wait()
@@ -112,7 +112,9 @@ def test_what_streams_is_never_in_memory(store: Store, config: CaptureConfig) ->
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     small = sized(config, 1 << 15)
-    with Checkpointer(store, loop.state, capture=small, on_checkpoint=reports.append) as checkpointer:
+    with Checkpointer(
+        store, loop.state, capture=small, on_checkpoint=reports.append, every=1, keep=None
+    ) as checkpointer:
         loop.iterate(0)
         with pytest.warns(CaptureWarning, match="smaller than the state"):
             checkpointer.step(0)
@@ -132,7 +134,7 @@ def test_a_lost_checkpoint_is_reported_and_raised(
             raise ZeroDivisionError
 
     _, _, loop = linear_loop()
-    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=take)
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=take, every=1, keep=None)
     disk.full = "packs"
     loop.iterate(0)
     checkpointer.step(0)
@@ -156,7 +158,7 @@ def test_a_loss_does_not_keep_the_state_from_coming_back(
     """Weights that a loop wants to be rid of are gone when it hears of what was lost before; the training goes on."""
     copy_late(monkeypatch)
     model, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config, on_error=on_error) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, on_error=on_error, every=1, keep=None) as checkpointer:
         for step in range(2):
             loop.iterate(step)
             checkpointer.step(step)
@@ -171,7 +173,7 @@ def test_a_loss_does_not_keep_the_state_from_coming_back(
             getattr(checkpointer, how)()
         assert "step 2" in str(caught.value if isinstance(caught, pytest.ExceptionInfo) else caught[0].message)
         assert_same(copy_of(loop.state), there)
-        assert checkpointer.last_step == 1
+        assert checkpointer.latest_step == 1
         loop.iterate(3)
         checkpointer.step(2)
         checkpointer.wait()
@@ -185,7 +187,7 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
-    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append)
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=reports.append, every=1, keep=None)
 
     def refuse(*_arguments: object) -> None:
         raise OutOfSpaceError("no memory")
@@ -204,4 +206,4 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
 def test_what_is_no_function_is_refused(store: Store) -> None:
     """At once, and not when the first checkpoint is durable."""
     with pytest.raises(InvalidInputError, match="on_checkpoint='stdout': give a function of one argument, or None"):
-        Checkpointer(store, {"a": 1}, on_checkpoint="stdout")  # type: ignore[arg-type]  # what is tested
+        Checkpointer(store, {"a": 1}, on_checkpoint="stdout", every=1, keep=None)  # type: ignore[arg-type]  # what is tested

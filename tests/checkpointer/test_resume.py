@@ -80,15 +80,15 @@ def test_losses_and_the_final_state_are_the_same_to_the_bit(tmp_path: Path, ever
     """Stopped twice, between two checkpoints and at one; each time resumed in objects with other values."""
     _seed(0)
     whole = _parts()
-    with Store.open(tmp_path / "whole") as store:
-        expected = _train(whole, Checkpointer(store, whole, every=every), 0, STEPS)
+    with Store.open(tmp_path / "whole", create=True) as store:
+        expected = _train(whole, Checkpointer(store, whole, every=every, keep=None), 0, STEPS)
 
     losses: dict[int, float] = {}
-    with Store.open(tmp_path / "stopped") as store:
+    with Store.open(tmp_path / "stopped", create=True) as store:
         for number, stop in enumerate((10, 22, STEPS)):
             _seed(0 if number == 0 else 1000 + number)
             state = _parts()
-            checkpointer = Checkpointer(store, state, every=every)
+            checkpointer = Checkpointer(store, state, every=every, keep=None)
             restored = checkpointer.restore()
             assert (restored is None) == (number == 0)
             first = restored.step + 1 if restored else 0
@@ -113,8 +113,8 @@ def _stretch(path: Path, seed: int, stop: int) -> list[float]:
     """Train from what the store has, or from the seed when it has nothing, up to a step."""
     _seed(seed)
     state = _parts()
-    with Store.open(path) as store:
-        checkpointer = Checkpointer(store, state, every=5)
+    with Store.open(path, create=True) as store:
+        checkpointer = Checkpointer(store, state, every=5, keep=None)
         restored = checkpointer.restore()
         return _train(state, checkpointer, restored.step + 1 if restored else 0, stop)
 

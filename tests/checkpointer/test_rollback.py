@@ -19,7 +19,7 @@ def test_rollback_takes_the_newest_state_from_memory(
     """Bit for bit, without a look at a pack; training goes on in a generation of its own."""
     model, _, loop = linear_loop()
     expected: dict[int, object] = {}
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
@@ -30,7 +30,7 @@ def test_rollback_takes_the_newest_state_from_memory(
         disk.read.clear()
         back = checkpointer.rollback()
         assert [path for path in disk.read if path.parent.name == "packs"] == []
-        assert back.step == checkpointer.last_step == steps - 1
+        assert back.step == checkpointer.latest_step == steps - 1
         assert_same(copy_of(loop.state), expected[steps - 1])
         loop.iterate(steps)
         checkpointer.step(steps)
@@ -44,7 +44,7 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
 ) -> None:
     """The newest durable one is still in memory; training is not sent to the drive for it."""
     _, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         loop.iterate(0)
         checkpointer.step(0)
         checkpointer.wait()
@@ -63,18 +63,18 @@ def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -
     """It says so, and opens no generation."""
     _, _, loop = linear_loop()
     with pytest.raises(CheckpointNotFoundError, match="restore"):
-        Checkpointer(store, loop.state, capture=config).rollback()
+        Checkpointer(store, loop.state, capture=config, every=1, keep=None).rollback()
     assert not list((store.path / "heads").rglob("*.head"))
 
 
 def test_a_rollback_does_not_leave_the_line(store: Store, config: CaptureConfig) -> None:
     """What is in memory was abandoned by a restore of an older step: it is not gone back to."""
     _, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(4):
             loop.iterate(step)
             checkpointer.step(step)
         checkpointer.restore(1)
         with pytest.raises(CheckpointNotFoundError, match="in memory"):
             checkpointer.rollback()
-        assert checkpointer.last_step == 1
+        assert checkpointer.latest_step == 1

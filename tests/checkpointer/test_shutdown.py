@@ -29,7 +29,7 @@ def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Pat
     """What was begun is durable; closing the checkpointer is no error then, and another step is one."""
     _, _, loop = linear_loop()
     with open_on(disk, store_path) as store:
-        checkpointer = Checkpointer(store, loop.state, capture=config)
+        checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
         disk.delay_s = 0.002
         for step in range(3):
             loop.iterate(step)
@@ -39,7 +39,7 @@ def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Pat
             checkpointer.step(3)
     checkpointer.close()
     assert list(Path(config.ring_folder).iterdir()) == []
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
 
 
@@ -53,7 +53,7 @@ def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
     before = len(hooks)
     _, _, loop = linear_loop()
     with open_on(disk, store_path) as store:
-        checkpointer = Checkpointer(store, loop.state, capture=config)
+        checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
         loop.iterate(0)
         checkpointer.step(0)
         expected = copy_of(loop.state)
@@ -62,7 +62,7 @@ def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
         loop.iterate(1)
     assert len(hooks) == before
     assert list(Path(config.ring_folder).iterdir()) == []
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         assert_stored(store, {0: expected})
 
 
@@ -72,7 +72,7 @@ def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig,
     loop.iterate(0)
 
     def train() -> None:
-        with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
             checkpointer.step(0)
             raise ZeroDivisionError
 
@@ -87,8 +87,8 @@ def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, 
     _, _, loop = linear_loop()
     expected: dict[int, object] = {}
     with (
-        Checkpointer(store, loop.state, run="one", capture=config) as one,
-        Checkpointer(store, loop.state, run="two", every=2, capture=config) as two,
+        Checkpointer(store, loop.state, run="one", capture=config, every=1, keep=None) as one,
+        Checkpointer(store, loop.state, run="two", every=2, capture=config, keep=None) as two,
     ):
         for step in range(6):
             loop.iterate(step)
@@ -106,7 +106,9 @@ def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) ->
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     early = 0
-    with Checkpointer(store, {"model": model, "optimizer": optimizer}, capture=config) as checkpointer:
+    with Checkpointer(
+        store, {"model": model, "optimizer": optimizer}, capture=config, every=1, keep=None
+    ) as checkpointer:
         for step in range(300):
             optimizer.zero_grad()
             model(torch.ones(1, 8)).sum().backward()

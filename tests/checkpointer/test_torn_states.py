@@ -30,7 +30,7 @@ TORN_STEP = 2
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store of small partitions."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
 
@@ -94,7 +94,7 @@ def _train(
     model, optimizer, loop = linear_loop()
     expected: dict[int, object] = {}
     errors = []
-    with Checkpointer(store, loop.state, capture=config, on_error=on_error) as checkpointer:  # type: ignore[arg-type]  # as given
+    with Checkpointer(store, loop.state, capture=config, on_error=on_error, every=1, keep=None) as checkpointer:  # type: ignore[arg-type]  # as given
         for step in range(steps):
             loop.iterate(step)
             checkpointer.step(step)
@@ -142,14 +142,14 @@ def test_with_on_error_warn_training_goes_on(store: Store, config: CaptureConfig
 def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig) -> None:
     """A loop that never waits learns of it, too, from ``step()``."""
     model, _, loop = linear_loop()
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
         checkpointer.step(0)
         model.weight.data.add_(1)
         checkpointer.fence()
         background = checkpointer._background
         assert background is not None
-        background.wait("nvme")
+        background.wait("local")
         with pytest.raises(LostCheckpointError, match="step 0"):
             checkpointer.step(1)
         # Reported once; the checkpoint of this step was begun all the same.
@@ -159,7 +159,7 @@ def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig)
 def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> None:
     """The last chance; closing again is no error, and nothing is left behind."""
     model, _, loop = linear_loop()
-    checkpointer = Checkpointer(store, loop.state, capture=config)
+    checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
     loop.iterate(0)
     checkpointer.step(0)
     model.weight.data.add_(1)
@@ -175,7 +175,7 @@ def test_what_ended_the_training_is_what_its_loop_sees(store: Store, config: Cap
     model, _, loop = linear_loop()
 
     def train() -> None:
-        with Checkpointer(store, loop.state, capture=config) as checkpointer:
+        with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
             loop.iterate(0)
             checkpointer.step(0)
             model.weight.data.add_(1)
@@ -242,7 +242,7 @@ def _train_with(
     """Train with something done before and after each ``step()``."""
     expected: dict[int, object] = {}
     errors = []
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(5):
             loop.iterate(step)
             before()
@@ -274,7 +274,7 @@ def test_samples_find_whole_tensors_that_change_within_some_steps(store: Store, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state: dict[str, object] = {"model": model, "optimizer": optimizer}
-        with Checkpointer(store, state, capture=sampled, on_error="warn") as checkpointer:
+        with Checkpointer(store, state, capture=sampled, on_error="warn", every=1, keep=None) as checkpointer:
             for step in range(60):
                 checkpointer.step(step)
                 with torch.no_grad():

@@ -171,7 +171,7 @@ def test_nothing_is_added_after_the_end(store: Store, config: CaptureConfig, tmp
     path = tmp_path / "trace.json"
     _, _, loop = linear_loop()
     trace = asymcheck.trace(path)
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
         checkpointer.step(0)
         trace.close()
@@ -258,7 +258,7 @@ def test_an_encoding_says_from_where_to_where_and_why(tmp_path: Path) -> None:
     """A partition that is encoded on its way to the drive is one move between two tiers."""
     tensor = (torch.arange(1 << 19, dtype=torch.float32) % 997).bfloat16()
     with (
-        Store.open(tmp_path / "store", config=asymcheck.StoreConfig(compression="smallest")) as store,
+        Store.open(tmp_path / "store", config=asymcheck.StoreConfig(compression="smallest"), create=True) as store,
         asymcheck.trace(tmp_path / "trace.json"),
     ):
         store.save({"weight": tensor}, step=1)

@@ -124,7 +124,7 @@ def test_a_frozen_base_is_copied_and_written_once(
     """Also while the first checkpoint waits for the disk, and the others behind it."""
     loop = _loop(model)
     disk.opened.clear()
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 5)
         assert costs.copied == [BASE_BYTES, 0, 0, 0, 0]
         assert costs.digested == [0, *([BASE_BYTES] * 4)]
@@ -148,7 +148,7 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
         return digest(data)
 
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         _train(checkpointer, loop, costs, 1)
         checkpointer.wait()
         for value in model.base:
@@ -221,7 +221,7 @@ def test_a_change_that_no_counter_sees_is_captured(
 ) -> None:
     """In the step in which it happens, and only the part of the tensor is copied that has changed."""
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 6, lambda step: CHANGES[how](model) if step == 3 else None)
     changed = expected[2], expected[3]
     with pytest.raises(AssertionError):
@@ -238,7 +238,7 @@ def test_what_changes_at_every_step_is_compared_once(
 ) -> None:
     """Averages of weights, for instance: a digest of them would only be added to their copy."""
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 5, lambda _step: [value.data.mul_(0.9) for value in model.base])
     assert costs.digested == [0, BASE_BYTES, 0, 0, 0]
     assert costs.copied == [BASE_BYTES] * 5
@@ -250,7 +250,7 @@ def test_a_lost_checkpoint_takes_nothing_from_those_after_it(
 ) -> None:
     """They have its frames, and write them, for the store has them not."""
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         disk.full = "packs"
         _train(checkpointer, loop, costs, 1)
         with pytest.warns(LostCheckpointWarning):
@@ -268,7 +268,7 @@ def test_a_deleted_checkpoint_takes_nothing_from_those_after_it(
     """Its frames are still in the ring when collection has freed its packs."""
     loop = _loop(model)
     expected = {}
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for _ in range(4):
             expected = _train(checkpointer, loop, costs, 1)
             checkpointer.wait()
@@ -288,7 +288,7 @@ def test_what_is_shared_is_taken_up_after_the_process_is_gone(
 ) -> None:
     """The frames belong to the newest capture as well, though an older one wrote them and is deleted."""
     loop = _loop(model)
-    checkpointer = Checkpointer(store, loop.state, capture=config, on_error="warn")
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None)
     _train(checkpointer, loop, costs, 3)
     checkpointer.wait()
     disk.full = "packs"
@@ -302,7 +302,7 @@ def test_what_is_shared_is_taken_up_after_the_process_is_gone(
     store.gc()
     assert 1 in entries(tmp_path)
     again = _loop(Adapted())
-    restored = Checkpointer(store, again.state, capture=config).restore()
+    restored = Checkpointer(store, again.state, capture=config, every=1, keep=None).restore()
     assert restored is not None
     assert restored.step == 3
     assert_stored(store, expected)
@@ -315,7 +315,7 @@ def test_a_rollback_brings_shared_frames_back(
 ) -> None:
     """After older captures were freed, whose frames they were."""
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config) as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 6)
         checkpointer.wait()
         for value in model.parameters():
@@ -339,7 +339,7 @@ def test_rings_of_any_size_serve(
     size = int(part * 1.3 * (BASE_BYTES + 4 * 3 * 7000))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Checkpointer(store, loop.state, capture=sized(config, size)) as checkpointer:
+        with Checkpointer(store, loop.state, capture=sized(config, size), every=1, keep=None) as checkpointer:
             expected = _train(checkpointer, loop, costs, 12, change)
     assert_stored(store, expected)
     assert store.verify() == []
@@ -350,7 +350,7 @@ def test_a_comparison_that_fails_takes_no_room(
 ) -> None:
     """The error comes from ``step()``; what was to be shared has been given back."""
     loop = _loop(model)
-    with Checkpointer(store, loop.state, capture=config, on_error="warn") as checkpointer:
+    with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 2)
         checkpointer.wait()
         background = checkpointer._background
@@ -361,7 +361,7 @@ def test_a_comparison_that_fails_takes_no_room(
             patch.setattr(dirty_check, "digest", lambda _data: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 checkpointer.step(2)
-        background.wait("nvme")
+        background.wait("local")
         assert len(background._ring._taken) == before
     assert_stored(store, expected)
 

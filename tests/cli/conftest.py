@@ -50,7 +50,7 @@ def store(store_path: Path) -> Path:
     """A store with a line of training, an abandoned branch and a second run."""
     config = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
     weight = torch.arange(10_000, dtype=torch.float32)
-    with asymcheck.Store.open(store_path, config=config) as opened:
+    with asymcheck.Store.open(store_path, config=config, create=True) as opened:
         for step in (10, 20, 30):
             moment = torch.full((3000,), float(step))
             state = {"model": {"weight": weight, "tied": weight}, "optimizer": {0: {"exp_avg": moment}}, "lr": 0.1}

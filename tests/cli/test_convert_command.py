@@ -47,7 +47,7 @@ def test_what_is_in_the_manifest_is_not_called_old(call: Call, tmp_path: Path) -
 
 def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
     """With the format that keeps it."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"model": {"w": torch.ones(3)}, "epoch": 3, "lr": 0.1}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert "left out: 2 values that are no tensors (epoch, lr); a .pt file keeps them" in outcome.out
@@ -125,14 +125,14 @@ def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "m.pt")
     assert (outcome.status, "must be a store" in outcome.err) == (exit_status.USAGE, True)
     for name in ("a", "b"):
-        Store.open(tmp_path / name).close()
+        Store.open(tmp_path / name, create=True).close()
     outcome = call("convert", tmp_path / "a", tmp_path / "b")
     assert (outcome.status, "is a store as well" in outcome.err) == (exit_status.USAGE, True)
 
 
 def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: Path) -> None:
     """The older one is written; the message on standard error says why."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         for step in (1, 2):
             store.save({"a": torch.full((10_000,), step)}, step=step)
         newest = max((store.path / "manifests").rglob("*.manifest"))
@@ -158,7 +158,7 @@ def trained(folder: Path) -> Path:
         "optimizer": {"state": {0: {"exp_avg": torch.zeros(40)}}},
         "epoch": 3,
     }
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         store.save(state, step=1)
     return folder / "store"
 
@@ -277,7 +277,7 @@ def test_a_warning_is_a_message(call: Call, tmp_path: Path) -> None:
 
 def test_one_is_singular(call: Call, tmp_path: Path) -> None:
     """1 tensor, 1 value."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.ones(3), "epoch": 3}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert "m.safetensors: 1 tensor, 12 B" in outcome.out

@@ -77,14 +77,14 @@ def test_on_a_terminal_it_asks(store: Path, answer: str, status: int, left: list
 
 def test_one_generation_of_a_step(call: Call, store: Path) -> None:
     """The abandoned one, for instance; without a choice all of them go."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=30)
     outcome = call("delete", store, 30, "--generation", 3, "--yes")
     assert outcome.status == exit_status.NOT_FOUND
     assert "in generation 3; it has that step in generation 1, 2" in outcome.err
     assert call("delete", store, 30, "--generation", 1, "--yes").out.count("deleted default step 30") == 1
     assert steps(store) == [10, 20, 25, 30]
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 2}, step=30)
     assert call("delete", store, 30, "--yes").out.count("deleted default step 30") == 2
     assert steps(store) == [10, 20, 25]

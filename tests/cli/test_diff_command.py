@@ -67,7 +67,7 @@ def test_a_step_that_was_saved_twice_says_so(call: Call, store: Path) -> None:
     """The other one is named by its save id, which can be given."""
     import asymcheck
 
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": 1}}, step=30)
         old = next(item.save_id for item in opened.checkpoints() if item.step == 30 and item.generation == 1)
     assert f"step 30 was saved 2 times, also as save:{old[:12]}\n" in call("diff", store, 10, 30).out
@@ -101,7 +101,7 @@ def test_damage_in_what_must_be_read(call: Call, store: Path) -> None:
 
 def test_several_ranks(call: Call, store_path: Path) -> None:
     """Their tensors have the same names: both tables say of which rank each row is."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         for step in (1, 2):
             save_id = f"{time.time_ns():016x}{step:016x}"
             for rank in range(2):

@@ -16,7 +16,7 @@ Call = Callable[..., Outcome]
 
 def test_measures_and_advises(call: Call, store: Path) -> None:
     """Tables of facts and codecs, then an entry for each thing to configure; how much is written is said before."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": torch.randn(1_500_000)}}, step=40)
     before = sorted(path.name for path in (store / "packs").iterdir())
     outcome = call("doctor", store, "--quick", "--mtbf", "3h")
@@ -33,7 +33,7 @@ def test_measures_and_advises(call: Call, store: Path) -> None:
 
 def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
     """Without checkpoints it cannot know what to advise for; with a size it can."""
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     outcome = call("doctor", store_path, "--quick")
     assert outcome.status == 0
     assert "no checkpoint yet; for what is to be saved, name its bytes, as in --state-size 1.5GB" in outcome.out
@@ -46,7 +46,7 @@ def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
 
 def test_a_tiny_state_leaves_nothing_to_tune(call: Call, store_path: Path) -> None:
     """No packs of 4 KiB, no ring of 34 bytes, and no checkpoint every few milliseconds."""
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         opened.save({"w": torch.ones(4), "n": 1}, step=1)
     outcome = call("doctor", store_path, "--quick")
     assert outcome.status == 0

@@ -33,7 +33,7 @@ def test_one_run(call: Call, store: Path) -> None:
 
 def test_garbage_after_a_deletion(call: Call, store: Path) -> None:
     """What gc would free is named as such."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.delete(25)
     outcome = call("du", store)
     assert "1 pack that gc would free" in outcome.out
@@ -46,7 +46,7 @@ def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
     assert outcome.status == 1
     assert "\n3 checkpoints refer to partitions that lie in no readable pack\n" in outcome.out
     assert "damaged" in outcome.out
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         for step in (10, 20):
             opened.delete(step)
     assert "\n1 checkpoint refers to partitions that lie in no readable pack\n" in call("du", store).out
@@ -75,7 +75,7 @@ def test_a_damaged_manifest(call: Call, store: Path) -> None:
 
 def test_an_empty_store(call: Call, store_path: Path) -> None:
     """No checkpoints, and the totals."""
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     outcome = call("du", store_path)
     assert outcome.status == 0
     assert outcome.out.startswith("no checkpoints yet\n")

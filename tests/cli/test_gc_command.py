@@ -72,7 +72,7 @@ def test_each_rule_is_an_option(call: Call, store: Path, words: list[object], le
 
 def test_another_run_is_named(call: Call, store: Path) -> None:
     """Or none is: the default run is, not all of them."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=2, run="other")
     assert call("gc", store, "--keep-last", 1, "--run", "other").status == exit_status.OK
     assert (len(steps(store)), steps(store, "other")) == (4, [(2, 1)])
@@ -84,7 +84,7 @@ def test_another_run_is_named(call: Call, store: Path) -> None:
 def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
     """Of packs that were mostly garbage."""
     shared = torch.arange(1 << 18)
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         for step in range(2):
             opened.save({"shared": shared, "own": torch.full((1 << 20,), step)}, step=step)
     outcome = call("gc", store_path, "--keep-last", 1, "--dry-run")

@@ -24,7 +24,7 @@ def hostile(call: Call, tmp_path: Path) -> Path:
     """A store of a file that somebody else has written, with a second step in which its tensor is another one."""
     (tmp_path / "m.safetensors").write_bytes(raw({HOSTILE: U8}, b"x"))
     assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         names = {HOSTILE: torch.tensor([9], dtype=torch.float8_e4m3fn), "rest": 1}
         store.save({"model": names, "l": torch.ones(9), HOSTILE: 3}, step=1, metrics={HOSTILE: 1.0})
     return tmp_path / "store"
@@ -55,7 +55,7 @@ def test_no_name_is_obeyed(call: Call, hostile: Path, words: tuple[str, ...]) ->
 
 def test_what_a_lost_tensor_is_called(call: Call, hostile: Path) -> None:
     """Also where damage is told."""
-    with Store.open(hostile) as store:
+    with Store.open(hostile, create=True) as store:
         store.save({HOSTILE: torch.ones(9000)}, step=2)
     max((hostile / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns).unlink()
     for words in (("verify", hostile), ("restore", hostile, "--to", hostile.parent / "o.pt", "--step", 2)):

@@ -68,7 +68,7 @@ def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -
 def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path, command: str) -> None:
     """Else nothing would tell the two rows apart; a step in two generations is told apart by them."""
     assert " save " not in call(command, store).out
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         saves = [opened.save({"x": 1}, step=40).save_id for _ in range(2)]
     outcome = call(command, store)
     assert " save " in outcome.out
@@ -155,7 +155,7 @@ def test_damage_shows_in_the_status(call: Call, store: Path) -> None:
 
 def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:
     """A store without checkpoints is no error."""
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     outcome = call("inspect", store_path)
     assert (outcome.status, "no checkpoints yet" in outcome.out) == (0, True)
 
@@ -174,7 +174,7 @@ def test_plain_values(call: Call, store_path: Path) -> None:
     """Of the newest checkpoint or a step, all or those of a glob, long ones without their middle; no tensors."""
     long = "x" * 1000
     state = {"w": torch.ones(3), "epoch": 3, "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "note": long, "empty": []}
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         opened.save({"epoch": 2}, step=1)
         opened.save(state, step=2)
     lines = call("inspect", store_path, "--values").out.splitlines()
@@ -198,7 +198,7 @@ def test_plain_values(call: Call, store_path: Path) -> None:
 def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     """Each rank has its own: a column says whose."""
     save_id = f"{time.time_ns():032x}"
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         for rank in range(2):
             opened.save({"seed": rank + 7}, step=1, part=Part(rank, 2, save_id))
     lines = call("inspect", store_path, "--values").out.splitlines()
@@ -209,7 +209,7 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
 def test_what_several_ranks_have_is_counted_once(call: Call, store_path: Path, tmp_path: Path) -> None:
     """In the heading as in the rows, and as a restore counts it."""
     save_id = f"{time.time_ns():032x}"
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         for rank in range(2):
             state = {"model": torch.ones(3000), f"own {rank}": torch.ones(2000)}
             opened.save(state, step=1, part=Part(rank, 2, save_id))
@@ -229,7 +229,7 @@ def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch
 
 def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
     """By the digits that are shown where a step was saved twice; for restore, too."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"again": 1}, step=30, generation=2)
         first, second = [one for one in opened.checkpoints("default") if one.step == 30]
     assert "2 tensors" in call("inspect", store, "--step", f"save:{first.save_id[:14]}").out
@@ -252,12 +252,12 @@ def test_what_names_no_checkpoint(call: Call, store: Path, step: str) -> None:
 
 def test_one_save_of_a_step_is_pushed_and_pulled(call: Call, store: Path, tmp_path: Path) -> None:
     """Push and pull take what the other commands take."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"again": 1}, step=30, generation=2)
         first = next(one for one in opened.checkpoints("default") if one.step == 30)
     place, name = (tmp_path / "place").as_uri(), f"save:{first.save_id[:14]}"
     assert f"sent default step 30 (generation {first.generation}" in call("push", store, place, "--step", name).out
     assert call("pull", place, tmp_path / "new", "--step", name).status == 0
-    with asymcheck.Store.open(tmp_path / "new") as new:
+    with asymcheck.Store.open(tmp_path / "new", create=True) as new:
         assert [one.save_id for one in new.checkpoints("default")] == [first.save_id]
     assert call("push", store, place, "--step", "save:x").status == 2

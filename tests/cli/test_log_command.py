@@ -71,7 +71,7 @@ def test_a_lost_head_record(call: Call, store: Path) -> None:
 
 def test_a_step_that_was_saved_twice(call: Call, store_path: Path) -> None:
     """On step 5, "after step 5" would mean nothing."""
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         for _ in range(2):
             opened.save({"x": 1}, step=5)
     assert " after an earlier save of step 5, by" in call("log", store_path).out
@@ -79,7 +79,7 @@ def test_a_step_that_was_saved_twice(call: Call, store_path: Path) -> None:
 
 def test_an_older_step_that_was_saved_later(call: Call, store_path: Path) -> None:
     """Spans of time are not negative."""
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         opened.save({"x": 1}, step=5)
         with pytest.warns(asymcheck.errors.StepOrderWarning):
             opened.save({"x": 1}, step=3)
@@ -93,5 +93,5 @@ def test_runs(call: Call, store: Path, tmp_path: Path) -> None:
     assert "step 1  " in call("log", store, "--run", "other").out
     outcome = call("log", store, "--run", "nobody")
     assert (outcome.status, "it has runs default, other" in outcome.err) == (3, True)
-    asymcheck.Store.open(tmp_path / "empty").close()
+    asymcheck.Store.open(tmp_path / "empty", create=True).close()
     assert call("log", tmp_path / "empty").out == "no checkpoints yet\n"

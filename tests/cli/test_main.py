@@ -68,7 +68,7 @@ def test_help_shows_no_escape(call: Call, name: str) -> None:
 
 def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
     """By every command that looks for a checkpoint or a run in it."""
-    asymcheck.Store.open(tmp_path / "store").close()
+    asymcheck.Store.open(tmp_path / "store", create=True).close()
     for words in (
         ("inspect", "--step", 1),
         ("inspect", "--run", "x"),
@@ -222,7 +222,7 @@ def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
 
 def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
     """Names and shapes are shown in escapes where its encoding lacks a character."""
-    with asymcheck.Store.open(tmp_path / "store") as opened:
+    with asymcheck.Store.open(tmp_path / "store", create=True) as opened:
         opened.save({"ü→": torch.ones(5, 5)}, step=1)
     ascii_only = "PYTHONIOENCODING=ascii PYTHONUTF8=0"
     done = _run(f"{ascii_only} {sys.executable} -m asymcheck inspect {tmp_path}/store --step 1 --tensors '*'")

@@ -19,7 +19,7 @@ from tests.cli.conftest import Outcome
 def location(store: Path, tmp_path: Path) -> str:
     """Step 10 lies there and here; step 20 only there; the others only here."""
     place = f"file://{tmp_path}/remote"
-    with Store.open(store) as opened:
+    with Store.open(store, create=True) as opened:
         opened.push(place, 10)
         opened.push(place, 20)
         opened.delete(20)
@@ -70,7 +70,7 @@ def test_log_says_where_each_lies(store: Path, location: str, call: Callable[...
 
 def test_inspect_finds_a_run_that_lies_only_there(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
     """One that lies nowhere is said to, with those that there are."""
-    with Store.open(tmp_path / "new") as opened:
+    with Store.open(tmp_path / "new", create=True) as opened:
         opened.save({"x": 1}, step=1, run="mine")
     found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
     assert (found.status, rows(found)) == (0, {("default", "10"): "there", ("default", "20"): "there"})

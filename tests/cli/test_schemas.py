@@ -111,7 +111,7 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     """For a good store, an empty one and a damaged one."""
     schema = schema_of(name)
     validator = jsonschema.Draft202012Validator(schema)
-    asymcheck.Store.open(tmp_path / "empty").close()
+    asymcheck.Store.open(tmp_path / "empty", create=True).close()
     numbers = itertools.count()
 
     def documents_of(path: Path) -> list[Outcome]:

@@ -55,7 +55,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
 
 def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
     """It is no damage among others, but nobody is told that it can be restored."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=40, part=Part(0, 2, "18" + "0" * 30))
     outcome = call("verify", store)
     assert outcome.status == 6
@@ -99,7 +99,7 @@ def test_one_step_only(call: Call, store: Path) -> None:
 
 def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path) -> None:
     """What another run has of that step is neither looked at nor counted, and --run chooses it."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": torch.full((10_000,), 7.0)}}, step=25, run="other")
     flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 4096 + 300)
     outcome = call("verify", store, "--step", 25)

@@ -39,7 +39,7 @@ def state() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def store(store_path: Path, state: dict[str, torch.Tensor]) -> Iterator[Store]:
     """A store that has the state, and knows the index of its pack."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in range(2):
             store.save(state, step=step)
         yield store
@@ -77,7 +77,7 @@ def test_a_pack_that_is_gone_or_changed_is_not_believed(
 
 def test_a_pack_that_another_process_collects_is_not_believed(store: Store, state: dict[str, torch.Tensor]) -> None:
     """The file has moved to the pool; its partitions are written again."""
-    with Store.open(store.path) as other:
+    with Store.open(store.path, create=True) as other:
         for step in range(2):
             other.delete(step)
         assert other.gc().freed_packs == 1

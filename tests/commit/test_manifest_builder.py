@@ -100,8 +100,8 @@ def test_a_manifest_that_nobody_could_read_is_not_committed(tmp_path: Path, monk
 
     monkeypatch.setattr(ManifestBuilder, "columns", forgetful)
     state = {"small": torch.ones(3)}
-    with asymcheck.Store.open(tmp_path) as store:
-        checkpointer = asymcheck.Checkpointer(store, state)
+    with asymcheck.Store.open(tmp_path, create=True) as store:
+        checkpointer = asymcheck.Checkpointer(store, state, every=1, keep=None)
         checkpointer.step(0)
         with pytest.raises(LostCheckpointError, match="manifest of a capture"):
             checkpointer.close()

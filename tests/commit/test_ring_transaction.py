@@ -40,7 +40,7 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
     def refuse(_tier: NvmeTier, pack_id: PackId, *, wait: bool = True) -> object:
         raise error(f"pack {pack_id.hex()} cannot be opened ({wait})")
 
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.rand(100_000)}, step=0)
         (tensor,) = store.tensors()[1]
         name = Digest(bytes.fromhex(tensor.partitions[0].digest))

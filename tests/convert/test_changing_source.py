@@ -25,7 +25,7 @@ NUMBERS = torch.arange(100_000, dtype=torch.float32)
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 

@@ -37,7 +37,7 @@ BIG = 600_000
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 
@@ -366,7 +366,7 @@ def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024
 
 folder = Path(sys.argv[1])
-with Store.open(folder / "store") as store, Store.open(folder / "other") as other:
+with Store.open(folder / "store", create=True) as store, Store.open(folder / "other", create=True) as other:
     # Whatever torch imports on first use is not counted.
     store.save({"a": torch.ones(5)}, step=0, run="small")
     export_checkpoint(store, Output(folder / f"small-{sys.argv[2]}"), run="small")

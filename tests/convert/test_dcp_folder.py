@@ -64,7 +64,7 @@ def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path
         "turned": torch.arange(12.0).view(3, 4).t(),
     }
     dcp.save(weights, checkpoint_id=tmp_path / "folder")
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         import_checkpoint(store, tmp_path / "folder")
         assert_same(store.load(), weights)
 
@@ -74,7 +74,7 @@ def test_what_was_not_taken_apart_stays_as_it_is(store_path: Path, tmp_path: Pat
     whole = {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1}]}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save({"optimizer": whole}, checkpoint_id=tmp_path / "folder", planner=planner)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         import_checkpoint(store, tmp_path / "folder")
         assert_same(store.load(), {"optimizer": whole})
 
@@ -188,7 +188,7 @@ def test_a_folder_that_contradicts_itself_is_refused(
 ) -> None:
     """Before anything is stored."""
     changed(folder, change)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         with pytest.raises(ForeignFileError, match=problem):
             import_checkpoint(store, folder)
         assert store.checkpoints() == []
@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_is_refused(
 ) -> None:
     """Of two values in one place one would be lost."""
     changed(folder, lambda metadata: metadata.planner_data.update(number=place))
-    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match=problem):
+    with Store.open(store_path, create=True) as store, pytest.raises(ForeignFileError, match=problem):
         import_checkpoint(store, folder)
 
 
@@ -234,5 +234,8 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
 def test_what_a_killed_save_leaves_is_called_so(folder: Path, store_path: Path) -> None:
     """It has no metadata yet; it is no folder of another format."""
     (folder / _METADATA).unlink()
-    with Store.open(store_path) as store, pytest.raises(ForeignFileError, match="which a save writes last"):
+    with (
+        Store.open(store_path, create=True) as store,
+        pytest.raises(ForeignFileError, match="which a save writes last"),
+    ):
         import_checkpoint(store, folder)

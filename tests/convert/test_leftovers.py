@@ -45,7 +45,7 @@ asymcheck.cli.main()
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder to write to, beside a store of one checkpoint."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.full((300,), 2.0)}, step=1)
     (tmp_path / "place").mkdir()
     return tmp_path / "place"

@@ -19,7 +19,7 @@ from tests.store.equality import assert_same
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 

@@ -44,7 +44,7 @@ def test_a_place_that_cannot_be_taken_is_refused(
     """The folder that the command runs in and those above it, and what has no name of its own."""
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"a": torch.ones(3)}, step=1)
         with pytest.raises(InvalidInputError, match="is no name for something new; give one"):
             export_checkpoint(store, Output(Path(name), overwrite=overwrite))
@@ -54,7 +54,7 @@ def test_a_place_that_cannot_be_taken_is_refused(
 @pytest.mark.parametrize("name", ["store", "store/w.safetensors", "store/packs/w.pt", "link/model"])
 def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
     """Neither in its place nor below it, by whatever way."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({"a": torch.ones(3)}, step=1)
         (tmp_path / "link").symlink_to(store.path / "packs")
         before = sorted(store.path.rglob("*"))

@@ -26,7 +26,7 @@ Change = Callable[[str, bytes], bytes]
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 
@@ -229,7 +229,7 @@ def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
     whole = (tmp_path / "a.pt").read_bytes()
     dice = random.Random(5)
     refused = 0
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         for step in range(120):
             data = bytearray(whole)
             for _ in range(dice.randrange(1, 4)):

@@ -57,7 +57,7 @@ def prune(store: Store, journal: Journal, keep_last: int) -> None:
 def restore(store: Store, journal: Journal, step: int | None, run: str = "default") -> None:
     """Restore a step for further training, and note before and after that it is the newest from now on."""
     journal.note("restoring", run=run, step=step)
-    restored = Checkpointer(store, make_state(0), run=run).restore(step)
+    restored = Checkpointer(store, make_state(0), run=run, every=1, keep=None).restore(step)
     assert restored is not None
     journal.note("restored", run=run, step=restored.step)
 
@@ -81,7 +81,7 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
             store.repair()
             journal.note("repaired")
         elif word == "rebuild":
-            store.rebuild()
+            store.rebuild_catalog()
             journal.note("rebuilt")
         else:
             raise AssertionError(f"no such action: {word}")

@@ -22,7 +22,7 @@ def die(event):
     if event.name == "catalog.pinned":
         os.kill(os.getpid(), signal.SIGKILL)
 
-with Store.open(sys.argv[1]) as store, observe(die):
+with Store.open(sys.argv[1], create=True) as store, observe(die):
     store.save({"w": torch.randn(100_000)}, step=1)
 """
 _LIVING = """
@@ -31,7 +31,7 @@ import torch
 from asymcheck import Store
 
 run = sys.argv[2]
-with Store.open(sys.argv[1]) as store:
+with Store.open(sys.argv[1], create=True) as store:
     for step in range(5):
         store.save({"w": torch.full((100_000,), float(step))}, step=step, run=run)
         store.gc()
@@ -63,13 +63,13 @@ def _start(path: Path, run: str, *, second: bool) -> subprocess.Popen[str]:
 
 def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
     """One is started again and again on one node, each time in another namespace: its pins and marks are the dead's."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"w": torch.randn(10)}, step=0)
     for _ in range(2):
         command = [*_container(second=True), sys.executable, "-c", _KILLED, str(store_path)]
         assert subprocess.run(command, capture_output=True, check=False).returncode == 128 + 9
     (store_path / "catalog" / "open" / "damaged").touch()
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         assert store.gc().freed_packs == 2
         assert len(list((store_path / "catalog" / "open").iterdir())) == 1
         store.save({"w": torch.randn(10)}, step=2)
@@ -84,13 +84,13 @@ def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path
         with _start(store_path, "c", second=False) as third:
             _, error = third.communicate("\n", timeout=60)
             assert "a process of another PID namespace that has this one's number, 1: give" in error
-        with Store.open(store_path) as store:
+        with Store.open(store_path, create=True) as store:
             store.gc()
             assert store.verify() == []
         for child in (first, second):
             child.communicate("\n", timeout=60)
             assert child.returncode == 0
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for run in ("a", "b"):
             assert [one.step for one in store.checkpoints(run)] == [0, 1, 2, 3, 4]
             assert torch.equal(store.load(run=run)["w"], torch.full((100_000,), 4.0))

@@ -140,7 +140,7 @@ def use_after_fork(path: str) -> None:
 
 
 def _check_forked(store: Store, path: Path) -> None:
-    checkpointer = Checkpointer(store, make_state(5))
+    checkpointer = Checkpointer(store, make_state(5), every=1, keep=None)
     uses = [
         lambda: store.save(make_state(5), step=5),
         store.load,

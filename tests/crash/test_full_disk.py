@@ -126,7 +126,7 @@ def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
     owed = Promises()
     path = small_disk / "store"
     config = dataclasses.replace(CONFIG, pool_bytes=1 << 30)
-    with Store.open(path, config=config) as store:
+    with Store.open(path, config=config, create=True) as store:
         for step in range(13):
             _save(store, owed, step)
         _fill(small_disk)
@@ -209,7 +209,7 @@ def test_freed_packs_make_room_for_one_that_is_larger_than_each(small_disk: Path
     """The disk is full, but a third of it are freed packs, of which the save takes one and grows it."""
     path = small_disk / "store"
     sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16)
-    with Store.open(path, config=sizes) as store:
+    with Store.open(path, config=sizes, create=True) as store:
         for step in range(6):
             store.save({"own": torch.randn(100_000)}, step=step)
         store.save({"own": torch.zeros(1)}, step=6)

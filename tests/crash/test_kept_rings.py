@@ -31,7 +31,7 @@ def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp
         head.write_bytes(bytes(len(record)))
     packs = sorted((tmp_path / "store/packs").iterdir())
     for _ in range(2):
-        with Store.open(tmp_path / "store") as store, store.training.adopting(ring.parent) as adopted:
+        with Store.open(tmp_path / "store", create=True) as store, store.training.adopting(ring.parent) as adopted:
             (left,) = adopted
             assert (left.step, left.ref) == (1, None)
             assert "stays there" in left.problem
@@ -50,7 +50,7 @@ def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Z
     zygote.start(train, path=str(tmp_path), kill="capture.complete", number=1).wait_killed()
     (ring,) = rings(tmp_path)
     (tmp_path / "store/heads/default/00000002.head").unlink()
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         assert store.begin_generation(store.checkpoints()[-1]) == 2
         with store.training.adopting(ring.parent) as adopted:
             (left,) = adopted
@@ -68,6 +68,6 @@ def test_what_a_newer_program_left_in_memory_stays_there(folder: Path, monkeypat
         with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default', which .*newer.*stays there"):
             assert_restored(folder, DURABLE - 1, DURABLE - 1)
     assert rings(folder) == [ring]
-    with Store.open(folder / "store") as store, store.training.adopting(ring.parent) as adopted:
+    with Store.open(folder / "store", create=True) as store, store.training.adopting(ring.parent) as adopted:
         assert [one.step for one in adopted if one.ref is not None] == list(range(DURABLE, CAPTURED))
     assert rings(folder) == []

@@ -42,7 +42,7 @@ def train_keeping(path: str, *, kill: str = "", number: int = 0) -> None:
         # A third of it stays as it is.
         loop.state["frozen"] = copy_of(loop.state["model"])
         keep = Retention(keep_last=KEPT)
-        checkpointer = Checkpointer(store, loop.state, keep=keep, capture=config_for(folder))
+        checkpointer = Checkpointer(store, loop.state, keep=keep, capture=config_for(folder), every=1)
         restored = checkpointer.restore()
         first = 0 if restored is None else restored.step + 1
         journal.note("restored", step=first - 1)
@@ -70,7 +70,7 @@ def read_keeping(path: str) -> None:
 def assert_kept(folder: Path) -> None:
     """The newest complete step is restored; then what is listed is whole, and pruning leaves the last two alone."""
     prints = {line["step"]: line["fingerprint"] for line in Journal(folder / "journal").lines("step")}
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         with store.training.adopting(config_for(folder).ring_folder):
             pass
         restored = store.restore()
@@ -82,7 +82,7 @@ def assert_kept(folder: Path) -> None:
         store.prune(Retention(keep_last=KEPT))
         assert [checkpoint.step for checkpoint in store.checkpoints()] == newest
         assert leftovers(store) == []
-        assert store.accounting().locked_bytes == 0
+        assert store.disk_usage().locked_bytes == 0
         for step in newest:
             assert fingerprint(store.load(step)) == prints[step]
 
@@ -129,9 +129,11 @@ def _has_checkpoints(folder: Path) -> bool:
 
 def test_what_a_reader_holds_is_kept_by_a_training(tmp_path: Path) -> None:
     """As long as its packs are open; a step after that it is gone."""
-    with Store.open(tmp_path / "store") as store, Store.open(tmp_path / "store", read_only=True) as other:
+    with Store.open(tmp_path / "store", create=True) as store, Store.open(tmp_path / "store", read_only=True) as other:
         _, _, loop = linear_loop()
-        with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config_for(tmp_path)) as checkpointer:
+        with Checkpointer(
+            store, loop.state, keep=Retention(keep_last=1), capture=config_for(tmp_path), every=1
+        ) as checkpointer:
             loop.iterate(0)
             checkpointer.save(0)
             (listing,) = other._tier.manifests.checkpoints("default")

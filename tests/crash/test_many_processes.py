@@ -167,14 +167,14 @@ def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) 
     holder = zygote.start(hold_the_catalog, path=str(store_path))
     wait_until((store_path / "held").exists, "the holder")
     try:
-        with Store.open(store_path, config=config) as store, pytest.raises(LockTimeoutError) as caught:
+        with Store.open(store_path, config=config, create=True) as store, pytest.raises(LockTimeoutError) as caught:
             store.save(make_state(0), step=0)
         assert f"process {holder.pid}" in str(caught.value)
         assert "zygote" in str(caught.value)
     finally:
         holder.kill()
         holder.wait_killed()
-    with Store.open(store_path, config=config) as store:
+    with Store.open(store_path, config=config, create=True) as store:
         store.save(make_state(0), step=0)
         (store_path / "held").unlink()
         check_steps(store, {0: 0})

@@ -27,7 +27,7 @@ def _held(ring: Path) -> RingReader:
 
 
 def _adopt(folder: Path) -> None:
-    with Store.open(folder / "store") as store, store.training.adopting(folder_for_rings(folder)):
+    with Store.open(folder / "store", create=True) as store, store.training.adopting(folder_for_rings(folder)):
         pass
 
 
@@ -131,7 +131,7 @@ def test_ones_own_ring_is_taken_up_first(tmp_path: Path, two: dict[str, Path], r
     """So that who waits for another one's has it soon; all of them are taken up in the end."""
     assert sorted(two) == ["one", "two"]
     with (
-        Store.open(tmp_path / "store") as store,
+        Store.open(tmp_path / "store", create=True) as store,
         store.training.adopting(folder_for_rings(tmp_path), run=run) as adopted,
     ):
         taken = [(one.run, one.step) for one in adopted if one.ref is not None]

@@ -117,7 +117,7 @@ def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
 def test_what_was_deleted_from_the_store_is_not_mentioned(zygote: Zygote, tmp_path: Path) -> None:
     """It was durable; that a ring still has it is no news."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2, durable=2), tmp_path)
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         for step in range(2):
             store.delete(step)
     assert call(tmp_path, "inspect").err == ""
@@ -125,7 +125,7 @@ def test_what_was_deleted_from_the_store_is_not_mentioned(zygote: Zygote, tmp_pa
 
 def test_no_rings_are_no_error_of_inspect(tmp_path: Path) -> None:
     """It says so."""
-    Store.open(tmp_path / "store").close()
+    Store.open(tmp_path / "store", create=True).close()
     found = call(tmp_path, "inspect", "--tier", "dram")
     assert (found.status, found.out) == (0, f"no rings of store {tmp_path / 'store'} in {tmp_path / 'memory'}\n")
 
@@ -240,14 +240,14 @@ def test_the_ring_of_a_living_process_is_refused(living: Child, tmp_path: Path) 
 
 def test_nothing_in_memory_is_said(tmp_path: Path) -> None:
     """With the store and the folder that was looked into."""
-    Store.open(tmp_path / "store").close()
+    Store.open(tmp_path / "store", create=True).close()
     done = restore(tmp_path, "x.pt")
     assert (done.status, "no ring of this store is there" in done.err, str(tmp_path / "memory") in done.err) == (
         3,
         True,
         True,
     )
-    with Store.open(tmp_path / "store") as store, pytest.raises(CheckpointNotFoundError):
+    with Store.open(tmp_path / "store", create=True) as store, pytest.raises(CheckpointNotFoundError):
         store.stream_from_memory(None, ring_folder=tmp_path / "nowhere")  # type: ignore[arg-type]  # not reached
 
 
@@ -307,8 +307,8 @@ def test_the_ring_of_a_living_process_is_not_collected(living: Child, tmp_path: 
 def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: bool) -> None:
     """And goes when it is discarded."""
     if another:
-        Store.open(deleted / "store").close()
-    Store.open(deleted / "any").close()
+        Store.open(deleted / "store", create=True).close()
+    Store.open(deleted / "any", create=True).close()
     words = ("gc", deleted / "any", "--ring-folder", folder_for_rings(deleted))
     named = run_command(*words)
     assert f"of store {deleted / 'store'}, which is not there any more: 3 captures in it not durable" in named.out
@@ -321,7 +321,7 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
 def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: Path, how: str) -> None:
     """As long as that store is there, readable or not, another one neither names its ring nor discards it."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2), tmp_path)
-    Store.open(tmp_path / "any").close()
+    Store.open(tmp_path / "any", create=True).close()
     if how == "damaged":
         (tmp_path / "store" / "asymcheck.store").write_bytes(b"x")
     if "where" in how:

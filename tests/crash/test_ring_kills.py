@@ -43,7 +43,7 @@ def test_what_only_memory_has_is_taken_up(folder: Path) -> None:
         assert_restored(folder, CAPTURED - 1)
         assert rings(folder) == []
         assert _steps(folder) == list(range(CAPTURED))
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         for step in range(CAPTURED):
             state = store.load(step)
             assert fingerprint(state) == Journal(folder / "journal").lines("step")[step]["fingerprint"]
@@ -126,7 +126,7 @@ def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_pat
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store, store.training.adopting(ring.parent) as adopted:
+    with Store.open(tmp_path / "store", create=True) as store, store.training.adopting(ring.parent) as adopted:
         assert adopted == []
     assert rings(tmp_path) == [ring]
     assert _steps(tmp_path) == list(range(DURABLE))
@@ -140,9 +140,9 @@ def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> 
     """A store takes what bears its own id."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
-    with Store.open(tmp_path / "another") as store:
+    with Store.open(tmp_path / "another", create=True) as store:
         _, _, loop = linear_loop()
-        assert Checkpointer(store, loop.state, capture=config_for(folder)).restore() is None
+        assert Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None).restore() is None
     assert ring.read_bytes() == before
     assert_restored(folder, CAPTURED - 1)
 
@@ -153,9 +153,9 @@ def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: 
     before = ring.read_bytes()
     copy = tmp_path / "elsewhere" / "store"
     shutil.copytree(folder / "store", copy)
-    with Store.open(copy) as store:
+    with Store.open(copy, create=True) as store:
         _, _, loop = linear_loop()
-        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None)
         with pytest.warns(
             SkippedCheckpointWarning, match=rf"{ring.name}: it is of the store {folder / 'store'}, and one"
         ):
@@ -325,7 +325,7 @@ def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path)
     child = zygote.start(make_slowly, path=str(tmp_path))
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("making")), "the ring")
     (ring,) = rings(tmp_path)
-    with Store.open(tmp_path / "store") as store, store.training.adopting(ring.parent) as adopted:
+    with Store.open(tmp_path / "store", create=True) as store, store.training.adopting(ring.parent) as adopted:
         assert adopted == []
     assert rings(tmp_path) == [ring]
     Journal(tmp_path / "journal").note("go on")

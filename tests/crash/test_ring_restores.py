@@ -41,11 +41,11 @@ def _count_frames(monkeypatch: pytest.MonkeyPatch, where: type[RingPack] | type[
 
 def _restored(folder: Path) -> tuple[int, str]:
     """Restore as a new process does; return the step and what the state is."""
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()
         # An optimizer has no state to be filled before its first step.
         loop.iterate(0)
-        restored = Checkpointer(store, loop.state, capture=config_for(folder)).restore()
+        restored = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None).restore()
         assert restored is not None
         return restored.step, fingerprint(copy_of(loop.state))
 
@@ -84,10 +84,10 @@ def test_what_was_damaged_in_memory_meanwhile_comes_from_the_drive(
 def test_the_memory_is_given_back(folder: Path) -> None:
     """When the state is filled, nothing of it is open or mapped any more, and the open store reads the drive again."""
     ring_folder = str(config_for(folder).ring_folder)
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()
         loop.iterate(0)
-        Checkpointer(store, loop.state, capture=config_for(folder)).restore()
+        Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None).restore()
         assert ring_folder not in Path("/proc/self/maps").read_text()
         assert not [path for path in Path("/proc/self/fd").iterdir() if ring_folder in os.path.realpath(path)]
         assert fingerprint(store.load()) == _expected(folder)[1]

@@ -28,7 +28,7 @@ def train(folder):
     disk = Disk()
     store = open_on(disk, folder / "store")
     _, _, loop = linear_loop()
-    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None)
     for step in range(4):
         loop.iterate(step)
         disk.delay_s = 0.01
@@ -44,7 +44,7 @@ if sys.argv[3] == "failed":
 
 
 def _steps(folder: Path) -> list[int]:
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         assert store.verify() == []
         return [checkpoint.step for checkpoint in store.checkpoints()]
 
@@ -109,7 +109,7 @@ folder = Path(sys.argv[2])
 disk = Disk()
 store = open_on(disk, folder / "store")
 _, _, loop = linear_loop()
-with Checkpointer(store, loop.state, capture=config_for(folder)) as checkpointer:
+with Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None) as checkpointer:
     disk.delay_s = 0.05
     for step in range(2):
         loop.iterate(step)

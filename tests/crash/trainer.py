@@ -64,7 +64,7 @@ def train(
 
     with events.observe(observer), open_on(disk, folder / "store") as store:
         _, _, loop = linear_loop()
-        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder))
+        checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None)
         restored = checkpointer.restore()
         first = _note_restored(journal, loop, restored)
         for step in range(first, first + steps):
@@ -76,8 +76,8 @@ def train(
                 checkpointer.wait()
                 disk.opened.clear()
             if durable:
-                checkpointer.wait("dram")
-        checkpointer.wait("dram")
+                checkpointer.wait("memory")
+        checkpointer.wait("memory")
         journal.note("ready")
         time.sleep(3600)
 
@@ -97,13 +97,16 @@ def train_two_runs(path: str, steps: int) -> None:
     with open_on(disk, folder / "store") as store:
         disk.opened.clear()
         _, _, loop = linear_loop()
-        both = {run: Checkpointer(store, loop.state, run=run, capture=config_for(folder)) for run in ("one", "two")}
+        both = {
+            run: Checkpointer(store, loop.state, run=run, capture=config_for(folder), every=1, keep=None)
+            for run in ("one", "two")
+        }
         for step in range(steps):
             loop.iterate(step)
             for run, checkpointer in both.items():
                 journal.note("step", run=run, step=step, fingerprint=fingerprint(copy_of(loop.state)))
                 checkpointer.step(step)
-                checkpointer.wait("dram")
+                checkpointer.wait("memory")
                 journal.note("complete", run=run, step=step)
         journal.note("ready")
         time.sleep(3600)
@@ -115,7 +118,10 @@ def train_two_until_terminated(path: str, where: str) -> None:
     disk = Disk()
     store = open_on(disk, folder / "store")
     _, _, loop = linear_loop()
-    both = [Checkpointer(store, dict(loop.state), run=run, capture=config_for(folder)) for run in ("one", "two")]
+    both = [
+        Checkpointer(store, dict(loop.state), run=run, capture=config_for(folder), every=1, keep=None)
+        for run in ("one", "two")
+    ]
     for step in range(2):
         loop.iterate(step)
         disk.delay_s = 0.01 * step
@@ -139,7 +145,7 @@ def train_until_terminated(path: str, where: str) -> None:
     store = open_on(disk, folder / "store")
     _, _, loop = linear_loop()
     push = Push(f"file://{folder}/remote") if where == "pushed" else None
-    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), push=push)
+    checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), push=push, every=1, keep=None)
     if where == "trace":
         Trace(folder / "trace.json")
     if where == "handled":
@@ -161,7 +167,7 @@ def train_until_terminated(path: str, where: str) -> None:
     checkpointer.step(1)
     if where in _TERMINATES_IN:
         armed.set()
-        _ = checkpointer.pushed
+        _ = checkpointer.push_statistics()
         # Another thread that is writing takes the line along: then the next one.
         while where == "trace" and armed.is_set():
             with events.timed("mine"):
@@ -224,11 +230,11 @@ def assert_restored(folder: Path, at_least: int, at_most: int = FOR_EVER, run: s
     """
     journal = Journal(folder / "journal")
     prints = {(line["run"], line["step"]): line["fingerprint"] for line in journal.lines("step")}
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()
         # An optimizer has no state to be filled before its first step.
         loop.iterate(0)
-        restored = Checkpointer(store, loop.state, run=run, capture=config_for(folder)).restore()
+        restored = Checkpointer(store, loop.state, run=run, capture=config_for(folder), every=1, keep=None).restore()
         step = -1 if restored is None else restored.step
         assert at_least <= step <= at_most, f"step {step} was restored, not one of {at_least} to {at_most}"
         if restored is not None:

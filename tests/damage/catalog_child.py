@@ -43,7 +43,7 @@ def build(path: str, tensors: int, *, killed: bool = False, compact: bool = Fals
         if event.name == "catalog.pinned":
             os._exit(0)
 
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         for step in range(1, 5):
             store.save(state(step, tensors), step=step)
         store.delete(2)
@@ -89,7 +89,7 @@ def use(path: str, tensors: int, step: int) -> list[str]:
     with Store.open(path, read_only=True, config=CONFIG) as store:
         store.load()
     refused: list[str] = []
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         old = saved_and_kept(path)[:-1]
         try:
             store.save(state(step, tensors), step=step)

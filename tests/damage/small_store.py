@@ -93,7 +93,7 @@ def tiny_state(step: int) -> dict[str, object]:
 def make_store(path: Path, steps: int = 2, config: StoreConfig = CONFIG, *, tiny: bool = False) -> SmallStore:
     """Save ``steps`` checkpoints, continued once, so that there are two head records."""
     states: dict[int, object] = {step: tiny_state(step) if tiny else small_state(step) for step in range(1, steps + 1)}
-    with Store.open(path, config=config) as store, warnings.catch_warnings():
+    with Store.open(path, config=config, create=True) as store, warnings.catch_warnings():
         warnings.simplefilter("error", StepOrderWarning)
         generation, last = store.begin_generation(None), None
         for step, state in states.items():

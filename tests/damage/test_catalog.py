@@ -197,14 +197,14 @@ def test_an_old_copy_of_the_catalog_does_no_harm(tmp_path: Path) -> None:
     """It names packs that are gone or overwritten: nothing is reused that the pack's own index does not have."""
     path = tmp_path / "store"
     data = path / "catalog" / "data.mdb"
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state(1, TENSORS), step=1)
         old = data.read_bytes()
         store.delete(1)
         assert store.gc().freed_packs
         store.save(state(2, 3 * TENSORS), step=2)
     data.write_bytes(old)
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state(3, TENSORS), step=3)
         store.save(state(1, TENSORS), step=1, run="other")
         store.gc()
@@ -217,7 +217,7 @@ def test_an_old_copy_of_the_catalog_does_no_harm(tmp_path: Path) -> None:
 def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
     """As the format says; a key that is no text, with a right checksum, is only one that names no file."""
     path = tmp_path / "store"
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state(1, TENSORS), step=1)
         catalog = store._opened.catalog()
         with catalog.read() as transaction:
@@ -242,7 +242,7 @@ def test_a_damaged_catalog_in_use_by_another_process_is_left_to_it(zygote: Zygot
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     living = path / "catalog" / "open" / f"{mark}-{boot}-{os.readlink('/proc/self/ns/pid')}"
     living.touch()
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         with pytest.raises(CatalogError, match=r"in use by process 1\b.*the next start rebuilds it"):
             store.save(state(10, TENSORS), step=10)
         store.load()

@@ -75,7 +75,7 @@ def test_a_damaged_payload(small: SmallStore) -> None:
     )
     path, sequence, offset = _frame_of(small, 3, "model.embed")
     with flipped(path, (offset + 200) * 8), small.open() as store:
-        with pytest.warns(SkippedCheckpointWarning, match=f"passed over step 3 .*frame {sequence} of pack {path.stem}"):
+        with pytest.warns(SkippedCheckpointWarning, match=f"skipped step 3 .*frame {sequence} of pack {path.stem}"):
             state = store.load()
         assert same(state, small.states[2])
 
@@ -175,7 +175,7 @@ def _filled(small: SmallStore) -> dict[str, torch.Tensor]:
 def test_a_fill_that_fails_half_way_lists_what_is_overwritten_and_what_to_restore(tmp_path: Path) -> None:
     """Tensors before the damaged frame hold new bytes, those after it the old ones, and the list says which."""
     states = {step: {f"t{number}": torch.full((1000,), step * 10.0 + number) for number in range(6)} for step in (1, 2)}
-    with Store.open(tmp_path / "store", config=CONFIG) as store:
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         for step, state in states.items():
             store.save(state, step=step)
     small = SmallStore(tmp_path / "store", states)
@@ -225,7 +225,7 @@ class _Refusing:
 def test_what_is_overwritten_is_counted_when_an_object_refuses(tmp_path: Path, count: int, told: str) -> None:
     """Also one tensor, and none."""
     state = {f"t{number}": torch.zeros(1000) for number in range(count)}
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         store.save({**state, "object": _Refusing()}, step=1)
         with pytest.raises(RefusedStateError) as caught:
             store.load(into={**state, "object": _Refusing()})
@@ -245,7 +245,7 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
             raise kind("it went away")
         return whole(*arguments)  # type: ignore[arg-type]  # handed on
 
-    with Store.open(tmp_path / "store", config=CONFIG) as store:
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.save(state, step=1)
         store.save(state, step=2)
         target = {name: torch.zeros(1000) for name in state}
@@ -258,7 +258,7 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
 def test_a_fill_with_no_older_checkpoint_says_so(tmp_path: Path) -> None:
     """There is nothing else to restore: the error does not pretend that there is."""
     state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(3)}
-    with Store.open(tmp_path / "store", config=CONFIG) as store:
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.save(state, step=1)
     small = SmallStore(tmp_path / "store", {1: state})
     *_, last = sorted((*_frame_of(small, 1, name), name) for name in state)

@@ -102,7 +102,7 @@ def test_flips_in_what_is_left_of_an_earlier_life_are_harmless(tmp_path: Path) -
     old, new = (
         {"w": torch.arange(count, dtype=torch.float64).mul(value)} for count, value in ((6144, 3.0), (4096, 5.0))
     )
-    with Store.open(tmp_path / "store", config=config) as store:
+    with Store.open(tmp_path / "store", config=config, create=True) as store:
         store.save(old, step=1)
         store.delete(1)
         assert store.gc().pooled_packs == 1
@@ -126,7 +126,7 @@ def test_flips_anywhere_in_a_store_of_many_megabytes(tmp_path: Path) -> None:
         step: {f"layer{i}": torch.randn(400_000, generator=numbers) for i in range(6)} | {"small": torch.ones(3000)}
         for step in (1, 2, 3)
     }
-    with Store.open(tmp_path / "store", config=config) as store:
+    with Store.open(tmp_path / "store", config=config, create=True) as store:
         for step, state in states.items():
             store.save(state, step=step)
     small = SmallStore(tmp_path / "store", states, config)

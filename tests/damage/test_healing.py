@@ -26,7 +26,7 @@ def _save_again(path: Path) -> None:
     packs = path / "packs"
     away = packs.rename(path / "away.tmp")
     packs.mkdir()
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(STATE, step=1)
     for pack in packs.iterdir():
         pack.rename(away / pack.name)
@@ -38,12 +38,12 @@ def _save_again(path: Path) -> None:
 def twice(tmp_path: Path) -> SmallStore:
     """One checkpoint whose partitions all lie in two packs."""
     path = tmp_path / "store"
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(STATE, step=1)
     _save_again(path)
     # Of the two attempts to save step 1 one is enough, and it must find the packs of the other.
     (path / "catalog" / "data.mdb").unlink()
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert len(store.checkpoints()) == 2
     return SmallStore(path, {1: STATE})
 
@@ -119,7 +119,7 @@ def test_a_second_copy_in_the_same_pack_is_read_too(tmp_path: Path) -> None:
     """No writer here stores a partition twice in one pack, but the format allows it."""
     path = tmp_path / "store"
     state = {"w": torch.arange(700, dtype=torch.int32)}
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state, step=1)
         (own,) = (path / "packs").iterdir()
         data = state["w"].numpy().tobytes()

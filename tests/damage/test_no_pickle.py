@@ -73,7 +73,7 @@ def load_with_poison(path: str) -> list[str]:
             caught.append("poison works")
     model = _model()
     state = {"model": model, "rng": RngState()}
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert same(store.load(1), _everything())
         assert set(store.load(1, tensors="module.*")) == {"module"}  # type: ignore[call-overload]  # JSON or a stand-in, untyped on purpose
         into = _everything()
@@ -81,7 +81,7 @@ def load_with_poison(path: str) -> list[str]:
         assert same(store.load(1, into={"tied": into["tied"]})["tied"], _everything()["tied"])  # type: ignore[index]  # JSON or a stand-in, untyped on purpose
         assert len(store.checkpoints()) == 2
         assert store.verify() == []
-        Checkpointer(store, state, run="training").restore()
+        Checkpointer(store, state, run="training", every=1, keep=None).restore()
         store.gc()
     return [*caught, "loaded"]
 
@@ -89,9 +89,9 @@ def load_with_poison(path: str) -> list[str]:
 def test_nothing_is_unpickled(zygote: Zygote, tmp_path: Path) -> None:
     """Plain loads, parts, fills in place, modules, generators, verify and gc; also from a rebuilt catalog."""
     path = tmp_path / "store"
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         store.save(_everything(), step=1)
-        Checkpointer(store, {"model": _model(), "rng": RngState()}, run="training").save(1)
+        Checkpointer(store, {"model": _model(), "rng": RngState()}, run="training", every=1, keep=None).save(1)
     (path / "catalog" / "data.mdb").unlink()
     outcome = zygote.run("tests.damage.test_no_pickle:load_with_poison", path=str(path))
     assert outcome.value == ["poison works", "poison works", "loaded"], str(outcome)
@@ -99,7 +99,7 @@ def test_nothing_is_unpickled(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_no_file_of_a_store_holds_a_pickle(tmp_path: Path) -> None:
     """No opcode stream lies anywhere but where a user put one as bytes."""
-    with Store.open(tmp_path / "store", config=CONFIG) as store:
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.save(_everything(), step=1)
     for path in (tmp_path / "store").rglob("*"):
         if path.is_file():

@@ -101,8 +101,8 @@ def caught(folder: Path) -> dict[str, object]:
             with noted() as texts:
                 ckpt.save(2)
             found["earlier step"] = list(texts)
-        assert ckpt._together is not None
-        found["left"] = ckpt._together._session is None
+        assert ckpt._coordinator is not None
+        found["left"] = ckpt._coordinator._session is None
         found["stored"] = [one.step for one in store.checkpoints() if one.complete]
     return found
 

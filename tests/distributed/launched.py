@@ -40,13 +40,13 @@ def process_group(folder: Path) -> Iterator[None]:
 
 def opened(folder: Path) -> Store:
     """Open the store of all ranks."""
-    return Store.open(folder / "store", config=CONFIG)
+    return Store.open(folder / "store", config=CONFIG, create=True)
 
 
 def checkpointer(folder: Path, store: Store, state: dict[str, object], **more: object) -> Checkpointer:
     """Return a Checkpointer that proves all it captures."""
     capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
-    return Checkpointer(store, state, capture=capture, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
+    return Checkpointer(store, state, capture=capture, **{"every": 1, "keep": None, **more})  # type: ignore[arg-type]  # knobs of tests
 
 
 @contextlib.contextmanager

@@ -111,7 +111,10 @@ def sharded(folder: Path) -> dict[str, object]:
         assert training.digest() == before
         if RANK == 0:
             torch.save(whole, folder / "whole.pt")
-        return {"step": restored.step, "prunes": ckpt._upkeep is not None and ckpt._upkeep._pruner is not None}
+        return {
+            "step": restored.step,
+            "prunes": ckpt._maintenance is not None and ckpt._maintenance._pruner is not None,
+        }
 
 
 def divergence(folder: Path) -> dict[str, object]:
@@ -216,7 +219,7 @@ def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[in
     RingTransaction.seal_frames = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
     note(folder, 1, train(1))
     ckpt.step(1)
-    ckpt.wait("dram")
+    ckpt.wait("memory")
     mark(folder, f"in-memory-{RANK}")
     time.sleep(1000)
 

@@ -86,7 +86,7 @@ def check_files_from_memory(where: Path) -> None:
     )
     assert outcome.status == 0, outcome.err
     copied(where / "whole", where / "copy")
-    with Store.open(where / "copy" / "store") as store, store.training.adopting(where / "copy" / "memory"):
+    with Store.open(where / "copy" / "store", create=True) as store, store.training.adopting(where / "copy" / "memory"):
         pass
     outcome = run_command("restore", where / "copy" / "store", "--to", where / "store.safetensors")
     assert outcome.status == 0, outcome.err
@@ -108,7 +108,7 @@ def check_newer_program(where: Path) -> None:
         if rings[0].name in what:
             refuse_rings(features, what)
 
-    with Store.open(where / "newer" / "store") as store:
+    with Store.open(where / "newer" / "store", create=True) as store:
         with pytest.MonkeyPatch.context() as newer:
             newer.setattr(manifest_reader, "check_reader_features", refuse)
             with store.training.adopting(where / "newer" / "memory") as adopted:
@@ -132,8 +132,8 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
 
     check_files_from_memory(tmp_path)
     check_newer_program(tmp_path)
-    with Store.open(tmp_path / "whole" / "store") as store:
-        only = store.only_in_memory(ring_folder=tmp_path / "whole" / "memory")
+    with Store.open(tmp_path / "whole" / "store", create=True) as store:
+        only = store.captures_in_memory(ring_folder=tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]
         with store.training.adopting(tmp_path / "whole" / "memory") as taken:
             pass
@@ -145,9 +145,9 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
             assert training.digest() == (tmp_path / "whole" / f"state-1-{rank}").read_text()
     assert newest_complete(tmp_path / "whole") == 1
 
-    with Store.open(tmp_path / "part" / "store") as store:
+    with Store.open(tmp_path / "part" / "store", create=True) as store:
         # It is not promised either.
-        assert store.only_in_memory(ring_folder=tmp_path / "part" / "memory") == []
+        assert store.captures_in_memory(ring_folder=tmp_path / "part" / "memory") == []
         with store.training.adopting(tmp_path / "part" / "memory") as adopted:
             (left,) = adopted
         assert (left.step, left.ref) == (1, None)

@@ -18,8 +18,8 @@ _SAVE_AND_RESTORE = """
 import sys, torch, asymcheck
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
 state = {"model": model, "tied": [model[0].weight], "optimizer": torch.optim.AdamW(model.parameters())}
-with asymcheck.Store.open(sys.argv[1]) as store:
-    with asymcheck.Checkpointer(store, state) as checkpointer:
+with asymcheck.Store.open(sys.argv[1], create=True) as store:
+    with asymcheck.Checkpointer(store, state, every=1, keep=None) as checkpointer:
         checkpointer.step(0)
         checkpointer.wait()
         checkpointer.restore()

@@ -45,7 +45,7 @@ def test_a_lost_catalog_comes_back_as_it_was(path: Path) -> None:
         before = _rows(store)
     lose_catalog(path)
     with open_store(path) as store:
-        rebuilt = store.rebuild()
+        rebuilt = store.rebuild_catalog()
         assert _rows(store) == before
     assert (rebuilt.packs, rebuilt.partitions, rebuilt.manifests) == (len(before[1]), len(before[0]), len(before[2]))
     assert rebuilt.left_out == ()
@@ -58,7 +58,7 @@ def test_nobody_else_has_it_open(path: Path) -> None:
     keep = path / "catalog" / "keep"
     keep.hardlink_to(data)  # so that the number of the old file is not given to the new one
     with open_store(path) as store:
-        store.rebuild()
+        store.rebuild_catalog()
         assert data.stat().st_ino != before
         check_idle(store)
 
@@ -101,9 +101,9 @@ def test_a_catalog_that_lies_is_corrected(path: Path, lie: Callable[[Transaction
         if how == "repair":
             assert [one.kind for one in store.repair().done] == ["catalog"]
         else:
-            assert store.rebuild().changed > 0
+            assert store.rebuild_catalog().changed > 0
         assert _rows(store) == before
-        assert store.rebuild().changed == 0
+        assert store.rebuild_catalog().changed == 0
         check_idle(store)
 
 
@@ -114,7 +114,7 @@ def test_pins_of_the_living_are_kept(path: Path) -> None:
         with store._opened.catalog().write() as transaction:
             transaction.put_pin(living, Owner(1, _start_of_init(), this_process().boot_id, _namespace()), [])
             transaction.put_pin(dead, _DEAD, [])
-        rebuilt = store.rebuild()
+        rebuilt = store.rebuild_catalog()
         assert rebuilt.kept_pins == 1
         with store._opened.catalog().read() as transaction:
             assert set(transaction.pins()) == {living}
@@ -134,7 +134,7 @@ def test_a_damaged_pack_is_left_out(path: Path) -> None:
     names = {name for name, _, _ in frames(pack)}
     flip_index(pack)
     with open_store(path) as store:
-        rebuilt = store.rebuild()
+        rebuilt = store.rebuild_catalog()
         assert len(rebuilt.left_out) == 1
         assert pack.name in rebuilt.left_out[0]
         assert not names & _rows(store)[0].keys()
@@ -153,7 +153,7 @@ def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch
         with store._opened.catalog().write() as transaction:
             _forget_all(transaction)
         monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
-        assert store.rebuild().manifests == 3
+        assert store.rebuild_catalog().manifests == 3
         monkeypatch.undo()
         assert len(_rows(store)[2]) == 3
         assert other.save(make_state(5), step=6).written_bytes == 0
@@ -174,7 +174,7 @@ def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypa
             return found
 
         monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
-        store.rebuild()
+        store.rebuild_catalog()
         monkeypatch.undo()
         assert _rows(store) == ({}, {}, set())
         assert store.save(make_state(0), step=0).written_bytes > 0
@@ -191,7 +191,7 @@ def test_what_collection_holds_is_not_entered(path: Path) -> None:
 
         def rebuild(event: events.Event) -> None:
             if event.name == "gc.marked_freed":
-                rebuilt = other.rebuild()
+                rebuilt = other.rebuild_catalog()
                 states.append((rebuilt.packs, len(rebuilt.left_out), set(_rows(other)[1].values())))
 
         with events.observe(rebuild):
@@ -216,7 +216,7 @@ def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch
             return original(tier)
 
         monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
-        rebuilt = store.rebuild()
+        rebuilt = store.rebuild_catalog()
         assert [pack.name in reason for reason in rebuilt.left_out] == [True]
         assert _rows(store)[1][pack_id] == registry.PACK_FREED
 
@@ -228,8 +228,8 @@ def test_packs_put_back_are_known_again(path: Path) -> None:
     for pack in packs(path):
         pack.unlink()
     with open_store(path) as store:
-        assert store.rebuild().packs == 0
+        assert store.rebuild_catalog().packs == 0
         for pack in away.iterdir():
             shutil.copy(pack, path / "packs")
-        assert store.rebuild().packs == len(packs(path))
+        assert store.rebuild_catalog().packs == len(packs(path))
         assert fingerprint(store.load(1)) == fingerprint(make_state(1))

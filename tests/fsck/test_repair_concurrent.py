@@ -136,7 +136,7 @@ def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monk
         (path / "packs").rename(away)
         (path / "packs").mkdir()
         with open_store(path) as fresh:
-            fresh.rebuild()
+            fresh.rebuild_catalog()
             fresh.save(make_state(0), step=5)
             fresh.save(make_state(1), step=6)
         for pack in away.iterdir():

@@ -26,7 +26,7 @@ PACK_ID = PackId(b"\x11" * 16)
 
 def new_store(path: Path) -> Store:
     """A store with one sound checkpoint."""
-    store = Store.open(path, config=CONFIG)
+    store = Store.open(path, config=CONFIG, create=True)
     store.save(STATE, step=1)
     return store
 
@@ -51,7 +51,7 @@ def put_manifest(
 def open_large_claims(path: str) -> list[str]:
     """Open packs that claim to be much larger than their files, with little memory; return how each was refused."""
     refused = []
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         packs = Path(path, "packs")
         for count, index_offset in (
             (4_000_000, 4096),

@@ -24,7 +24,7 @@ from asymcheck.storage.reachability import StoreReachability
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """An empty store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 
@@ -42,7 +42,7 @@ def test_a_capture_is_lost_and_reported_when_the_commit_thread_meets_an_error(
 
     monkeypatch.setattr(RingFlusher, "_queue_write", fail_once)
     state = {"w": torch.zeros(100_000)}
-    checkpointer = Checkpointer(store, state, capture=CaptureConfig(ring_folder=str(tmp_path)))
+    checkpointer = Checkpointer(store, state, capture=CaptureConfig(ring_folder=str(tmp_path)), every=1, keep=None)
     checkpointer.step(0)
     with pytest.raises(LostCheckpointError, match="broken"):
         in_time(checkpointer.wait)
@@ -66,7 +66,7 @@ def test_frames_of_the_next_capture_are_written_while_a_collection_is_held_up(
     monkeypatch.setattr(retention_runner, "collect", collect_late)
     state = {"w": torch.zeros(100_000)}
     config = CaptureConfig(ring_folder=str(tmp_path))
-    with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+    with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
         checkpointer.step(0)
         assert held.wait(60)
         state["w"] += 1
@@ -90,7 +90,7 @@ def test_close_waits_for_a_collection_and_raises_what_it_met(
 
     monkeypatch.setattr(retention_runner, "collect", fail)
     config = CaptureConfig(ring_folder=str(tmp_path))
-    checkpointer = Checkpointer(store, {"w": torch.zeros(1000)}, keep=Retention(keep_last=1), capture=config)
+    checkpointer = Checkpointer(store, {"w": torch.zeros(1000)}, keep=Retention(keep_last=1), capture=config, every=1)
     checkpointer.step(0)
     with pytest.raises(PruneError, match="the device refused"):
         in_time(checkpointer.close)
@@ -109,7 +109,7 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
     monkeypatch.setattr(retention_runner, "collect", collect_late)
     state = {"w": torch.zeros(100_000)}
     config = CaptureConfig(ring_folder=str(tmp_path), ring_bytes=8 << 20)
-    with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config) as checkpointer:
+    with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
         for step in range(4):
             state["w"] += 1
             checkpointer.step(step)

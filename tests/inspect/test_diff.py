@@ -21,7 +21,7 @@ CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, in
 
 def saved(path: Path, *states: object) -> asymcheck.Store:
     """Return a store with the states as steps 0, 1, …."""
-    store = asymcheck.Store.open(path, config=CONFIG)
+    store = asymcheck.Store.open(path, config=CONFIG, create=True)
     for step, state in enumerate(states):
         store.save(state, step=step)
     return store
@@ -282,7 +282,7 @@ def test_values_of_every_type_have_a_text(store_path: Path) -> None:
 
 def test_a_step_means_what_a_restore_would_take(store_path: Path) -> None:
     """Of a step that was saved on an abandoned branch too, the one on the line; the other has its save id."""
-    with asymcheck.Store.open(store_path, config=CONFIG) as store:
+    with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         first = store.save({"x": torch.zeros(2)}, step=1)
         old = store.save({"x": torch.ones(2)}, step=2)
         generation = store.begin_generation(first)

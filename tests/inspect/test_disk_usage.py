@@ -21,7 +21,7 @@ def trained(path: Path) -> asymcheck.Store:
     """Return a store with a run that changes a few of its tensors at each step, and a second run that shares some."""
     dice = random.Random(3)
     tensors = {str(number): torch.full((3000,), float(number)) for number in range(8)}
-    store = asymcheck.Store.open(path, config=CONFIG)
+    store = asymcheck.Store.open(path, config=CONFIG, create=True)
     for step in range(6):
         for name in dice.sample(sorted(tensors), 2):
             tensors[name] = tensors[name] + 100
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_sets_of_digests(store_path: Path) -> None:
     """Stored, own and shared bytes of every checkpoint, and what is live, as sets of digests give them."""
     with trained(store_path) as store:
         frames, needs = frames_of(store), needs_of(store)
-        found = store.accounting()
+        found = store.disk_usage()
         assert len(found.checkpoints) == 7
         for item in found.checkpoints:
             others = set().union(*(need for save, need in needs.items() if save != item.save_id))
@@ -84,10 +84,10 @@ def test_what_deletion_makes_garbage_is_own(store_path: Path) -> None:
     """Deleting a checkpoint moves its own bytes out of the live ones; collection frees what was said to be freeable."""
     with trained(store_path) as store:
         for step in (2, 0, 4):
-            before = store.accounting()
+            before = store.disk_usage()
             own = next(item.own_bytes for item in before.checkpoints if (item.run, item.step) == ("default", step))
             store.delete(step)
-            after = store.accounting()
+            after = store.disk_usage()
             assert before.live_bytes - after.live_bytes == own
             check_sums(after)
             dry = store.gc(dry_run=True)
@@ -96,12 +96,12 @@ def test_what_deletion_makes_garbage_is_own(store_path: Path) -> None:
         store.delete(0, run="other")
         for step in (1, 3, 5):
             store.delete(step)
-        alone = store.accounting()
+        alone = store.disk_usage()
         assert alone.checkpoints == ()
         assert (alone.freeable_packs, alone.freeable_bytes) == (alone.packs, alone.pack_bytes)
         freed = store.gc()
         assert freed.freed_bytes == alone.freeable_bytes
-        empty = store.accounting()
+        empty = store.disk_usage()
         assert (empty.packs, empty.pooled_packs, empty.pooled_bytes) == (0, freed.pooled_packs, freed.freed_bytes)
         assert empty.catalog_bytes > 0
 
@@ -109,20 +109,20 @@ def test_what_deletion_makes_garbage_is_own(store_path: Path) -> None:
 def test_one_run_is_listed_but_all_runs_are_counted(store_path: Path) -> None:
     """What another run needs is not a checkpoint's own, and the totals are those of the store."""
     with trained(store_path) as store:
-        everything, one = store.accounting(), store.accounting("other")
+        everything, one = store.disk_usage(), store.disk_usage("other")
         assert one.checkpoints == everything.checkpoints[-1:]
         assert one.checkpoints[0].own_bytes == 0
         assert one.live_bytes == everything.live_bytes
         assert [(role.role, role.state_bytes) for role in one.roles] == [("weights", 12_000)]
         assert one.roles[0].stored_bytes == one.checkpoints[0].stored_bytes
         with pytest.raises(CheckpointNotFoundError, match="it has runs default, other"):
-            store.accounting("nobody")
+            store.disk_usage("nobody")
 
 
 def test_roles_come_from_the_manifests(store_path: Path) -> None:
     """State bytes count every checkpoint, stored bytes each partition once."""
     with trained(store_path) as store:
-        found = store.accounting()
+        found = store.disk_usage()
     roles = {role.role: role for role in found.roles}
     assert set(roles) == {"weights", "first_moment"}
     assert roles["weights"].state_bytes == 6 * 8 * 12_000 + 12_000
@@ -138,10 +138,10 @@ def test_a_partition_of_several_roles_is_shared_out(store_path: Path) -> None:
         "model": {"w": torch.randn(100)},
         "optimizer": {"state": {0: {"exp_avg": torch.randn(100), "exp_avg_sq": torch.rand(300)}}},
     }
-    with asymcheck.Store.open(store_path, config=config) as store:
+    with asymcheck.Store.open(store_path, config=config, create=True) as store:
         for step in (1, 2):
             store.save(state, step=step)
-        found = store.accounting()
+        found = store.disk_usage()
         assert len(needs_of(store).popitem()[1]) == 2
     roles = {role.role: role for role in found.roles}
     assert {role: one.stored_bytes for role, one in roles.items()} == {
@@ -173,8 +173,8 @@ def test_shares_are_whole_and_add_up() -> None:
 
 def test_an_empty_store(store_path: Path) -> None:
     """Nothing is nothing."""
-    with asymcheck.Store.open(store_path) as store:
-        found = store.accounting()
+    with asymcheck.Store.open(store_path, create=True) as store:
+        found = store.disk_usage()
     assert (found.checkpoints, found.roles, found.packs, found.pack_bytes, found.manifests) == ((), (), 0, 0, 0)
 
 
@@ -182,11 +182,11 @@ def test_the_catalog_is_not_read(store_path: Path) -> None:
     """It may be rubbish, and stays so."""
     trained(store_path).close()
     with asymcheck.Store.open(store_path, read_only=True) as store:
-        before = store.accounting()
+        before = store.disk_usage()
     data = store_path / "catalog" / "data.mdb"
     data.write_bytes(b"rubbish" * 1000)
     with asymcheck.Store.open(store_path, read_only=True) as store:
-        after = store.accounting()
+        after = store.disk_usage()
     assert after.checkpoints == before.checkpoints
     assert after.live_bytes == before.live_bytes
     assert data.read_bytes() == b"rubbish" * 1000
@@ -196,11 +196,11 @@ def test_a_damaged_manifest_makes_nothing_freeable(store_path: Path) -> None:
     """What it needs is unknown, so collection frees nothing, and the account says the same."""
     with trained(store_path) as store:
         store.delete(5)
-        assert store.accounting().locked_bytes + store.accounting().freeable_bytes > 0
+        assert store.disk_usage().locked_bytes + store.disk_usage().freeable_bytes > 0
         listing = store._tier.manifests.checkpoints("default")[0]
         path = store._tier.manifests.directory("default", listing.ref) / str(listing.manifests[0])
         path.write_bytes(path.read_bytes()[:-1])
-        found = store.accounting()
+        found = store.disk_usage()
     assert (found.unreadable_manifests, found.freeable_packs, found.freeable_bytes) == (1, 0, 0)
     assert [item.complete for item in found.checkpoints] == [False, True, True, True, True, True]
     check_sums(found)
@@ -213,11 +213,11 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
         header = bytearray(packs[0].read_bytes())
         header[10] ^= 255
         packs[0].write_bytes(header)
-        scanned = store.accounting()
+        scanned = store.disk_usage()
         assert (scanned.damaged_packs, scanned.unreadable_bytes) == (1, 0)
         assert not any(item.missing_partitions for item in scanned.checkpoints)
         packs[0].write_bytes(bytes(len(header)))
-        lost = store.accounting()
+        lost = store.disk_usage()
         assert (lost.damaged_packs, lost.unreadable_bytes) == (1, len(header))
         assert lost.checkpoints[0].missing_partitions == len(needs_of(store)[lost.checkpoints[0].save_id])
         assert lost.packs == len(packs)
@@ -227,14 +227,14 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
 def test_partitions_that_lie_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -> None:
     """Both copies are live: collection frees neither."""
     with trained(store_path) as store:
-        before = store.accounting()
+        before = store.disk_usage()
         # As two saves at once leave them: the second store's pack holds what the first has already.
-        with asymcheck.Store.open(tmp_path / "twin", config=CONFIG) as twin:
+        with asymcheck.Store.open(tmp_path / "twin", config=CONFIG, create=True) as twin:
             twin.save({"model": {"0": torch.full((3000,), 0.0), "1": torch.full((3000,), 1.0)}}, step=0)
             (pack,) = (tmp_path / "twin" / "packs").iterdir()
         (store_path / "packs" / pack.name).write_bytes(pack.read_bytes())
-        store.rebuild()
-        after = store.accounting()
+        store.rebuild_catalog()
+        after = store.disk_usage()
         dry = store.gc(dry_run=True)
     shared = sum(one.stored_bytes for one in after.checkpoints) > sum(one.stored_bytes for one in before.checkpoints)
     assert shared

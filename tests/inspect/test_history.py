@@ -17,7 +17,7 @@ from asymcheck.inspect.history import History
 @pytest.fixture
 def store(store_path: Path) -> asymcheck.Store:
     """Steps 10 to 40; back to 20, then 25 and 35; back to 25, then 30."""
-    with asymcheck.Store.open(store_path) as opened:
+    with asymcheck.Store.open(store_path, create=True) as opened:
         for step in (10, 20, 30, 40):
             opened.save({"x": torch.full((4,), float(step))}, step=step, metrics={"loss": 1 / step})
         generation = opened.begin_generation(opened.checkpoints()[1])
@@ -68,7 +68,7 @@ def test_everything_includes_what_was_abandoned(store: asymcheck.Store) -> None:
 
 def test_training_from_nothing(store_path: Path) -> None:
     """It abandons all there was, and the first checkpoint after it has none before."""
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=5)
         generation = store.begin_generation(None)
         store.save({"x": 1}, step=1, generation=generation)
@@ -80,7 +80,7 @@ def test_training_from_nothing(store_path: Path) -> None:
 
 def test_a_generation_off_the_line_is_an_opening_of_everything(store_path: Path) -> None:
     """Generation 2 was opened, and then generation 3 from before it."""
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"x": 1}, step=1)
         store.begin_generation(first)
         store.begin_generation(first)
@@ -122,5 +122,5 @@ def test_runs_that_are_not_there(store: asymcheck.Store, tmp_path: Path) -> None
     """Beside other runs it is an error; in an empty store there is nothing to tell."""
     with pytest.raises(CheckpointNotFoundError, match="it has runs default"):
         store.history("nobody")
-    with asymcheck.Store.open(tmp_path / "empty") as empty:
+    with asymcheck.Store.open(tmp_path / "empty", create=True) as empty:
         assert (empty.history().entries, empty.history().openings) == ((), ())

@@ -65,7 +65,7 @@ def main(what: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     app = App(1 if what == "save" else 2)
     extra = {"step": 3, "note": "one", "betas": [0.9, 0.95], "same": torch.arange(4.0)}
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         if what == "save":
             app.step()
             state = {"app": app, "extra": extra}

@@ -85,8 +85,8 @@ class App:
         capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
         # Small tensors, too, are copied and not kept in the manifest.
         small = StoreConfig(bundle_below_bytes=4096, inline_bytes=16, inline_total_bytes=32)
-        self.store = Store.open(folder / "store", config=small)
-        self.checkpointer = Checkpointer(self.store, self.state, every=EVERY, run=run, capture=capture)
+        self.store = Store.open(folder / "store", config=small, create=True)
+        self.checkpointer = Checkpointer(self.store, self.state, every=EVERY, run=run, capture=capture, keep=None)
 
     def train(self, *, killed: bool = False) -> float:
         """Take one step; the random numbers of a rank are its own."""

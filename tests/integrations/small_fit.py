@@ -64,7 +64,7 @@ class KillAt(Callback):
         if trainer.global_step == self.settles_at:
             self.checkpoints._fit.checkpointer.wait()
         if trainer.global_step == self.step:
-            self.checkpoints._fit.checkpointer.wait("dram")
+            self.checkpoints._fit.checkpointer.wait("memory")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -123,7 +123,7 @@ def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
 def main(folder: Path, every: int, kill_at: int) -> None:
     """Train from what the store has; die at a step."""
     torch.set_num_threads(1)
-    callback = AsymcheckCallback(Store.open(folder / "store"), every=every)
+    callback = AsymcheckCallback(Store.open(folder / "store", create=True), every=every, keep=None)
     fit(folder, callback, KillAt(kill_at, callback))
 
 

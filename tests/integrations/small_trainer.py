@@ -42,7 +42,7 @@ class KillAt(TrainerCallback):
         if state.global_step == self.settles_at:
             self.checkpoints._training.checkpointer.wait()
         if state.global_step == self.step:
-            self.checkpoints._training.checkpointer.wait("dram")
+            self.checkpoints._training.checkpointer.wait("memory")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -105,7 +105,7 @@ def main(folder: Path, every: int, kill_at: int) -> None:
     """Train from what the store has; die at a step."""
     torch.set_num_threads(1)
     trainer = make_trainer(folder)
-    callback = AsymcheckCallback(Store.open(folder / "store"), every=every)
+    callback = AsymcheckCallback(Store.open(folder / "store", create=True), every=every, keep=None)
     trainer.add_callback(KillAt(kill_at, callback))
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
 

@@ -58,7 +58,7 @@ def emptied(value: object) -> Any:  # noqa: ANN401 - of the type of what is give
 
 def test_a_state_comes_back(store_path: Path) -> None:
     """Through DCP, in place; and through the store, to which it is a checkpoint like any other."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         writer = AsymcheckWriter(store, step=5, metrics={"loss": 2.5}, run="dcp")
         dcp.save(example(), storage_writer=writer)
         state = emptied(example())
@@ -76,7 +76,7 @@ def test_a_state_comes_back(store_path: Path) -> None:
 
 def test_a_state_is_made_anew(store_path: Path) -> None:
     """As torch's own converter does it, from what the reader says that there is."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
         state: dict[str, Any] = {}
         _load_state_dict(
@@ -87,7 +87,7 @@ def test_a_state_is_made_anew(store_path: Path) -> None:
 
 def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP would call torch.save for each of them."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         with monkeypatch.context() as patched:
             patched.setattr(torch, "save", None)
             dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
@@ -98,7 +98,7 @@ def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_of_an_empty_mapping_in_a_list_nothing_is_kept(store_path: Path) -> None:
     """DCP has no entry for it, so the others keep their numbers; those with tensors come back as DCP loads them."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         dcp.save({"list": [{}, {"a": torch.ones(1)}]}, storage_writer=AsymcheckWriter(store, step=0))
         assert_same(store.load(), {"list": {1: {"a": torch.ones(1)}}})
         state = {"list": [5, {"a": torch.zeros(1)}]}
@@ -110,7 +110,7 @@ def test_of_an_empty_mapping_in_a_list_nothing_is_kept(store_path: Path) -> None
 def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, value: object) -> None:
     """What it saves would be taken apart, and it would find nothing by its names. A flat state it may save."""
     flat = {"t": torch.ones(3), "pair": (torch.zeros(2), 7), "numbers": [1, [2, 3]], "none": None}
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(flatten_state_dict=False)
         with pytest.raises(CheckpointException, match=r"takes value for one value.*flatten_state_dict=True"):
             dcp.save({"value": value}, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
@@ -125,7 +125,7 @@ def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, valu
 def test_other_dtypes_are_converted(store_path: Path) -> None:
     """As DCP's own reader does it: a float32 checkpoint loads into a bfloat16 model."""
     weights = torch.randn(5, 3)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         dcp.save({"w": weights}, storage_writer=AsymcheckWriter(store, step=0))
         state = {"w": torch.zeros(5, 3, dtype=torch.bfloat16)}
         dcp.load(state, storage_reader=AsymcheckReader(store))
@@ -135,8 +135,10 @@ def test_other_dtypes_are_converted(store_path: Path) -> None:
 def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
     """DCP's names are the dotted names of a state, whoever saved it."""
     model = torch.nn.Linear(4, 2)
-    with Store.open(store_path) as store:
-        with Checkpointer(store, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}) as checkpointer:
+    with Store.open(store_path, create=True) as store:
+        with Checkpointer(
+            store, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, every=1, keep=None
+        ) as checkpointer:
             checkpointer.save(4)
         other = torch.nn.Linear(4, 2)
         dcp.load({"model": other}, storage_reader=AsymcheckReader(store, step=4))
@@ -145,7 +147,7 @@ def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
 
 def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
     """The newest whose packs are there is described and read, with a warning."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         dcp.save({"w": torch.ones(1 << 16)}, storage_writer=AsymcheckWriter(store, step=1))
         first = set((store_path / "packs").rglob("*"))
         dcp.save({"w": torch.zeros(1 << 16)}, storage_writer=AsymcheckWriter(store, step=2))
@@ -162,7 +164,7 @@ def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
 
 def test_what_cannot_be_saved_right_is_refused(store_path: Path) -> None:
     """Plans that are kept would bring their save id with them; without an exchange of plans there is none for all."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(enable_plan_caching=True)
         with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
             dcp.save({"w": torch.ones(3)}, storage_writer=AsymcheckWriter(store, step=1), planner=planner)
@@ -173,7 +175,7 @@ def test_what_cannot_be_saved_right_is_refused(store_path: Path) -> None:
 
 def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
     """Where they would be passed over, another checkpoint than the one that is meant would be saved or loaded."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         writer = AsymcheckWriter(store, step=1)
         for call in (
             lambda: dcp.save(example(), storage_writer=writer, checkpoint_id="step-1"),
@@ -196,7 +198,7 @@ def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
 def test_ranks_that_found_different_checkpoints_are_told(store_path: Path) -> None:
     """Another may have been saved while they looked; what they load together is one."""
     refs = [CheckpointRef(1, step, SaveId(bytes([step] * 16))) for step in (3, 3, 4)]
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         reader = AsymcheckReader(store)
         plans = [LoadPlan([], storage_data=ref) for ref in refs]
         assert reader.prepare_global_plan(plans[:2]) == plans[:2]
@@ -235,7 +237,7 @@ def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
         state = {"app": {"model": emptied(dict(saved["app"]["model"]))}}
         dcp.load(state, storage_reader=AsymcheckReader(store))
         assert_same(state["app"]["model"], dict(saved["app"]["model"]))
-    with Store.open(tmp_path / "converted") as store:
+    with Store.open(tmp_path / "converted", create=True) as store:
         import_checkpoint(store, tmp_path / "folder")
         assert_same(in_order(store.load()), in_order(saved))
 

@@ -41,8 +41,8 @@ class Run:
         self.folder = folder
         plain = fit(folder, **self.options)
         self.losses, self.outcome = dict(plain[1].losses), outcome(*plain)
-        with Store.open(folder / "store") as store:
-            saved = fit(folder, AsymcheckCallback(store, every=1), **self.options)
+        with Store.open(folder / "store", create=True) as store:
+            saved = fit(folder, AsymcheckCallback(store, every=1, keep=None), **self.options)
         assert dict(saved[1].losses) == self.losses
         assert_same(outcome(*saved), self.outcome)
 
@@ -56,8 +56,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("step", [1, 3, STEPS_IN_EPOCH, STEPS_IN_EPOCH + 1, 2 * STEPS_IN_EPOCH, STEPS - 1])
 def test_resumed_at_any_place(step: int, run: Run) -> None:
     """In an epoch, behind a validation and at the end of an epoch; the rest is trained with the same losses."""
-    with Store.open(run.folder / "store") as store:
-        trainer, module = fit(run.folder, AsymcheckCallback(store, every=1, resume=step), **run.options)
+    with Store.open(run.folder / "store", create=True) as store:
+        trainer, module = fit(run.folder, AsymcheckCallback(store, every=1, resume=step, keep=None), **run.options)
     first = step // STEPS_IN_EPOCH * BATCHES + step % STEPS_IN_EPOCH * ACCUMULATE
     assert dict(module.losses) == {index: loss for index, loss in run.losses.items() if index >= first}
     assert_same(outcome(trainer, module), run.outcome)
@@ -69,8 +69,8 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     script = str(Path(small_fit.__file__).resolve())
     killed = subprocess.run([sys.executable, script, str(tmp_path), "4", "10"], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    with Store.open(tmp_path / "store") as store:
-        trainer, module = fit(tmp_path, AsymcheckCallback(store, every=4))
+    with Store.open(tmp_path / "store", create=True) as store:
+        trainer, module = fit(tmp_path, AsymcheckCallback(store, every=4, keep=None))
         assert [item.step for item in store.checkpoints()] == [4, 8, 12, 16, STEPS]
         assert store.checkpoints()[-1].metrics.keys() == {"val_loss"}
     losses = dict(whole[1].losses)
@@ -81,9 +81,9 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
 
 def test_resumed_when_all_is_done(tmp_path: Path) -> None:
     """Nothing is trained, and the model is the trained one."""
-    with Store.open(tmp_path / "store") as store:
-        _, trained = fit(tmp_path, AsymcheckCallback(store))
-        _, again = fit(tmp_path, AsymcheckCallback(store))
+    with Store.open(tmp_path / "store", create=True) as store:
+        _, trained = fit(tmp_path, AsymcheckCallback(store, keep=None))
+        _, again = fit(tmp_path, AsymcheckCallback(store, keep=None))
     assert again.losses == []
     assert_same(dict(again.state_dict()), dict(trained.state_dict()))
 
@@ -94,10 +94,10 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
     def stopping() -> EarlyStopping:
         return EarlyStopping("val_loss", patience=100, min_delta=10)
 
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         whole, again = stopping(), stopping()
-        fit(tmp_path, AsymcheckCallback(store, every=1), whole)
-        fit(tmp_path, AsymcheckCallback(store, every=1, resume=8), again)
+        fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), whole)
+        fit(tmp_path, AsymcheckCallback(store, every=1, resume=8, keep=None), again)
     assert again.wait_count == whole.wait_count > 1
 
 
@@ -112,21 +112,21 @@ class Fails(Callback):
 
 def test_what_was_begun_is_durable_when_the_fit_fails(tmp_path: Path) -> None:
     """The exception comes through, and the checkpoints taken before it are in the store."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError, match="on purpose"):
-            fit(tmp_path, AsymcheckCallback(store, every=2), Fails())
+            fit(tmp_path, AsymcheckCallback(store, every=2, keep=None), Fails())
         assert [item.step for item in store.checkpoints()] == [2, 4]
 
 
 def test_not_resumed_unless_asked(tmp_path: Path) -> None:
     """resume=False begins from nothing, and says that what is stored is abandoned."""
-    with Store.open(tmp_path / "store") as store:
-        _, first = fit(tmp_path, AsymcheckCallback(store))
+    with Store.open(tmp_path / "store", create=True) as store:
+        _, first = fit(tmp_path, AsymcheckCallback(store, keep=None))
         with pytest.warns(AbandonedCheckpointsWarning):
-            _, second = fit(tmp_path, AsymcheckCallback(store, resume=False))
+            _, second = fit(tmp_path, AsymcheckCallback(store, resume=False, keep=None))
         assert first.losses == second.losses
         with pytest.raises(CheckpointNotFoundError):
-            fit(tmp_path, AsymcheckCallback(store, resume=7))
+            fit(tmp_path, AsymcheckCallback(store, resume=7, keep=None))
 
 
 class Adversaries(LightningModule):
@@ -155,8 +155,8 @@ class Adversaries(LightningModule):
 def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
     """Also where the number of their steps is never a multiple of what was asked for."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with Store.open(tmp_path / "store") as store:
-        callback = AsymcheckCallback(store, every=10)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=10, keep=None)
         trainer = Trainer(**quiet, max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=[callback])
         trainer.fit(Adversaries(), DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=1))
         assert [item.step for item in store.checkpoints()] == [11, 21, 31, 35]
@@ -181,5 +181,5 @@ def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
     """Its order is drawn from a generator that no state of the loader has. Wrapped here as Lightning does for ranks."""
     drawn = WeightedRandomSampler([1.0] * 8, 8)
     rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
-    with Store.open(tmp_path / "store") as store, pytest.raises(InvalidInputError, match="RandomSampler"):
-        fit(tmp_path, AsymcheckCallback(store), rows=rows)
+    with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="RandomSampler"):
+        fit(tmp_path, AsymcheckCallback(store, keep=None), rows=rows)

@@ -49,7 +49,7 @@ def train(store: Store, kind: str, stop: int) -> list[list[int]]:
     place, weights, rows = {"epoch": 0}, torch.zeros(5_000), loader(kind)
     state: dict[str, object] = {"loader": rows, "rng": RngState(), "place": place, "weights": weights}
     seen: list[list[int]] = []
-    with Checkpointer(store, state, every=1) as checkpointer:
+    with Checkpointer(store, state, every=1, keep=None) as checkpointer:
         restored = checkpointer.restore()
         step = restored.step + 1 if restored else 0
         while place["epoch"] < EPOCHS:
@@ -69,13 +69,13 @@ def train(store: Store, kind: str, stop: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["shuffled", "workers", "stream"])
 def test_a_resumed_run_goes_on_with_the_next_sample(kind: str, tmp_path: Path) -> None:
     """Stopped within an epoch, and at its last batch."""
-    with Store.open(tmp_path / "whole") as store:
+    with Store.open(tmp_path / "whole", create=True) as store:
         whole = train(store, kind, 10**6)
     assert len(whole) == EPOCHS * -(-ROWS // BATCH)
     assert sorted(row for batch in whole for row in batch) == sorted(
         [row for row in range(ROWS) for _ in range(EPOCHS)] if kind != "stream" else [*range(1, ROWS + 1)] * EPOCHS
     )
-    with Store.open(tmp_path / "stopped") as store:
+    with Store.open(tmp_path / "stopped", create=True) as store:
         pieces = [train(store, kind, stop) for stop in (2, 5, 8, 10**6)]
     assert [len(piece) for piece in pieces[:3]] == [3, 3, 3]
     assert [batch for piece in pieces for batch in piece] == whole

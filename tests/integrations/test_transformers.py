@@ -37,8 +37,8 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def resumed(folder: Path, *, step: int | None = None, every: int = 4) -> tuple[Trainer, Any]:
     """Train to the end from what the store has; return the trainer and its result."""
-    with Store.open(folder / "store") as store:
-        callback = AsymcheckCallback(store, every=every)
+    with Store.open(folder / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=every, keep=None)
         trainer = make_trainer(folder)
         result = trainer.train(resume_from_checkpoint=callback.resume(trainer, step))
     return trainer, result
@@ -87,8 +87,8 @@ def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]
 def test_the_best_model_at_the_end(tmp_path: Path) -> None:
     """The last checkpoint is the state of the last step, though the Trainer then puts the best model in its place."""
     options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 6, "learning_rate": 0.5}
-    with Store.open(tmp_path / "store") as store:
-        callback = AsymcheckCallback(store, every=100)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=100, keep=None)
         trainer = make_trainer(tmp_path, **options)
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
         stored: Any = store.load()
@@ -109,8 +109,8 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         trainer.add_callback(patience)
         return trainer, patience
 
-    with Store.open(tmp_path / "store") as store:
-        callback = AsymcheckCallback(store, every=1)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=1, keep=None)
         trainer, patience = stopping(tmp_path)
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
         trainer, _ = stopping(tmp_path)
@@ -121,8 +121,8 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
 
 def test_the_trainer_is_left_as_it_was(tmp_path: Path, full_store: Path) -> None:
     """The folder of the resume is gone, and the Trainer loads weights from folders again."""
-    with Store.open(full_store / "store") as store:
-        callback = AsymcheckCallback(store, every=100)
+    with Store.open(full_store / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=100, keep=None)
         trainer = make_trainer(tmp_path)
         folder = callback.resume(trainer, step=STEPS - 1)
         assert folder is not None
@@ -134,8 +134,8 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path, full_store: Path) -> None
 
 def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: Path) -> None:
     """Without resume(), and without giving what it returned to train()."""
-    with Store.open(full_store / "store") as store:
-        callback = AsymcheckCallback(store)
+    with Store.open(full_store / "store", create=True) as store:
+        callback = AsymcheckCallback(store, keep=None)
         trainer = make_trainer(tmp_path)
         trainer.add_callback(callback)
         with pytest.raises(InvalidInputError, match="call trainer"):
@@ -151,14 +151,14 @@ def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: 
 )
 def test_trainers_that_cannot_be_resumed(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     """They are named before anything is read."""
-    with Store.open(tmp_path / "store") as store, pytest.raises(InvalidInputError, match=reason):
-        AsymcheckCallback(store).resume(make_trainer(tmp_path, **options))
+    with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match=reason):
+        AsymcheckCallback(store, keep=None).resume(make_trainer(tmp_path, **options))
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     """On the first start there is None, which train() takes as well; a step that is not there is an error."""
-    with Store.open(tmp_path / "store") as store:
-        callback = AsymcheckCallback(store)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, keep=None)
         trainer = make_trainer(tmp_path)
         assert callback.resume(trainer) is None
         with pytest.raises(CheckpointNotFoundError):

@@ -34,7 +34,7 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
     torch.rand(RANK)
     resume = None
     if store is not None:
-        callback = AsymcheckCallback(store, **knobs)
+        callback = AsymcheckCallback(store, **{"keep": None, **knobs})
         trainer.add_callback(KillAt(kill_at, callback, kill_at - _EVERY))
         resume = callback.resume(trainer, step)
     trainer.train(resume_from_checkpoint=resume)
@@ -48,7 +48,7 @@ def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, 
 
     callbacks = [Differing()]
     if store is not None:
-        saving = AsymcheckCallback(store, **knobs, resume=step is None or step)
+        saving = AsymcheckCallback(store, **{"keep": None, **knobs}, resume=step is None or step)
         callbacks += [saving, KillAt(kill_at, saving, kill_at - _EVERY)]
     trainer, module = fit(folder, *callbacks, ranks=2)
     return {**outcome(trainer, module), "losses": dict(module.losses)}
@@ -60,7 +60,7 @@ def train(
     """Train with a store of that name in a folder, or with none."""
     if not store:
         return by(folder, None, {}, -1, None)
-    with Store.open(folder / store) as opened:
+    with Store.open(folder / store, create=True) as opened:
         return by(folder, opened, {"every": every}, kill_at, step)
 
 
@@ -76,7 +76,7 @@ def train_apart(by: Train, folder: Path, step: int | None = None) -> Outcome:
         "ranks": partial(Ranks.from_torch, node=node),
         "capture": CaptureConfig(ring_folder=str(memory)),
     }
-    with Store.open(folder / node / "store", remote=location) as opened:
+    with Store.open(folder / node / "store", remote=location, create=True) as opened:
         return by(folder, opened, knobs, -1, step)
 
 

@@ -38,7 +38,7 @@ def _positive(value: object) -> bool:
 
 def test_facts_of_a_store(store_path: Path) -> None:
     """All speeds are positive, the latencies in order, and codecs are measured on what was saved last."""
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         for step in (1, 2):
             store.save(_state(step), step=step)
         before = _files(store_path)
@@ -69,7 +69,7 @@ def store_bytes(step: int) -> int:
 
 def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
     """And the facts say so."""
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         facts = store.measure(quick=True)
     assert facts.sample == NOISE
     assert "synthetic" in NOISE
@@ -83,7 +83,7 @@ def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
 
 def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
     """Of each role and dtype the largest tensors, and beside them the same places one checkpoint earlier."""
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         for step in (1, 2, 3):
             store.save(_state(step), step=step)
         store.save({"model": {"weight": torch.zeros(5000)}}, step=9, run="older")
@@ -108,7 +108,7 @@ def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
 def test_a_sample_takes_several_tensors(store_path: Path) -> None:
     """One piece of each in turn, so that one odd tensor does not stand for all."""
     tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
         sampled = sample(store._tier, 150_000)
     assert sampled is not None
@@ -120,7 +120,7 @@ def test_a_sample_takes_several_tensors(store_path: Path) -> None:
 def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
     """Each has its place in it."""
     tensors = {f"t{number}": torch.full((800,), float(number)) for number in range(3)}
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
         assert len({one.partitions[0].digest for one in store.tensors()[1]}) == 1
         sampled = sample(store._tier, 1 << 20)
@@ -130,13 +130,13 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
 
 def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     """Measuring goes on, on noise: it is not for finding damage."""
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
     (pack,) = (store_path / "packs").iterdir()
     data = bytearray(pack.read_bytes())
     data[3 * 4096 + 100] ^= 1
     pack.write_bytes(data)
-    with asymcheck.Store.open(store_path, config=SMALL) as store:
+    with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         assert sample(store._tier, 1 << 20) is None
         assert store.measure(quick=True).sample == NOISE
 
@@ -151,7 +151,7 @@ def test_a_full_drive_is_said_first(store_path: Path) -> None:
         def pwrite(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
             raise AssertionError
 
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Full())
     with pytest.raises(asymcheck.errors.OutOfSpaceError, match="measure with --quick"):
         measure_drive(tier, QUICK)
@@ -160,7 +160,7 @@ def test_a_full_drive_is_said_first(store_path: Path) -> None:
 
 def test_a_store_that_is_only_read_is_not_measured(store_path: Path) -> None:
     """It would be written to."""
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     with (
         asymcheck.Store.open(store_path, read_only=True) as store,
         pytest.raises(asymcheck.errors.ReadOnlyStoreError),
@@ -175,7 +175,7 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
         def sync(self, descriptor: int, path: Path) -> None:
             raise asymcheck.errors.StorageError("broken")
 
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     tier = NvmeTier(store_path, asymcheck.StoreConfig(), files=Broken())
     slow = dataclasses.replace(QUICK, file_bytes=8 << 20)
     with pytest.raises(asymcheck.errors.StorageError, match="broken"):
@@ -185,7 +185,7 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
 
 def test_collection_leaves_a_file_in_use_alone(store_path: Path) -> None:
     """As a pack that is being written."""
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         with scratch(store._tier) as file:
             assert store.gc().removed_temporaries == 0
             assert file.path.exists()
@@ -196,17 +196,17 @@ KILLED = """
 import os, signal, sys
 import asymcheck
 from asymcheck.storage.nvme import scratch
-with asymcheck.Store.open(sys.argv[1]) as store, scratch(store._tier):
+with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store._tier):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_collection_removes_what_a_kill_left(store_path: Path) -> None:
     """Its lock went with the process."""
-    asymcheck.Store.open(store_path).close()
+    asymcheck.Store.open(store_path, create=True).close()
     ended = subprocess.run([sys.executable, "-c", KILLED, str(store_path)], check=False, env=os.environ)
     assert ended.returncode == -signal.SIGKILL
     assert len(list((store_path / "packs").iterdir())) == 1
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         assert store.gc().removed_temporaries == 1
     assert list((store_path / "packs").iterdir()) == []

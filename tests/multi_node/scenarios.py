@@ -60,7 +60,7 @@ def opened(folder: Path) -> Store:
     """Open the store of this machine, with the location of all behind it where there is one."""
     store_of(folder).parent.mkdir(exist_ok=True)
     remote = os.environ.get("LOCATION")
-    return Store.open(store_of(folder), config=CONFIG, remote=remote or None)
+    return Store.open(store_of(folder), config=CONFIG, remote=remote or None, create=True)
 
 
 def ranks_of(folder: Path) -> Ranks:
@@ -80,7 +80,7 @@ def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: obj
     if "KEEP" in os.environ:
         more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
     capture = CaptureConfig(proof="full", ring_folder=str(memory))
-    return Checkpointer(store, job.state(), capture=capture, ranks=ranks, **{"every": 1, **more})  # type: ignore[arg-type]  # knobs of tests
+    return Checkpointer(store, job.state(), capture=capture, ranks=ranks, **{"every": 1, "keep": None, **more})  # type: ignore[arg-type]  # knobs of tests
 
 
 def trained(folder: Path) -> dict[str, object]:
@@ -104,15 +104,19 @@ def trained(folder: Path) -> dict[str, object]:
                 mark(folder, f"step-{step}-{RANK}")
                 if "IN_STEP" in os.environ:
                     # Machines that are at different checkpoints send what they would leave to each other.
-                    ckpt.wait("hdfs")
+                    ckpt.wait("remote")
                 time.sleep(0.02)
                 if sum("Lost" in text for text in texts) > 1:
                     # The other one has ended; that training goes on is enough.
                     break
             ckpt.wait("hdfs" if os.environ.get("LOCATION") else "nvme")
             found["written"] = ckpt.statistics().written_bytes
-            found["pushed"] = [ckpt.pushed.pushed, ckpt.pushed.problem, ckpt.pushed.sent_bytes]
-            found["newest_there"] = ckpt.pushed.newest_step
+            found["pushed"] = [
+                ckpt.push_statistics().pushed,
+                ckpt.push_statistics().problem,
+                ckpt.push_statistics().sent_bytes,
+            ]
+            found["newest_there"] = ckpt.push_statistics().newest_step
         except AsymcheckError as error:
             found["ended"] = f"{type(error).__name__}: {error}"
         with contextlib.suppress(AsymcheckError):

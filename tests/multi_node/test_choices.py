@@ -28,15 +28,15 @@ def test_the_best_is_the_same_one_on_all_machines(tmp_path: Path) -> None:
         weight = torch.zeros(3000)
         state: dict[str, object] = {"all": weight, f"rank-{rank}": torch.zeros(300)}
         keep = Retention(keep_best=("loss", 1))
-        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG) as store:
-            with Checkpointer(store, state, keep=keep, capture=capture, ranks=ranks) as checkpointer:
+        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
+            with Checkpointer(store, state, keep=keep, capture=capture, ranks=ranks, every=1) as checkpointer:
                 for step, loss in enumerate(LOSSES[rank]):
                     weight += 1
                     checkpointer.save(step, {"loss": loss, **({} if rank else {"accuracy": float(step == 1)})})
-            with store.pushing(Push(location, best=("accuracy", "max"))):
+            with store.push_in_background(Push(location, best=("accuracy", "max"))):
                 pass
             return [(one.step, dict(one.metrics)) for one in store.checkpoints()]
 
     assert each(2, work) == [[(1, {"loss": 1.0, "accuracy": 1.0}), (3, {"loss": 5.0, "accuracy": 0.0})]] * 2
-    with Store.open(location, config=CONFIG) as there:
+    with Store.open(location, config=CONFIG, create=True) as there:
         assert [(one.step, one.complete) for one in there.checkpoints()] == [(1, True)]

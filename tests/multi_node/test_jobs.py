@@ -91,7 +91,7 @@ def test_parts_that_other_machines_never_send_are_told(
     """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
     rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
-    with Store.open(store_of(pushed[0], 0)) as store, store.pushing(rules) as pushing:
+    with Store.open(store_of(pushed[0], 0), create=True) as store, store.push_in_background(rules) as pushing:
         pushing.wait()
         assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
         monkeypatch.setattr(cross_node_dedup, "LATE_S", 0.0)
@@ -112,7 +112,7 @@ def test_another_number_of_ranks_restores_from_where_all_push(
 def test_who_prunes_one_machine_by_hand_leaves_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
     """What is newest here may not be complete on the other machine yet."""
     shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [0, 1]
     assert steps_in(tmp_path / "store") == [2, 3]
 
@@ -136,7 +136,7 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
     job = launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1, LOCATION=there)
     assert restored(job) == 2
     skipped = cast(list[str], job.told(0)["told"])[0]
-    assert "passed over step 3" in skipped
+    assert "skipped step 3" in skipped
     assert "what rank 1 would read of it is not there" in skipped
     assert "it is not whole on this machine" in cast(list[str], job.told(1)["told"])[0]
 

@@ -86,4 +86,4 @@ def test_what_both_machines_left_in_memory_is_taken_up_and_what_one_lost_is_not(
         job.wait()
         assert check_restored(job, 0) == step
         assert newest_of_all(folder) == step + 1
-        assert any("passed over step 1" in text for text in cast(list[str], job.told(0)["told"])) == lost
+        assert any("skipped step 1" in text for text in cast(list[str], job.told(0)["told"])) == lost

@@ -26,7 +26,7 @@ def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Pat
         raise StorageError("cannot read its folder: Input/output error")
 
     def work(rank: int) -> AsymcheckError | None:
-        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG) as store:
+        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
             home = RankLocation(store.store_id, f"node-{rank}", "boot")
             session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
             if rank == broken:
@@ -50,7 +50,7 @@ def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
     keys = dist.HashStore()
 
     def work(rank: int) -> list[int] | AsymcheckError:
-        with Store.open(folder / f"machine-{rank}", config=CONFIG) as store:
+        with Store.open(folder / f"machine-{rank}", config=CONFIG, create=True) as store:
             home = RankLocation(store.store_id, f"node-{rank}", "boot")
             session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
             try:
@@ -64,7 +64,7 @@ def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
 
 def begun(folder: Path, machine: int, count: int) -> Path:
     """Open so many generations in the store of a machine; return the folder of their records."""
-    with Store.open(folder / f"machine-{machine}", config=CONFIG) as store:
+    with Store.open(folder / f"machine-{machine}", config=CONFIG, create=True) as store:
         for _ in range(count):
             store.begin_generation(None, run="run")
     return folder / f"machine-{machine}" / "heads" / "run"
@@ -93,10 +93,10 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
             error
         )
     assert before == [sorted((path.name, path.read_bytes()) for path in folder.iterdir()) for folder in folders]
-    with Store.open(tmp_path / "machine-1", config=CONFIG) as other:
+    with Store.open(tmp_path / "machine-1", config=CONFIG, create=True) as other:
         theirs = other.training.heads("run")[0]
     with (
-        Store.open(tmp_path / "machine-0", config=CONFIG) as one,
+        Store.open(tmp_path / "machine-0", config=CONFIG, create=True) as one,
         pytest.raises(HeadRecordError, match="has another generation 1 of run 'run'"),
     ):
         one._opened.nvme.manifests.take_head(theirs)

@@ -35,7 +35,7 @@ def stores(tmp_path: Path) -> list[Path]:
     """Return the stores of two machines with a rank each, with the same steps."""
     paths = [tmp_path / f"machine-{rank}" for rank in range(2)]
     for rank, path in enumerate(paths):
-        with Store.open(path, config=CONFIG) as store:
+        with Store.open(path, config=CONFIG, create=True) as store:
             request = store.training.request
 
             def of_a_part(*words: object, request: object = request, rank: int = rank) -> object:
@@ -53,7 +53,7 @@ def there(stores: list[Path], tmp_path: Path) -> str:
     """Return the location to which both have pushed."""
     location = (tmp_path / "there").as_uri()
     for path in stores:
-        with Store.open(path, config=CONFIG) as store:
+        with Store.open(path, config=CONFIG, create=True) as store:
             assert len(store.push(location, everything=True).committed) == STEPS
     return location
 
@@ -66,7 +66,7 @@ def manifest_of(store: Path, step: int) -> Path:
 
 def steps_in(path: Path | str, **more: str) -> list[tuple[int, str]]:
     """Return the complete steps of a store without damage, and whose parts it has."""
-    with Store.open(path, config=CONFIG, **more) as store:  # type: ignore[arg-type]  # remote
+    with Store.open(path, config=CONFIG, **more, create=True) as store:  # type: ignore[arg-type]  # remote
         assert not store.verify()
         return [(one.step, one.ranks) for one in store.checkpoints() if one.complete]
 
@@ -82,7 +82,7 @@ def test_what_the_device_does_not_give_now_does_not_count_as_unfinished(
             raise StorageError(f"cannot read {path}: Input/output error")
         return read_small(files, path, limit)
 
-    with monkeypatch.context() as patch, Store.open(stores[0], config=CONFIG) as store:
+    with monkeypatch.context() as patch, Store.open(stores[0], config=CONFIG, create=True) as store:
         patch.setattr(Files, "read_small", read)
         with pytest.raises(StorageError, match="Input/output error"):
             store.prune(Retention(keep_last=2))
@@ -95,7 +95,7 @@ def test_a_repair_brings_what_belongs_there(stores: list[Path], there: str) -> N
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with Store.open(stores[1], config=CONFIG, remote=there) as store:
+    with Store.open(stores[1], config=CONFIG, remote=there, create=True) as store:
         assert not store.repair().left
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]
 
@@ -108,7 +108,7 @@ def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> 
 
 def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:
     """A part of a checkpoint is not the checkpoint."""
-    with Store.open(stores[1], config=CONFIG) as store:
+    with Store.open(stores[1], config=CONFIG, create=True) as store:
         assert len(store.pull(there, 1).committed) == 1
         assert store.pull(there, 1).present == 1
         state = store.load(1)
@@ -121,7 +121,7 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
     """They go when they are old, and a newer one is whole; what is newer than that stays."""
     location = (tmp_path / "there").as_uri()
     for path, steps in zip(stores, ((0, 1, 2), (1,)), strict=True):
-        with Store.open(path, config=CONFIG) as store:
+        with Store.open(path, config=CONFIG, create=True) as store:
             for step in steps:
                 store.push(location, step)
     with contextlib.closing(RemoteTier(parse_location(location), CONFIG)) as there:
@@ -130,7 +130,7 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
             assert not pruner.prune(time.time_ns() + days * 86_400_000_000_000)
             assert [ref.step for ref in there.manifests.refs("default")] == left
     # Whoever still has it may bring it again.
-    with Store.open(stores[0], config=CONFIG) as store:
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
         assert len(store.push(location, 0).committed) == 1
 
 
@@ -175,11 +175,11 @@ def test_what_others_do_not_bring_is_sent_after_all(
 ) -> None:
     """The hint says that all of it comes from the other machine, which is gone."""
     location = (tmp_path / "there").as_uri()
-    with Store.open(stores[0], config=CONFIG) as store:
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
         monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
         monkeypatch.setattr(module, "PATIENCE_S", 0.1)
         moved = store.push(location, 0)
     assert moved.moved_partitions > 1
-    with Store.open(stores[1], config=CONFIG) as store:
+    with Store.open(stores[1], config=CONFIG, create=True) as store:
         store.push(location, 0)
     assert steps_in(location) == [(0, "2")]

@@ -63,7 +63,7 @@ def _blank(state: Any, *, strided: bool) -> Any:  # noqa: ANN401 - any state
 def test_a_state_comes_back_as_it_was(folder: Path, state: object, config: StoreConfig) -> None:
     """Loaded by the same store and by another with other settings; and what is in it is sound."""
     with tempfile.TemporaryDirectory(dir=folder) as path:
-        with Store.open(Path(path) / "store", config=config) as store:
+        with Store.open(Path(path) / "store", config=config, create=True) as store:
             saved = store.save(state, step=1)
             loaded = store.load()
             assert store.verify() == []
@@ -79,7 +79,10 @@ def test_a_state_comes_back_as_it_was(folder: Path, state: object, config: Store
 @given(state=states(), config=configs(), strided=st.booleans())
 def test_a_state_is_filled_in_place(folder: Path, state: object, config: StoreConfig, strided: bool) -> None:
     """Every tensor of the given state keeps its memory and gets the stored bits; the rest is put in place."""
-    with tempfile.TemporaryDirectory(dir=folder) as path, Store.open(Path(path) / "store", config=config) as store:
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as path,
+        Store.open(Path(path) / "store", config=config, create=True) as store,
+    ):
         store.save(state, step=1)
         into = _blank(state, strided=strided)
         addresses = [_view(tensor) for tensor in tensors_in(into)]
@@ -112,7 +115,10 @@ def test_a_leaf_is_found_by_its_name(folder: Path, state: object, config: StoreC
     pattern = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
     if pattern == "*":
         return
-    with tempfile.TemporaryDirectory(dir=folder) as path, Store.open(Path(path) / "store", config=config) as store:
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as path,
+        Store.open(Path(path) / "store", config=config, create=True) as store,
+    ):
         store.save(state, step=1)
         selected = dict(enumerate(value for found, value in _leaves(store.load(tensors=pattern)) if found == name))
     expected = dict(enumerate(value for found, value in leaves if found == name))

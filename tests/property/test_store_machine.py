@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(config=configs())
     def open(self, config: StoreConfig) -> None:
         """A new store."""
-        self.store = Store.open(self.folder / "store", config=config)
+        self.store = Store.open(self.folder / "store", config=config, create=True)
 
     @rule(run=st.sampled_from(RUNS), ahead=st.sampled_from([1, 1, 1, 3, 0, -1, -2]), content=st.integers(0, 5))
     def save(self, run: str, ahead: int, content: int) -> None:
@@ -168,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
         if without_catalog:
             shutil.rmtree(self.folder / "store" / "catalog", ignore_errors=True)
-        self.store = Store.open(self.folder / "store", config=config)
+        self.store = Store.open(self.folder / "store", config=config, create=True)
 
     @rule(run=st.sampled_from(RUNS))
     def load_newest(self, run: str) -> None:

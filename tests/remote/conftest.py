@@ -49,7 +49,7 @@ def state_of(step: int) -> dict[str, object]:
 
 def save_steps(path: Path, *steps: int) -> None:
     """Save the states of steps."""
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         for step in steps:
             store.save(state_of(step), step=step)
 
@@ -65,7 +65,7 @@ def check_state(state: object, step: int) -> None:
 
 def check_location(location: str, *steps: int) -> None:
     """These steps, and no others, are there and whole."""
-    with Store.open(location, config=CONFIG) as there:
+    with Store.open(location, config=CONFIG, create=True) as there:
         assert [one.step for one in there.checkpoints() if one.complete] == list(steps)
         for step in steps:
             check_state(there.load(step), step)
@@ -74,7 +74,7 @@ def check_location(location: str, *steps: int) -> None:
 
 def by_process(store: Store, location: str, **rules: object) -> PushProcess:
     """Push as :meth:`Store.pushing` does."""
-    pushing = store.pushing(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
+    pushing = store.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
     assert isinstance(pushing, PushProcess)
     return pushing
 
@@ -126,7 +126,7 @@ def store(store_path: Path) -> Path:
 @pytest.fixture
 def pushed(store: Path, folder: str) -> Path:
     """A store whose two checkpoints were pushed to ``folder``."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
     return store
 

@@ -44,7 +44,7 @@ IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts":
 def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushThread:
     """Push as :meth:`Store.pushing` does, in this process."""
     rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
-    pushing = store.pushing(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
+    pushing = store.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
     assert isinstance(pushing, PushThread)
     return pushing
 
@@ -59,7 +59,7 @@ def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.Mon
         return real(here, there, listings, *words)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(module, "push", push)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         by_thread(opened, folder).close()
     assert order == [2, 1]
 
@@ -67,7 +67,7 @@ def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.Mon
 def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves go on, the backlog grows and can be seen, and the end warns once."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    with Store.open(store, config=IMPATIENT) as opened:
+    with Store.open(store, config=IMPATIENT, create=True) as opened:
         pushing = by_thread(opened, NOWHERE)
         wait_until(lambda: pushing.statistics().failures > 0, "a push to fail")
         assert pushing.statistics().backlog == 2
@@ -95,7 +95,7 @@ def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypa
         return whole(self, *words)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "write", write)
-    with Store.open(store, config=config(attempts=1)) as opened, by_thread(opened, folder) as pushing:
+    with Store.open(store, config=config(attempts=1), create=True) as opened, by_thread(opened, folder) as pushing:
         wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
     assert pushing.statistics().failures == 3
     check_location(folder, 1, 2)
@@ -105,7 +105,7 @@ def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folde
     """It is not tried in each round, and never silently left out."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, folder, poll_s=0.01)
         wait_until(lambda: pushing.statistics().damaged == 1, "the damage to be seen")
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
@@ -123,7 +123,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         for _ in range(2):
             with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
                 pushing.wait()
@@ -141,7 +141,7 @@ def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monk
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder, poll_s=0.01) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.01) as pushing:
         wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
         newest.write_bytes(whole)
         wait_until(lambda: pushing.statistics().pushed == 2, "it to be pushed")
@@ -161,7 +161,7 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
         return whole(pack, sequence, slot)
 
     monkeypatch.setattr(PackFile, "read_frame", read_frame)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, folder)
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: .*Input/output error"):
@@ -182,7 +182,7 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
         return whole(manifests, run, ref, name, data)
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
-    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         wait_until(lambda: pushing.statistics().failures > 2, "it to fail again and again")
         now = pushing.statistics()
         assert (now.pushed, now.backlog, now.damaged, now.problem) == (1, 1, 0, "StorageError: it does not fit")
@@ -196,7 +196,7 @@ def test_a_head_record_that_is_damaged_there_is_no_damage_here(
 ) -> None:
     """What waits goes on waiting, until somebody has seen to it."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
         opened.push(folder, 1)
         (head,) = (Path(folder.removeprefix("file://")) / "heads/default").iterdir()
@@ -218,7 +218,7 @@ def test_what_cannot_be_removed_there_holds_up_nothing(
 ) -> None:
     """All that waits is sent, the problem is told, and the collection that failed is not begun again at once."""
     save_steps(tmp_path / "other", 1)
-    with Store.open(tmp_path / "other", config=CONFIG) as other:
+    with Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
         other.save(state_of(1), step=1, run="other")
         other.push(folder, run="other")
     (manifest,) = (Path(folder.removeprefix("file://")) / "manifests/other").rglob("*.manifest")
@@ -232,20 +232,20 @@ def test_what_cannot_be_removed_there_holds_up_nothing(
         return whole(there)
 
     monkeypatch.setattr(collect_remote, "collect_remote", collect)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, Push(folder, keep=Retention(keep_last=3)))
         with pytest.warns(UnreachableRemoteWarning, match="nothing was removed"):
             now = pushing.close()
         assert (now.pushed, now.backlog, now.failures) == (3, 0, 0)
         assert "nothing was removed" in now.problem
     assert len(begun) == 1
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert [one.step for one in there.checkpoints() if one.run == "default"] == [2, 3, 4]
 
 
 def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str) -> None:
     """What a push that was killed has left, or what has lost a pack; a wait is for it, too."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
             pack.unlink()
@@ -257,20 +257,20 @@ def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str)
 
 def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str) -> None:
     """A machine that is lost right after training went back must not bring back what was abandoned."""
-    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
         pushing.wait()
         opened.begin_generation(opened.checkpoints()[0])
         heads = Path(folder.removeprefix("file://")) / "heads/default"
         wait_until(lambda: heads.exists() and len(list(heads.glob("*.head"))) == 1, "the head record to arrive")
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check_state(there.load(), 1)
 
 
 def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tmp_path: Path) -> None:
     """A new machine goes on from an older one than the newest; what it left behind is not here, but is there."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
-    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, 1)
         opened.begin_generation(opened.checkpoints()[0])
         with by_thread(opened, folder) as pushing:
@@ -280,7 +280,7 @@ def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tm
 
 def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> None:
     """Training has gone back while it was pushed, and the better one is gone here."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step, loss in ((1, 3.0), (2, 1.0)):
             opened.save(state_of(step), step=step, metrics={"loss": loss})
         opened.push(folder, everything=True)
@@ -295,11 +295,11 @@ def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> No
 
 def test_a_store_that_knows_less_does_not_say_what_was_abandoned(store: Path, folder: str, tmp_path: Path) -> None:
     """One that has not heard of it: another machine has gone back."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])
         opened.push(folder)
-    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.save(state_of(1), step=1)
         with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
@@ -322,7 +322,7 @@ def test_the_location_is_let_go_when_the_store_was_closed(
 
     monkeypatch.setattr(module, "push", push)
     monkeypatch.setattr(RemoteTier, "close", close)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, folder)
         wait_until(lambda: bool(closed), "the location to be let go")
         with pytest.warns(UnreachableRemoteWarning, match="ClosedStoreError"):
@@ -332,21 +332,21 @@ def test_the_location_is_let_go_when_the_store_was_closed(
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_an_interval_that_is_none(store: Path, folder: str, every: object) -> None:
     """It is refused at once."""
-    with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match="every="):
-        opened.pushing(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
+    with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="every="):
+        opened.push_in_background(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("poll_s", [0, -1, "x", None, float("nan"), 1e10])
 def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: object) -> None:
     """It is refused before the thread is there, which would end, or never rest."""
-    with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match="poll_s="):
-        opened.pushing(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
+    with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="poll_s="):
+        opened.push_in_background(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
     """It is refused, and the pushing goes on."""
-    with Store.open(store, config=CONFIG) as opened, by_thread(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
         pushing.wait()
@@ -355,5 +355,8 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object
 
 def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
     """The rules have their own, and this one would be passed over."""
-    with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match=r"every=5 beside a Push"):
-        opened.pushing(Push(folder), every=5)
+    with (
+        Store.open(store, config=CONFIG, create=True) as opened,
+        pytest.raises(InvalidInputError, match=r"every=5 beside a Push"),
+    ):
+        opened.push_in_background(Push(folder), every=5)

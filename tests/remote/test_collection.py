@@ -43,7 +43,7 @@ def age(folder: str) -> None:
 @pytest.fixture
 def steps(store_path: Path) -> Path:
     """A store with two steps that are nearly equal, all of it plain."""
-    with Store.open(store_path, config=dataclasses.replace(DELTAS, compression="off")) as store:
+    with Store.open(store_path, config=dataclasses.replace(DELTAS, compression="off"), create=True) as store:
         for step in (1, 2):
             store.save({"w": weights(step)}, step=step)
     return store_path
@@ -52,11 +52,11 @@ def steps(store_path: Path) -> Path:
 @pytest.fixture
 def delta(steps: Path, folder: str) -> Path:
     """Push both, and delete the first: the pack that is returned has the second, as deltas on what is in the other."""
-    with Store.open(steps, config=DELTAS) as store:
+    with Store.open(steps, config=DELTAS, create=True) as store:
         store.push(folder, 1)
         before = packs_of(folder)
         store.push(folder, 2)
-    with Store.open(folder, config=DELTAS) as there:
+    with Store.open(folder, config=DELTAS, create=True) as there:
         assert {one.codec for tensor in there.tensors(2)[1] for one in tensor.partitions} == {"ordered-integer-delta"}
         there.delete(1)
     age(folder)
@@ -76,9 +76,9 @@ def spoil(pack: Path, *places: int) -> None:
 def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str) -> None:
     """It is scanned, and so a checkpoint is decoded from it: what that takes is needed."""
     spoil(delta, -60)
-    with Store.open(folder, config=DELTAS) as there:
+    with Store.open(folder, config=DELTAS, create=True) as there:
         assert there.gc() == Collected(kept_packs=2)
-    with Store.open(folder, config=DELTAS) as there:
+    with Store.open(folder, config=DELTAS, create=True) as there:
         assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
@@ -86,7 +86,7 @@ def test_nothing_goes_while_a_damaged_pack_may_need_it(delta: Path, folder: str)
     """Of the frame that cannot be read nobody knows the base. When its checkpoint is deleted, that does not matter."""
     spoil(delta, -60, _FRAMES)
     whole = packs_of(folder)
-    with Store.open(folder, config=DELTAS) as there:
+    with Store.open(folder, config=DELTAS, create=True) as there:
         for dry_run in (True, False):
             with pytest.raises(InconsistentCheckpointError, match=rf"{delta.name}.* is unknown; delete those first"):
                 there.gc(dry_run=dry_run)
@@ -108,7 +108,7 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
             begun.set()
             go_on.wait(60)
 
-    with Store.open(steps, config=DELTAS) as store:
+    with Store.open(steps, config=DELTAS, create=True) as store:
         store.push(folder, 1)
         (base,) = packs_of(folder)
         age(folder)
@@ -120,28 +120,28 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
             return doom(self, entry, pack_id, collection)
 
         monkeypatch.setattr(RemoteTier, "doom", after_the_push)
-        with events.observe(wait), Store.open(folder, config=DELTAS) as there:
+        with events.observe(wait), Store.open(folder, config=DELTAS, create=True) as there:
             pushing.start()
             assert begun.wait(60)
             there.delete(1)
             assert there.gc() == Collected(kept_packs=1)
     assert base in packs_of(folder)
-    with Store.open(folder, config=DELTAS) as there:
+    with Store.open(folder, config=DELTAS, create=True) as there:
         assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_what_a_killed_collection_has_left_is_counted_once(store: Path, folder: str) -> None:
     """What it was about to remove wrongly is kept, and what is garbage is freed."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     number, nbytes = len(packs_of(folder)), sum(pack.stat().st_size for pack in packs_of(folder))
     for dry_run in (True, False):
         for pack in packs_of(folder):
             announce(pack)
-        with Store.open(folder, config=CONFIG) as there:
+        with Store.open(folder, config=CONFIG, create=True) as there:
             assert there.gc(dry_run=dry_run) == Collected(kept_packs=number)
     check_location(folder, 1)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         there.delete(1)
         for pack in packs_of(folder):
             announce(pack)
@@ -164,7 +164,7 @@ def test_the_indexes_of_what_was_removed_are_forgotten(pushed: Path, folder: str
 
 def test_what_has_no_age_is_left_alone(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file system does not say when a file was changed, it may belong to a push that is under way."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     temporary = Path(folder.removeprefix("file://"), "packs", "0" * 32 + ".tmp")
     temporary.write_bytes(b"under way")
@@ -175,7 +175,7 @@ def test_what_has_no_age_is_left_alone(store: Path, folder: str, monkeypatch: py
         return [dataclasses.replace(entry, mtime_ns=0) for entry in walk(self, *args, **options)]
 
     monkeypatch.setattr(RemoteFiles, "walk", ageless)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         there.delete(1)
         assert there.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
         assert [one.kind for one in there.verify()] == ["no-checkpoint"]

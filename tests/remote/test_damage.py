@@ -49,7 +49,7 @@ def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str
     def make(change: Callable[[bytes], bytes]) -> str:
         files = RemoteFiles(parse_location(place), REMOTE)
         packs = PurePosixPath(files.location.path) / "packs"
-        with Store.open(store, config=CONFIG) as opened:
+        with Store.open(store, config=CONFIG, create=True) as opened:
             opened.push(place, 1)
             before = set(files.list(packs))
             opened.push(place, 2)
@@ -78,7 +78,7 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
 ) -> None:
     """The newest gives way to the one before it, with a warning; by name it is refused; a verification names it."""
     location = damaged(change)
-    with Store.open(location, config=CONFIG) as there:
+    with Store.open(location, config=CONFIG, create=True) as there:
         with pytest.warns(SkippedCheckpointWarning, match="step 2"):
             check_state(there.load(), 1)
         with pytest.raises(InconsistentCheckpointError, match="step 2"):
@@ -93,19 +93,19 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
 def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
     """Nothing is lost, and the damage is reported."""
     location = damaged(without_index)
-    with Store.open(location, config=CONFIG) as there:
+    with Store.open(location, config=CONFIG, create=True) as there:
         check_state(there.load(), 2)
         assert [one.kind for one in there.verify()] == ["damaged-pack"]
 
 
 def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
     """A note that somebody has left there is in nobody's way."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     for name in ("manifests/note", "heads/remark"):
         Path(folder.removeprefix("file://"), name).write_text("mine")
     check_location(folder, 1)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert there.runs() == ["default"]
         assert there.verify() == []
         assert there.gc().freed_packs == 0
@@ -115,7 +115,7 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
 def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
     """A checkpoint that has its manifests and not its packs is not there; sent again, it is."""
     location = damaged(change)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(location, everything=True)
         assert (len(done.committed), done.present) == (1, 1)
         assert done.moved_partitions > 0
@@ -128,14 +128,14 @@ def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callabl
 def test_another_push_brings_back_a_manifest(place: str, store: Path, change: Callable[[bytes], bytes]) -> None:
     """One whose bytes are not what its name says keeps the name taken, and the checkpoint from being read."""
     files = RemoteFiles(parse_location(place), REMOTE)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, everything=True)
     folder = max(entry.path for entry in files.walk(PurePosixPath(files.location.path) / "manifests/default"))
     (name,) = files.list(folder)
     data = files.read_small(folder / name, 1 << 30)
     assert data
     replace(files, folder / name, change(data))
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(place, everything=True)
     assert (len(done.committed), done.present, done.packs) == (1, 1, 0)
     check_location(place, 1, 2)

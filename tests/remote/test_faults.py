@@ -26,7 +26,7 @@ NO_ANSWER = r"no answer in \d"
 def there(hdfs: LocalHdfs, store: Path) -> str:
     """A location in our own HDFS with step 1."""
     location = f"{hdfs.url}/faults/{uuid.uuid4().hex}"
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
     return location
 
@@ -34,24 +34,24 @@ def there(hdfs: LocalHdfs, store: Path) -> str:
 def is_readable(location: str) -> bool:
     """Whether the bytes of the descriptor can be had."""
     with contextlib.suppress(RemoteUnreachableError):
-        Store.open(location, config=IMPATIENT).close()
+        Store.open(location, config=IMPATIENT, create=True).close()
         return True
     return False
 
 
 def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """Reads and pushes end by their deadline, with its name; then everything goes on."""
-    with Store.open(there, config=IMPATIENT) as opened_before, hdfs.frozen("nn"):
+    with Store.open(there, config=IMPATIENT, create=True) as opened_before, hdfs.frozen("nn"):
         with pytest.raises(RemoteUnreachableError, match=r"asymcheck\.store: " + NO_ANSWER):
-            Store.open(there, config=IMPATIENT)
+            Store.open(there, config=IMPATIENT, create=True)
         with pytest.raises(RemoteUnreachableError, match=NO_ANSWER):
             opened_before.load()
         with (
-            Store.open(store, config=IMPATIENT) as opened,
+            Store.open(store, config=IMPATIENT, create=True) as opened,
             pytest.raises(RemoteUnreachableError, match=NO_ANSWER),
         ):
             opened.push(there, 2)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(there, 2)
     check_location(there, 1, 2)
 
@@ -59,10 +59,10 @@ def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
 @pytest.mark.long
 def test_a_frozen_datanode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """The names are there, the bytes are not: no step is passed over, and nothing is committed."""
-    with Store.open(there, config=IMPATIENT) as opened_before, hdfs.frozen("dn1"):
+    with Store.open(there, config=IMPATIENT, create=True) as opened_before, hdfs.frozen("dn1"):
         with pytest.raises(RemoteUnreachableError):
             opened_before.load()
-        with Store.open(store, config=IMPATIENT) as opened, pytest.raises(RemoteUnreachableError):
+        with Store.open(store, config=IMPATIENT, create=True) as opened, pytest.raises(RemoteUnreachableError):
             opened.push(there, 2)
     hdfs.wait()
     check_location(there, 1)
@@ -73,8 +73,8 @@ def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there
     hdfs.send("nn", signal.SIGKILL)
     try:
         with pytest.raises(RemoteUnreachableError):
-            Store.open(there, config=IMPATIENT)
-        with Store.open(store, config=IMPATIENT) as opened, pytest.raises(RemoteUnreachableError):
+            Store.open(there, config=IMPATIENT, create=True)
+        with Store.open(store, config=IMPATIENT, create=True) as opened, pytest.raises(RemoteUnreachableError):
             opened.push(there, 2)
     finally:
         hdfs.start("nn")
@@ -84,11 +84,11 @@ def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there
 
 def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """A checkpoint whose bytes nobody can give now is not taken for damaged."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(there, 2)
     hdfs.send("dn1", signal.SIGKILL)
     try:
-        with pytest.raises(RemoteUnreachableError), Store.open(there, config=IMPATIENT) as opened:
+        with pytest.raises(RemoteUnreachableError), Store.open(there, config=IMPATIENT, create=True) as opened:
             opened.load()
     finally:
         hdfs.start("dn1")
@@ -99,7 +99,7 @@ def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: s
 
 def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there: str) -> None:
     """A restore does not end because a DataNode was started anew in the middle of it."""
-    with Store.open(there, config=config(attempts=8, retry_s=0.2)) as opened:
+    with Store.open(there, config=config(attempts=8, retry_s=0.2), create=True) as opened:
         hdfs.send("dn1", signal.SIGKILL)
         with futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(opened.load)
@@ -114,11 +114,11 @@ def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """Full is said as full; what was committed stays, and the push goes on when there is room."""
     path = there.removeprefix(hdfs.url)
     hdfs.admin("-setSpaceQuota", "1m", path)
-    with Store.open(store, config=IMPATIENT) as opened, pytest.raises(OutOfSpaceError, match="quota"):
+    with Store.open(store, config=IMPATIENT, create=True) as opened, pytest.raises(OutOfSpaceError, match="quota"):
         opened.push(there, 2)
     hdfs.admin("-clrSpaceQuota", path)
     check_location(there, 1)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(there, 2)
     check_location(there, 1, 2)
 
@@ -127,10 +127,10 @@ def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """It can be read, and a push is refused with the reason."""
     hdfs.admin("-safemode", "enter")
     try:
-        with Store.open(there, config=CONFIG) as opened:
+        with Store.open(there, config=CONFIG, create=True) as opened:
             check_state(opened.load(), 1)
         with (
-            Store.open(store, config=IMPATIENT) as opened,
+            Store.open(store, config=IMPATIENT, create=True) as opened,
             pytest.raises(RemoteUnreachableError, match="HDFS is in safe mode: try again"),
         ):
             opened.push(there, 2)
@@ -142,12 +142,12 @@ def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
 def test_another_user(hdfs: LocalHdfs, store: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may read reads; who may not write is told so."""
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
-    with Store.open(there, config=CONFIG) as opened:
+    with Store.open(there, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 1)
-    with Store.open(store, config=IMPATIENT) as opened:
+    with Store.open(store, config=IMPATIENT, create=True) as opened:
         with pytest.raises(ReadOnlyStoreError, match="may not do that"):
             opened.push(there, 2)
         with pytest.raises(ReadOnlyStoreError, match="may not do that"):
             opened.push(f"{hdfs.url}/new", 2)
     with pytest.raises(StoreNotFoundError):
-        Store.open(f"{hdfs.url}/new", config=CONFIG)
+        Store.open(f"{hdfs.url}/new", config=CONFIG, create=True)

@@ -78,12 +78,12 @@ def test_what_is_lost_here_is_read_from_there(pushed: Path, folder: str, lose: C
 def test_a_repair_brings_it_back(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
     """It says so; the location is not needed any more; a second one does nothing."""
     lose(pushed)
-    with Store.open(pushed, config=CONFIG, remote=folder) as opened:
+    with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
         assert [one.where for one in done.done if one.kind == "remote"] == [folder]
         assert done.left == ()
         assert opened.repair().done == ()
-    with Store.open(pushed, config=CONFIG) as opened:
+    with Store.open(pushed, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 2)
         check_state(opened.load(1), 1)
         assert opened.verify() == []
@@ -94,7 +94,7 @@ def test_a_repair_that_fails_leaves_what_is_here(pushed: Path, folder: str) -> N
     flip(pushed)
     for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
         os.truncate(pack, 0)
-    with Store.open(pushed, config=CONFIG, remote=folder) as opened:
+    with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
         with contextlib.suppress(RecoveryError):
             opened.repair()
         assert [one.step for one in opened.checkpoints()] == [1, 2]
@@ -123,11 +123,14 @@ def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, m
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fault)
-            with Store.open(pushed, config=CONFIG, remote=folder) as opened, pytest.raises(KeyboardInterrupt):
+            with (
+                Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened,
+                pytest.raises(KeyboardInterrupt),
+            ):
                 opened.repair()
-        with Store.open(pushed, config=CONFIG) as opened:
+        with Store.open(pushed, config=CONFIG, create=True) as opened:
             assert [one.step for one in opened.checkpoints() if one.complete] == [1, 2]
-    with Store.open(pushed, config=CONFIG, remote=folder) as opened:
+    with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
         assert opened.repair().left == ()
         check_state(opened.load(2), 2)
         assert opened.verify() == []
@@ -148,7 +151,7 @@ def test_the_command_brings_it_back(pushed: Path, folder: str) -> None:
 @pytest.fixture
 def broken_there(store: Path, folder: str) -> Path:
     """A store whose two checkpoints were pushed, of which the second cannot be had there."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         before = packs_of(folder)
         opened.push(folder, 2)
@@ -160,7 +163,7 @@ def broken_there(store: Path, folder: str) -> Path:
 def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: str) -> None:
     """The other checkpoint is brought back; the reason is said of the one that is left."""
     lose_packs(broken_there)
-    with Store.open(broken_there, config=CONFIG, remote=folder) as opened:
+    with Store.open(broken_there, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
         assert [one.where for one in done.done if one.kind == "remote"] == [folder]
         (left,) = done.left
@@ -169,17 +172,17 @@ def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: st
         assert f"; it could not be brought from {folder}: " in left.message
         assert [one.step for one in opened.checkpoints()] == [1, 2]
         assert opened.repair().done == ()
-    with Store.open(broken_there, config=CONFIG) as opened:
+    with Store.open(broken_there, config=CONFIG, create=True) as opened:
         check_state(opened.load(1), 1)
 
 
 def test_what_cannot_be_had_stops_no_other_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
     """What can be copied is; the error names the rest. A single one says what is wrong with it."""
     first = state_of(3)
-    with Store.open(broken_there, config=CONFIG) as opened:
+    with Store.open(broken_there, config=CONFIG, create=True) as opened:
         opened.save(first, step=3)
         opened.push(folder, 3)
-    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         with pytest.raises(InconsistentCheckpointError, match="1 of 3 checkpoints could not be copied") as caught:
             opened.pull(folder, everything=True)
         assert [reason.startswith("default step 2") for reason in caught.value.reasons] == [True]
@@ -195,7 +198,7 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
         asked.append("once")
         raise RemoteUnreachableError("nobody answers")
 
-    with Store.open(tmp_path / "new", config=CONFIG) as opened, pytest.MonkeyPatch.context() as patched:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened, pytest.MonkeyPatch.context() as patched:
         catalog = opened._opened.catalog()
         patched.setattr("asymcheck.replication.pull.read_manifests", away)
         patched.setattr("asymcheck.storage.manifests.ManifestReader.runs", away)
@@ -213,18 +216,18 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
 def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[[Path], None]) -> None:
     """As they were; nothing else has to be lost. A pull does it, too, where one is damaged."""
     head = store / "heads" / "default" / "00000002.head"
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.save(state_of(3), step=3, generation=opened.begin_generation(opened.checkpoints()[0]))
         opened.push(folder, everything=True)
     before = head.read_bytes()
     lose(head)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         assert len(opened.repair().left) == 1
         opened.delete(1)
         opened.pull(folder, 1)
         assert head.read_bytes() == before
     lose(head)
-    with Store.open(store, config=CONFIG, remote=folder) as opened:
+    with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
         assert ([one.kind for one in done.done], done.left) == (["record"], ())
         assert opened.repair().done == ()
@@ -235,13 +238,13 @@ def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: s
     """No checkpoint of that generation lies on both sides: what is damaged is left, and the reason is said."""
     save_steps(tmp_path / "other", 1)
     for path in (store, tmp_path / "other"):
-        with Store.open(path, config=CONFIG) as opened:
+        with Store.open(path, config=CONFIG, create=True) as opened:
             opened.save(state_of(3), step=3, generation=opened.begin_generation(None))
-    with Store.open(tmp_path / "other", config=CONFIG) as opened:
+    with Store.open(tmp_path / "other", config=CONFIG, create=True) as opened:
         opened.push(folder, 3)
     head = store / "heads" / "default" / "00000002.head"
     head.write_bytes(b"x" * 8192)
-    with Store.open(store, config=CONFIG, remote=folder) as opened:
+    with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
         (left,) = opened.repair().left
         assert left.kind == "damaged-head"
         assert "may be that of another training" in left.message
@@ -253,19 +256,19 @@ def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: s
 def test_a_manifest_of_one_rank_is_brought_back(store: Path, folder: str) -> None:
     """A checkpoint that is incomplete here counts as lost."""
     save_id = new_save_id().hex()
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         for rank in range(2):
             opened.save(state_of(3), step=3, part=Part(rank, 2, save_id))
         opened.push(folder, 3)
     newest = max((store / "manifests" / "default").iterdir())
     max(newest.iterdir()).unlink()
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         (left,) = opened.repair().left
         assert (left.kind, left.message) == (
             "incomplete-checkpoint",
             "the manifest of rank 1 is missing (world size 2)",
         )
-    with Store.open(store, config=CONFIG, remote=folder) as opened:
+    with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
         assert opened.repair().left == ()
         assert opened.verify() == []
         check_state(opened.load(3), 3)

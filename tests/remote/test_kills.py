@@ -47,7 +47,7 @@ def death(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, int
 @pytest.fixture
 def store_with_heads(store: Path) -> Path:
     """Steps 1 and 2, and the head record of a second generation that goes on from step 2."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
         opened.begin_generation(opened.checkpoints()[-1])
     return store
@@ -64,7 +64,7 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
         arguments["location"] = place
     zygote.start(push_and_die, **arguments).wait_killed()
     try:
-        with Store.open(place, config=CONFIG) as there:
+        with Store.open(place, config=CONFIG, create=True) as there:
             steps = [one.step for one in there.checkpoints() if one.complete]
             assert (2 in steps) == (event == "remote.manifest_renamed")
             for step in steps:
@@ -83,7 +83,7 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
 def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, folder: str) -> None:
     """What it has committed is there by its name alone; the next push does not take that for a checkpoint."""
     zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
-    with Store.open(folder, config=CONFIG) as there, pytest.raises(InconsistentCheckpointError):
+    with Store.open(folder, config=CONFIG, create=True) as there, pytest.raises(InconsistentCheckpointError):
         there.load(2)
     with Store.open(store, config=CONFIG, read_only=True) as opened:
         assert len(opened.push(folder).committed) == 1
@@ -100,11 +100,11 @@ def test_collection_removes_what_a_killed_push_left(zygote: Zygote, store: Path,
     files = RemoteFiles(parse_location(place), REMOTE)
     packs = PurePosixPath(files.location.path) / "packs"
     before = files.list(packs)
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         young = there.gc()
     assert (young.freed_packs, young.removed_temporaries) == (0, 0)
     assert files.list(packs) == before
-    with Store.open(place, config=config(grace_s=0.0)) as there:
+    with Store.open(place, config=config(grace_s=0.0), create=True) as there:
         useless = there.gc(dry_run=True).freed_packs
         assert useless >= 1
         assert files.list(packs) == before

@@ -18,17 +18,17 @@ def test_a_store_is_no_location(store: Path) -> None:
     said = rf"a store that is saved to on a local drive .* give its path, {store}, instead"
     for location in (f"file://{store}", f"file://localhost{store}/"):
         with pytest.raises(InvalidInputError, match=said):
-            Store.open(location, config=CONFIG)
-        with Store.open(store, config=CONFIG) as opened, pytest.raises(InvalidInputError, match=said):
+            Store.open(location, config=CONFIG, create=True)
+        with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match=said):
             opened.push(location)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 2)
 
 
 def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path) -> None:
     """It does not get another one."""
     (store / "asymcheck.store").rename(store.parent / "aside")
-    with Store.open(store.parent / "other", config=CONFIG) as other:
+    with Store.open(store.parent / "other", config=CONFIG, create=True) as other:
         other.save({"x": 1}, step=1)
         with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs"):
             other.push(f"file://{store}")
@@ -39,14 +39,14 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
 def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, name: str) -> None:
     """What a URI cannot have in it is quoted in it, and in what is printed."""
     location = (tmp_path / name / "remote").as_uri()
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
     assert (tmp_path / name / "remote" / "asymcheck.store").exists()
-    with Store.open(location, config=CONFIG) as there:
+    with Store.open(location, config=CONFIG, create=True) as there:
         assert parse_location(str(there.location)) == parse_location(location)
     check_location(str(parse_location(location)), 1)
     with pytest.raises(StoreNotFoundError) as caught:
-        Store.open(f"{location}/nothing", config=CONFIG)
+        Store.open(f"{location}/nothing", config=CONFIG, create=True)
     assert str(caught.value) == f"{parse_location(location)}/nothing does not exist"
 
 
@@ -70,13 +70,13 @@ def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, nam
 def test_nothing_of_a_location_is_dropped(location: str, said: str) -> None:
     """Else two locations would be one."""
     with pytest.raises(InvalidInputError) as caught:
-        Store.open(location, config=CONFIG)
+        Store.open(location, config=CONFIG, create=True)
     assert said in str(caught.value)
 
 
 def test_one_step_of_everything_is_refused(store: Path, folder: str) -> None:
     """Which of the two is meant, nobody knows."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         for move in (opened.push, opened.pull):
             with pytest.raises(InvalidInputError, match="step 3 with everything=True"):
                 move(folder, 3, everything=True)
@@ -103,15 +103,15 @@ def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monke
     monkeypatch.setattr(clients, "_by_pyarrow", lambda *_: (buckets, "bucket/runs/a b"))
     location = "s3://bucket/runs/a%20b"
     with pytest.raises(StoreNotFoundError, match=f"{location} does not exist"):
-        Store.open(location, config=CONFIG)
-    with Store.open(store, config=CONFIG) as opened:
+        Store.open(location, config=CONFIG, create=True)
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, everything=True)
     check_location(location, 1, 2)
     assert (tmp_path / "bucket" / "runs" / "a b" / "asymcheck.store").exists()
-    with Store.open(location, config=config(grace_s=0.0)) as there:
+    with Store.open(location, config=config(grace_s=0.0), create=True) as there:
         there.delete(2)
         assert there.gc().freed_packs > 0
     check_location(location, 1)
     (tmp_path / "bucket").rename(tmp_path / "away")
     with pytest.raises(RemoteUnreachableError, match="not even the root"):
-        Store.open(location, config=CONFIG)
+        Store.open(location, config=CONFIG, create=True)

@@ -37,8 +37,10 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
         ranks = Ranks(rank, 2, keys, timeout_s=120.0, node=f"node-{rank}")
         capture = CaptureConfig(ring_folder=str(memory))
         with (
-            Store.open(folder / f"machine-{rank}", config=CONFIG, remote=place) as store,
-            Checkpointer(store, state, push=Push(place, every=2), ranks=ranks, capture=capture) as checkpointer,
+            Store.open(folder / f"machine-{rank}", config=CONFIG, remote=place, create=True) as store,
+            Checkpointer(
+                store, state, push=Push(place, every=2), ranks=ranks, capture=capture, keep=None
+            ) as checkpointer,
         ):
             found = checkpointer.restore()
             is_right = found is None or (
@@ -49,8 +51,8 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
                 same.fill_(step)
                 checkpointer.save(step)
                 # Machines that are at different checkpoints would wait for each other.
-                checkpointer.wait("hdfs")
-            assert checkpointer.pushed.problem == ""
+                checkpointer.wait("remote")
+            assert checkpointer.push_statistics().problem == ""
         return None if found is None else found.step, is_right
 
     return each(2, work)
@@ -75,9 +77,9 @@ def test_two_machines_come_back_from_the_location_alone(
         assert launched(tmp_path, place, keys, range(5, 7)) == [(4, True)] * 2
     for rank in range(2):
         # They know the line as it was, of which they have nothing else.
-        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG) as store:
+        with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
             assert [head.generation for head in store.training.heads("default")] == [1, 2, 3]
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         assert [(one.step, one.complete, one.generation) for one in there.checkpoints()] == [
             *((step, True, generation) for step, generation in ((0, 1), (2, 1), (4, 2), (6, 3)))
         ]

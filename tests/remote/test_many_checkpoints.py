@@ -30,7 +30,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A location with one checkpoint, and one with it and ten thousand older ones, whose packs nobody needs to read."""
     base = tmp_path_factory.mktemp("many")
     save_steps(base / "store", COUNT)
-    with Store.open(base / "store", config=CONFIG) as store:
+    with Store.open(base / "store", config=CONFIG, create=True) as store:
         for name in ("one", "many"):
             store.push(f"file://{base}/{name}")
     there = RemoteTier(parse_location(f"file://{base}/many"), CONFIG)
@@ -68,7 +68,7 @@ def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations:
     counts = []
     for place in places:
         operations.clear()
-        with Store.open(place, config=CONFIG) as there:
+        with Store.open(place, config=CONFIG, create=True) as there:
             check_state(there.load(), COUNT)
         counts.append(len(operations))
     assert counts[0] == counts[1] < 40
@@ -92,7 +92,7 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
         read.append(pack_id)
         return pack_reader.read_pack_index(files, path, pack_id)
 
-    with Store.open(tmp_path / "store", config=CONFIG) as store:
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.push(folder, everything=True)
         monkeypatch.setattr(tier, "read_pack_index", read_pack_index)
         assert store.push(folder, everything=True).present == 20

@@ -36,8 +36,8 @@ from tests.zygote import REPOSITORY, wait_until
 TRAINER = """
 import os, sys, time
 from asymcheck import Push, Store
-store = Store.open(sys.argv[1])
-pushing = store.pushing(Push(sys.argv[2], close_s=None))
+store = Store.open(sys.argv[1], create=True)
+pushing = store.push_in_background(Push(sys.argv[2], close_s=None))
 pushing.wait()
 holding = os.fork()
 if not holding:
@@ -72,9 +72,9 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
 def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
     """While the training saves in the background; the others stay here."""
     state, push = dict(state_of(0)), Push(place, every=2, close_s=None, own_process=own_process)
-    with Store.open(store_path, config=CONFIG) as store, store.pushing(push) as pushing:
+    with Store.open(store_path, config=CONFIG, create=True) as store, store.push_in_background(push) as pushing:
         assert type(pushing) is (PushProcess if own_process else PushThread)
-        with Checkpointer(store, state) as checkpointer:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             for step in range(5):
                 state.update(state_of(step))
                 checkpointer.step(step)
@@ -92,8 +92,8 @@ def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> No
     told: list[Interval] = []
     push = Push(folder, close_s=None, own_process=own_process)
     began = time.perf_counter()
-    with watch(told.append), Store.open(store, config=CONFIG) as opened:
-        statistics = opened.pushing(push).close()
+    with watch(told.append), Store.open(store, config=CONFIG, create=True) as opened:
+        statistics = opened.push_in_background(push).close()
         sent = {one.detail["step"]: one for one in told if one.name == "push"}
         assert sorted(sent) == [1, 2]
         assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
@@ -102,7 +102,7 @@ def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> No
         lose_packs(store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
-            opened.pushing(push).close()
+            opened.push_in_background(push).close()
         (failed,) = (one for one in told if one.name == "push")
         assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
     for one in (*sent.values(), failed):
@@ -112,7 +112,7 @@ def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> No
 
 def test_it_holds_no_torch(store: Path, folder: str) -> None:
     """With a GPU that would be gigabytes of libraries, for which it has no use."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         assert "torch" not in Path(f"/proc/{process_of(pushing)}/maps").read_text("utf-8")
     check_location(folder, 1, 2)
@@ -120,7 +120,7 @@ def test_it_holds_no_torch(store: Path, folder: str) -> None:
 
 def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
     """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder, hold=2) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder, hold=2) as pushing:
         pushing.wait()
         assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (2, 0, {})
         with stopped(pushing):
@@ -138,7 +138,7 @@ def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
 def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first has sent is counted once, and is not sent again."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         first = process_of(pushing)
         sent = pushing.statistics().sent_bytes
@@ -158,7 +158,7 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
 def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
     monkeypatch.setattr(module, "RETRY_S", 900.0)
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with stopped(pushing):
             threading.Timer(0.2, os.kill, (process_of(pushing), signal.SIGKILL)).start()
             with pytest.raises(GivenUpError, match=r"was killed by signal 9; another one begins in 900 s"):
@@ -174,7 +174,7 @@ def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pyt
 
 def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folder: str) -> None:
     """Another process does it, at once."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_process(opened, folder, close_s=60.0)
         pushing.wait()
         os.kill(process_of(pushing), signal.SIGKILL)
@@ -188,9 +188,9 @@ def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folde
 def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what the one before it had sent, which was deleted meanwhile."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        with Store.open(folder, config=CONFIG) as there:
+        with Store.open(folder, config=CONFIG, create=True) as there:
             there.delete(1)
         os.kill(process_of(pushing), signal.SIGKILL)
         wait_until(lambda: pushing.statistics().pushed == 3, "it to be sent again")
@@ -202,7 +202,7 @@ def test_one_that_is_begun_again_knows_better_when_it_has_looked(
     store: Path, folder: str, *, is_connected: bool
 ) -> None:
     """What the one before it had sent, and it does not find, waits again, and is held."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         now, sent = pushing.statistics(), dict(pushing.queue.sent)
         with stopped(pushing):
@@ -218,7 +218,7 @@ def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, 
     workers: list[int] = []
     try:
         for _ in range(2):
-            with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+            with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
                 for _ in range(3):
                     worker = os.fork()
                     if not worker:
@@ -237,7 +237,7 @@ def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, 
 
 def test_a_wait_after_the_end(store: Path, folder: str) -> None:
     """Nobody pushes any more."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         with by_process(opened, folder) as pushing:
             pass
         with pytest.raises(ClosedStoreError, match="has ended"):
@@ -251,7 +251,7 @@ def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, mo
     monkeypatch.setattr(module, "_START_S", 0.0)
     monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_process(opened, folder)
         with stopped(pushing):
             with monkeypatch.context() as within:
@@ -265,7 +265,7 @@ def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, mo
 
 def test_signals_are_not_for_it(store: Path, folder: str) -> None:
     """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         for name in module._NOT_FOR_IT:
             os.kill(process_of(pushing), getattr(signal, name))
@@ -302,7 +302,7 @@ def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> 
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack") as told:
             pushing.wait()
         assert len(told.value.reasons) == 1
@@ -315,13 +315,13 @@ def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> 
 
 def test_the_longest_time_that_an_end_can_take(store: Path, folder: str) -> None:
     """It is one that a thread can wait for."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         assert by_process(opened, folder).close(threading.TIMEOUT_MAX).pushed == 2
 
 
 def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
     """It is refused, and the pushing goes on."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(-1)
         pushing.wait()
@@ -343,7 +343,7 @@ def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
 
 def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
     """With all of its threads; and it keeps no terminal busy."""
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         pid = process_of(pushing)
         tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]

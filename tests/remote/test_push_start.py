@@ -22,7 +22,7 @@ def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: py
     """The process says why, and is begun again until it can."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     aside = store.with_name("aside")
-    with Store.open(store, config=CONFIG) as opened, warnings.catch_warnings():
+    with Store.open(store, config=CONFIG, create=True) as opened, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachableRemoteWarning)
         store.rename(aside)
         with by_process(opened, folder) as pushing:
@@ -46,7 +46,7 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
 
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     monkeypatch.setattr(subprocess, "Popen", begin)
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with pytest.raises(GivenUpError, match=r"no process could be begun .*: Cannot allocate memory"):
             pushing.wait()
         wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
@@ -57,7 +57,7 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
 def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Python is part of another program, nobody knows how to begin one."""
     monkeypatch.setattr(sys, "executable", "")
-    with Store.open(store, config=CONFIG) as opened, opened.pushing(Push(folder)) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, opened.push_in_background(Push(folder)) as pushing:
         assert isinstance(pushing, PushThread)
     check_location(folder, 1, 2)
 
@@ -66,7 +66,7 @@ def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, mo
     """Though it goes elsewhere before the process has begun."""
     monkeypatch.chdir(tmp_path)
     save_steps(Path("relative"), 1)
-    with Store.open("relative", config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open("relative", config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
     check_location(folder, 1)
 
@@ -81,6 +81,6 @@ def test_it_imports_what_the_training_does(
     (tmp_path / "signal.py").write_text("raise SystemExit(3)")
     (tmp_path / "asymcheck").mkdir()
     (tmp_path / "asymcheck/__init__.py").touch()
-    with Store.open(store, config=CONFIG) as opened, by_process(opened, folder) as pushing:
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
     check_location(folder, 1, 2)

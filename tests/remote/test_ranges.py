@@ -64,7 +64,7 @@ def test_no_more_memory_is_kept_than_was_asked_for() -> None:
 
 def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) -> None:
     """What a restore read stays for the next one, until then."""
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check_state(there.load(), 2)
         (memory,) = (one for one in gc.get_objects() if type(one) is RangeMemory and one._free)
     assert memory._free == []

@@ -67,7 +67,7 @@ def rows(location: str) -> Iterator[np.void]:
 @pytest.fixture
 def store(store_path: Path) -> Path:
     """Steps 0 to 2, nothing of which is encoded."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step in range(3):
             opened.save(state_of(step), step=step)
     return store_path
@@ -75,13 +75,13 @@ def store(store_path: Path) -> Path:
 
 def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str, tmp_path: Path) -> None:
     """Fewer bytes there, by deltas where the older state is there too; names are the same, every byte comes back."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         first, second, third = opened.push(place, 0), opened.push(place, 1), opened.push(place, everything=True)
         assert first.moved_bytes < 0.95 * first.plain_bytes
         assert second.moved_bytes < 0.8 * second.plain_bytes
         assert third.present == 2
         here = names_in(opened)
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         for step in range(3):
             check(there.load(step), step)
         assert there.verify() == []
@@ -90,7 +90,7 @@ def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str
     assert kinds == {registry.KIND_FULL, registry.KIND_DELTA}
     there_now = {row["digest"].tobytes() for row in rows(place)}
     assert all(row["base_digest"].tobytes() in there_now for row in rows(place) if row["kind"] == registry.KIND_DELTA)
-    with Store.open(tmp_path / "new", config=CONFIG) as new:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
         assert new.pull(place).moved_partitions > 0
         check(new.load(), 2)
         assert new.verify() == []
@@ -98,10 +98,10 @@ def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str
 
 def test_a_base_that_goes_there_stays_as_long_as_it_is_needed(store: Path, folder: str) -> None:
     """The checkpoint that a delta was made against is deleted; the delta can be read, and collection keeps its base."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         opened.push(folder, 1)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         there.delete(0)
         there.gc()
         check(there.load(1), 1)
@@ -110,7 +110,7 @@ def test_a_base_that_goes_there_stays_as_long_as_it_is_needed(store: Path, folde
 
 def test_without_the_older_state_there_no_delta_is_made(store: Path, folder: str) -> None:
     """Whatever lies here: a delta never arrives without its base."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
     assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
     assert registry.CODEC_BYTE_PLANES in {int(row["codec"]) for row in rows(folder)}
@@ -118,13 +118,13 @@ def test_without_the_older_state_there_no_delta_is_made(store: Path, folder: str
 
 def test_a_base_that_was_lost_there_is_no_base(store: Path, folder: str) -> None:
     """Its checkpoint is listed there, but no pack has it: a delta against it could not be read."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         for pack in Path(folder.removeprefix("file://"), "packs").iterdir():
             pack.unlink()
         opened.push(folder, 1)
     assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check(there.load(1), 1)
 
 
@@ -140,12 +140,12 @@ def longest_chain(location: str) -> int:
 
 def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
     """After as many as a reader follows, a partition is sent whole."""
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step in range(registry.DELTA_DEPTH_MAX + 3):
             opened.save(state_of(step), step=step)
             opened.push(folder)
     assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check(there.load(), registry.DELTA_DEPTH_MAX + 2)
         assert there.verify() == []
 
@@ -157,7 +157,10 @@ def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folde
     state = {"newest": newest, "before": newest.clone()}
     kept = {}
     config = dataclasses.replace(CONFIG, compression="smallest")
-    with Store.open(store_path, config=config) as opened, Checkpointer(opened, state) as checkpointer:
+    with (
+        Store.open(store_path, config=config, create=True) as opened,
+        Checkpointer(opened, state, every=1, keep=None) as checkpointer,
+    ):
         for step in range(registry.DELTA_DEPTH_MAX + 5):
             state["before"].copy_(newest)
             newest += torch.randint(0, 3, (100_000,), dtype=torch.int32, generator=random)
@@ -167,7 +170,7 @@ def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folde
                 opened.push(folder)
                 kept[step] = newest.clone()
     assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         for step, wanted in kept.items():
             loaded = there.load(step)
             assert isinstance(loaded, dict)
@@ -183,10 +186,10 @@ def test_what_the_location_takes_decides(
 ) -> None:
     """A location that takes a byte sooner than it can be encoded gets it as it lies."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
-    with Store.open(store, config=changed(compression=mode)) as opened:
+    with Store.open(store, config=changed(compression=mode), create=True) as opened:
         done = opened.push(folder)
     assert (done.moved_bytes < done.plain_bytes) == is_encoded
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check(there.load(), 2)
 
 
@@ -198,7 +201,7 @@ def test_the_speed_is_measured_before_most_is_sent(
     monkeypatch.setattr("asymcheck.storage.remote.throughput._ENOUGH_BYTES", MIB // 2)
     noted = ThroughputMeter.note
     monkeypatch.setattr(ThroughputMeter, "note", lambda self, count, _seconds: noted(self, count, count / 1e6))
-    with Store.open(store_path, config=changed(compression="auto", pack_bytes=1 << 30)) as opened:
+    with Store.open(store_path, config=changed(compression="auto", pack_bytes=1 << 30), create=True) as opened:
         opened.save(state_of(0), step=0)
         done = opened.push(folder)
     assert done.packs == 2
@@ -213,10 +216,13 @@ def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
     """One encoder serves all pushes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 1e6)
     rules = Push(folder, own_process=False)
-    with Store.open(store, config=changed(compression="auto")) as opened, opened.pushing(rules) as pushing:
+    with (
+        Store.open(store, config=changed(compression="auto"), create=True) as opened,
+        opened.push_in_background(rules) as pushing,
+    ):
         pass
     assert pushing.statistics().pushed == 3
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         for step in range(3):
             check(there.load(step), step)
         assert there.verify() == []
@@ -224,7 +230,7 @@ def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
 
 def test_memory_for_what_is_encoded_is_bounded(store: Path, folder: str) -> None:
     """Packs are cut so that those on their way fit into it."""
-    with Store.open(store, config=changed(encoded_bytes=MIB, pack_bytes=1 << 30)) as opened:
+    with Store.open(store, config=changed(encoded_bytes=MIB, pack_bytes=1 << 30), create=True) as opened:
         done = opened.push(folder)
     assert done.packs >= done.plain_bytes // (MIB // 2)
 
@@ -235,14 +241,17 @@ def test_damage_here_is_found_before_it_is_encoded(store: Path, folder: str) -> 
     data = bytearray(newest.read_bytes())
     data[4096 + 8192] ^= 1
     newest.write_bytes(data)
-    with Store.open(store, config=CONFIG) as opened, pytest.raises(DamagedPartitionError, match="digest mismatch"):
+    with (
+        Store.open(store, config=CONFIG, create=True) as opened,
+        pytest.raises(DamagedPartitionError, match="digest mismatch"),
+    ):
         opened.push(folder)
 
 
 def test_what_arrived_before_damage_was_met_is_not_sent_again(store_path: Path, folder: str, tmp_path: Path) -> None:
     """The rest is, and of what is damaged the other copy, decoded."""
     for where in (store_path, tmp_path / "copy"):
-        with Store.open(where, config=CONFIG) as opened:
+        with Store.open(where, config=CONFIG, create=True) as opened:
             opened.save(state_of(0), step=0)
     (pack,) = (store_path / "packs").iterdir()
     data = bytearray(pack.read_bytes())
@@ -251,8 +260,8 @@ def test_what_arrived_before_damage_was_met_is_not_sent_again(store_path: Path, 
     pack.write_bytes(data)
     (copy,) = (tmp_path / "copy" / "packs").iterdir()
     shutil.copy(copy, store_path / "packs")
-    with Store.open(store_path, config=changed(compression="off", uploads=1, pack_bytes=MIB)) as opened:
+    with Store.open(store_path, config=changed(compression="off", uploads=1, pack_bytes=MIB), create=True) as opened:
         done = opened.push(folder)
     assert done.moved_bytes <= len(data)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         check(there.load(), 0)

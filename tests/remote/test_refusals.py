@@ -42,7 +42,7 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
 ) -> None:
     """The newest checkpoint does not give way to an older one."""
     packs = Path(folder.removeprefix("file://")) / "packs"
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         before = set(packs.iterdir())
         opened.push(folder, 2)
@@ -56,5 +56,8 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
         return do(self, action, path, denied if is_new else call, *rest)
 
     monkeypatch.setattr(RemoteFiles, "_do", refused)
-    with Store.open(folder, config=CONFIG) as there, pytest.raises(RemoteUnreachableError, match="may not look there"):
+    with (
+        Store.open(folder, config=CONFIG, create=True) as there,
+        pytest.raises(RemoteUnreachableError, match="may not look there"),
+    ):
         there.load()

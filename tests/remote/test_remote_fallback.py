@@ -27,7 +27,7 @@ UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts
 
 def test_a_location_that_does_not_answer_stops_no_training(store: Path) -> None:
     """What lies here is read, with a warning."""
-    with Store.open(store, config=UNREACHABLE, remote=NOWHERE) as opened:
+    with Store.open(store, config=UNREACHABLE, remote=NOWHERE, create=True) as opened:
         with pytest.warns(UnreachableRemoteWarning, match="no|refused"):
             check_state(opened.load(), 2)
         opened.save({"step": 3}, step=3)
@@ -36,14 +36,14 @@ def test_a_location_that_does_not_answer_stops_no_training(store: Path) -> None:
 def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
     """Where what lies here is not enough, that is the error, not an older checkpoint or none."""
     with (
-        Store.open(tmp_path / "new", config=UNREACHABLE, remote=NOWHERE) as opened,
+        Store.open(tmp_path / "new", config=UNREACHABLE, remote=NOWHERE, create=True) as opened,
         pytest.raises(RemoteUnreachableError),
     ):
         opened.load()
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with (
-        Store.open(store, config=UNREACHABLE, remote=NOWHERE) as opened,
+        Store.open(store, config=UNREACHABLE, remote=NOWHERE, create=True) as opened,
         pytest.warns(UnreachableRemoteWarning),
         pytest.raises(RemoteUnreachableError),
     ):
@@ -52,7 +52,7 @@ def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp
 
 def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> None:
     """It has nothing to give, and is no error."""
-    with Store.open(store, config=CONFIG, remote=folder) as opened:
+    with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
         check_state(opened.load(), 2)
 
 
@@ -86,14 +86,14 @@ def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
     """What lies here is read, with a warning; where that is not enough, it is not taken for an empty one."""
     change(Path(folder.removeprefix("file://")))
     with (
-        Store.open(pushed, config=CONFIG, remote=folder) as opened,
+        Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened,
         pytest.warns(UnreachableRemoteWarning, match="only what lies on this machine is known"),
     ):
         check_state(opened.load(), 2)
     state = state_of(0)
     with (
-        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as opened,
-        Checkpointer(opened, state) as checkpointer,
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as opened,
+        Checkpointer(opened, state, every=1, keep=None) as checkpointer,
         pytest.raises(RemoteUnreachableError, match="not known"),
     ):
         checkpointer.restore()
@@ -103,8 +103,8 @@ def test_a_location_that_has_lost_its_descriptor_gets_no_new_one(pushed: Path, f
     """To open it and to push there is refused."""
     lose_descriptor(Path(folder.removeprefix("file://")))
     with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs; put"):
-        Store.open(folder, config=CONFIG)
-    with Store.open(pushed, config=CONFIG) as opened, pytest.raises(StructureError, match="has lost its"):
+        Store.open(folder, config=CONFIG, create=True)
+    with Store.open(pushed, config=CONFIG, create=True) as opened, pytest.raises(StructureError, match="has lost its"):
         opened.push(folder, 2)
 
 
@@ -113,34 +113,37 @@ def test_a_creation_that_was_killed_left_no_location(store: Path, folder: str) -
     for name in ("heads", "manifests", "packs"):
         (Path(folder.removeprefix("file://")) / name).mkdir(parents=True)
     with pytest.raises(StoreNotFoundError, match="nothing was pushed there"):
-        Store.open(folder, config=CONFIG)
-    with Store.open(store, config=CONFIG) as opened:
+        Store.open(folder, config=CONFIG, create=True)
+    with Store.open(store, config=CONFIG, create=True) as opened:
         assert len(opened.push(folder, 2).committed) == 1
 
 
 def test_a_training_that_begins_from_nothing_says_so(tmp_path: Path, folder: str) -> None:
     """An empty mount point looks like a location to which nothing was pushed yet."""
     with (
-        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as opened,
-        Checkpointer(opened, state_of(0)) as checkpointer,
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as opened,
+        Checkpointer(opened, state_of(0), every=1, keep=None) as checkpointer,
     ):
-        with pytest.warns(UnreachableRemoteWarning, match=f"nothing was pushed to {folder} yet.* mounted"):
+        with pytest.warns(UnreachableRemoteWarning, match=f"remote {folder} is empty"):
             assert checkpointer.restore() is None
         checkpointer.save(0)
 
 
 def test_what_was_pulled_is_read_without_the_location(pushed: Path, folder: str, tmp_path: Path) -> None:
     """Its packs are others than the manifest names; so are those of a store whose packs a repair has moved."""
-    with Store.open(tmp_path / "new", config=CONFIG) as opened:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, everything=True)
     for pack in (pushed / "packs").iterdir():
         data = bytearray(pack.read_bytes())
         data[-10] ^= 1
         pack.write_bytes(data)
-    with Store.open(pushed, config=CONFIG) as opened:
+    with Store.open(pushed, config=CONFIG, create=True) as opened:
         assert opened.repair().left == ()
     for path in (tmp_path / "new", pushed):
-        with Store.open(path, config=UNREACHABLE, remote=NOWHERE) as opened, pytest.warns(UnreachableRemoteWarning):
+        with (
+            Store.open(path, config=UNREACHABLE, remote=NOWHERE, create=True) as opened,
+            pytest.warns(UnreachableRemoteWarning),
+        ):
             check_state(opened.load(), 2)
 
 

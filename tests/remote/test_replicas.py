@@ -35,7 +35,7 @@ def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: P
             killed.append("dn2")
             three.send("dn2", signal.SIGKILL)
 
-    with Store.open(store_path, config=settings) as opened:
+    with Store.open(store_path, config=settings, create=True) as opened:
         opened.push(place, 1)
         with events.observe(kill):
             done = opened.push(place, 2)

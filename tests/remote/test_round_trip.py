@@ -31,19 +31,19 @@ from tests.restore.test_bases import save_steps as save_weights
 
 def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, place: str, tmp_path: Path) -> None:
     """Read where it lies, in part and in whole, and pulled into a new store."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(place)
     assert [len(done.committed), done.present, done.reused_partitions] == [1, 0, 0]
     assert done.packs > 1
     shutil.rmtree(store)
     check_location(place, 2)
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         part = there.load(tensors="model.fixed")
         assert torch.equal(part["model"]["fixed"], torch.arange(20_000.0))  # type: ignore[index]  # a mapping
         into = {"model": {"w": torch.zeros(40_000)}}
         there.load(into=into, tensors="model.w")
         assert torch.equal(into["model"]["w"], state_of(2)["model"]["w"])  # type: ignore[index]  # a mapping
-    with Store.open(tmp_path / "new", config=CONFIG) as new:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
         pulled = new.pull(place)
         assert pulled.moved_partitions == done.moved_partitions
         check_state(new.load(), 2)
@@ -53,7 +53,7 @@ def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, pla
 
 def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
     """Step 2 shares a third of its bytes with step 1; the second push of it sends nothing."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         first, second, third = opened.push(place, 1), opened.push(place, 2), opened.push(place, everything=True)
     assert second.reused_partitions > 0
     assert second.moved_partitions + second.reused_partitions == first.moved_partitions
@@ -63,20 +63,20 @@ def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
 
 def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
     """Files are few: as many as the bytes ask for, and the rest of each push."""
-    with Store.open(store, config=config(pack_bytes=1 << 30)) as opened:
+    with Store.open(store, config=config(pack_bytes=1 << 30), create=True) as opened:
         assert opened.push(place).packs == 1
     check_location(place, 2)
 
 
 def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
     """Training went back to step 1: there, too, step 2 is abandoned, and the new step 2 is the newest."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, everything=True)
         generation = opened.begin_generation(opened.checkpoints()[0])
         opened.save(state_of(7), step=2, generation=generation)
         opened.push(place)
         here = [(one.step, one.generation, one.on_line) for one in opened.checkpoints()]
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         assert [(one.step, one.generation, one.on_line) for one in there.checkpoints()] == here
         state = there.load()
         assert torch.equal(state["model"]["w"], state_of(7)["model"]["w"])  # type: ignore[index]  # a mapping
@@ -84,11 +84,11 @@ def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
 
 def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) -> None:
     """Training went back to step 1 and has saved nothing since: nobody may go on from step 2 there."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])
         assert opened.push(folder).present == 1
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert [(one.step, one.on_line) for one in there.checkpoints()] == [(1, True), (2, False)]
         check_state(there.load(), 1)
 
@@ -97,7 +97,7 @@ def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) ->
     """Their head records differ: the second push is refused, and the first is as it was."""
     for name, parent in (("a", 0), ("b", 1)):
         save_steps(tmp_path / name, 1, 2)
-        with Store.open(tmp_path / name, config=CONFIG) as opened:
+        with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             generation = opened.begin_generation(opened.checkpoints()[parent])
             opened.save(state_of(3), step=3, generation=generation)
             if name == "a":
@@ -111,7 +111,7 @@ def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) ->
 def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -> None:
     """Neither has a parent, but they began at different times: a training whose store was lost begins anew."""
     for name in ("a", "b"):
-        with Store.open(tmp_path / name, config=CONFIG) as opened:
+        with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
             if name == "a":
                 opened.push(place)
@@ -124,11 +124,11 @@ def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -
 def test_two_stores_share_what_is_equal(place: str, tmp_path: Path) -> None:
     """Runs of different names in one place: the second sends only what the first has not sent."""
     for name in ("a", "b"):
-        with Store.open(tmp_path / name, config=CONFIG) as opened:
+        with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, run=name)
             done = opened.push(place, run=name)
     assert (done.moved_partitions, len(done.committed)) == (0, 1)
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         check_state(there.load(run="b"), 1)
 
 
@@ -142,23 +142,23 @@ def chain(store_path: Path) -> Path:
 
 def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path) -> None:
     """Step 2 alone is pushed: what it is encoded against goes along, though no manifest there names it."""
-    with Store.open(chain, config=CONFIG) as opened:
+    with Store.open(chain, config=CONFIG, create=True) as opened:
         done = opened.push(place, 2)
         assert done.moved_partitions == 3
         assert done.moved_bytes < 3 * len(plain_of(0))
         assert opened.push(place, 1).moved_partitions == 0
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
         assert there.verify() == []
         assert there.gc().freed_packs == 0
-    with Store.open(tmp_path / "new", config=CONFIG) as new:
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
         new.pull(place)
         assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_a_delta_whose_base_is_lost_there_is_not_there(chain: Path, folder: str) -> None:
     """It is of no use alone; with the base it is."""
-    with Store.open(chain, config=CONFIG) as opened:
+    with Store.open(chain, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
         assert opened.push(folder, 2).present == 1
         packs = (Path(folder.removeprefix("file://")) / "packs").iterdir()
@@ -166,7 +166,7 @@ def test_a_delta_whose_base_is_lost_there_is_not_there(chain: Path, folder: str)
         again = opened.push(folder, 2)
         assert (len(again.committed), again.moved_partitions) == (1, 3)
         assert opened.push(folder, 2).present == 1
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
@@ -176,12 +176,12 @@ def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str
     swap(tmp_path / "a", *(delta_of(step, step - 1) for step in range(1, 9)))
     save_weights(store_path, 8, 9)
     swap(store_path, delta_of(9, 8))
-    with Store.open(tmp_path / "a", config=CONFIG) as opened:
+    with Store.open(tmp_path / "a", config=CONFIG, create=True) as opened:
         assert opened.push(folder, 8).moved_partitions == 9
-    with Store.open(store_path, config=CONFIG) as opened:
+    with Store.open(store_path, config=CONFIG, create=True) as opened:
         done = opened.push(folder, 9)
     assert (done.moved_partitions, done.moved_bytes) == (1, len(plain_of(9)))
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert torch.equal(there.load(9)["w"], weights(9))  # type: ignore[index]  # a mapping
         assert there.verify() == []
 
@@ -190,36 +190,36 @@ def test_nothing_is_written_by_reading(place: str) -> None:
     """A place where nothing was pushed is named, and stays as it is."""
     for _ in range(2):
         with pytest.raises(StoreNotFoundError, match="does not exist"):
-            Store.open(place, config=CONFIG)
+            Store.open(place, config=CONFIG, create=True)
 
 
 def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
     """The errors say what to do instead."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         with pytest.raises(ReadOnlyStoreError, match="push from that"):
             there.save({"x": torch.ones(1)}, step=3)
         with pytest.raises(InvalidInputError, match="pull it first"):
-            there.accounting()
+            there.disk_usage()
         with pytest.raises(InvalidInputError, match="location"):
             _ = there.path
 
 
 def test_what_cannot_be_pushed_is_said(store: Path, folder: str) -> None:
     """A step that is not there; a path that is no URI; and nothing is made there."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         with pytest.raises(CheckpointNotFoundError, match="step 9"):
             opened.push(folder, 9)
         with pytest.raises(InvalidInputError, match="give a URI"):
             opened.push(store)
     with pytest.raises(StoreNotFoundError):
-        Store.open(folder)
+        Store.open(folder, create=True)
 
 
 def test_a_damaged_frame_here_is_not_spread(store: Path, folder: str) -> None:
     """A checkpoint that is damaged here is not committed there; the one before it can still go."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
         data = bytearray(newest.read_bytes())
         data[4096 + 2000] ^= 1
@@ -238,7 +238,7 @@ def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folde
         if step != 4:
             for pack in set((store / "packs").iterdir()) - before:
                 pack.unlink()
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.delete(1)
         opened.delete(2)
         opened.save({"w": torch.ones(5000)}, step=6)
@@ -246,7 +246,7 @@ def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folde
             opened.push(folder, everything=True)
     assert [reason.split(" (")[0] for reason in caught.value.reasons] == ["default step 3", "default step 5"]
     assert all("no readable pack" in reason for reason in caught.value.reasons)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert [one.step for one in there.checkpoints()] == [4, 6]
         check_state(there.load(4), 4)
 
@@ -254,7 +254,7 @@ def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folde
 def test_a_run_that_another_training_has_there_keeps_no_other_from_going(tmp_path: Path, folder: str) -> None:
     """Nothing of it is sent."""
     for name in ("a", "b"):
-        with Store.open(tmp_path / name, config=CONFIG) as opened:
+        with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
             if name == "a":
                 opened.push(folder)
@@ -262,7 +262,7 @@ def test_a_run_that_another_training_has_there_keeps_no_other_from_going(tmp_pat
                 opened.save(state_of(2), step=2, run="other")
                 with pytest.raises(InvalidInputError, match="another training"):
                     opened.push(folder, everything=True)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert [(one.run, one.step) for one in there.checkpoints()] == [("default", 1), ("other", 2)]
 
 
@@ -279,7 +279,7 @@ def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
 
     monkeypatch.setattr(ManifestReader, "read_all", read_all)
     with (
-        Store.open(store, config=CONFIG) as opened,
+        Store.open(store, config=CONFIG, create=True) as opened,
         pytest.raises(InconsistentCheckpointError, match=r"step 1 .*its manifests cannot be read: .*Input/output"),
     ):
         opened.push(folder, everything=True)
@@ -296,7 +296,7 @@ def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
 
     monkeypatch.setattr(PackFile, "read_frame", read_frame)
     with (
-        Store.open(store, config=CONFIG) as opened,
+        Store.open(store, config=CONFIG, create=True) as opened,
         pytest.raises(DamagedPartitionError, match="Input/output error") as caught,
     ):
         opened.push(folder, 1)
@@ -307,7 +307,7 @@ def test_a_pull_fetches_what_collection_takes_while_the_pull_looks(
     store: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Partitions of a deleted checkpoint are still stored here when the pull begins, and are gone when it claims."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, 1)
         for step in (1, 2):
             opened.delete(step)

@@ -55,16 +55,16 @@ def steps_in(store: Store) -> list[int]:
 def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
     """While the training runs: waited for, it is there, and the statistics say so."""
     state = dict(state_of(0))
-    with Store.open(store_path, config=CONFIG) as store:
-        with Checkpointer(store, state, push=Push(place, every=2)) as checkpointer:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, push=Push(place, every=2), keep=None) as checkpointer:
             train(checkpointer, state, 0, 1, 2, 3)
-            checkpointer.wait("hdfs")
-            now = checkpointer.pushed
+            checkpointer.wait("remote")
+            now = checkpointer.push_statistics()
             assert (now.pushed, now.backlog, now.failures, now.problem, now.newest_step) == (2, 0, 0, "", 2)
             assert now.sent_bytes > 0
             check_location(place, 0, 2)
             train(checkpointer, state, 4)
-        assert checkpointer.pushed.pushed == 3
+        assert checkpointer.push_statistics().pushed == 3
         assert steps_in(store) == [0, 1, 2, 3, 4]
     check_location(place, 0, 2, 4)
 
@@ -72,13 +72,16 @@ def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
 def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Path) -> None:
     """To return would say that all lies there."""
     state = dict(state_of(0))
-    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
         train(checkpointer, state, 0)
         with pytest.raises(InvalidInputError, match=r"nothing is pushed; give .*push="):
-            checkpointer.wait("hdfs")
-        assert checkpointer.pushed.pushed == 0
+            checkpointer.wait("remote")
+        assert checkpointer.push_statistics().pushed == 0
         with pytest.raises(InvalidInputError, match="push="):
-            Checkpointer(store, state, push="hdfs://x/y")  # type: ignore[arg-type]  # wrong on purpose
+            Checkpointer(store, state, push="hdfs://x/y", every=1, keep=None)  # type: ignore[arg-type]  # wrong on purpose
         with pytest.raises(InvalidInputError, match="'hdfs'"):
             checkpointer.wait("s3")  # type: ignore[arg-type]  # wrong on purpose
 
@@ -90,18 +93,18 @@ def test_retention_leaves_what_waits_alone_up_to_a_bound(
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
-    with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store:
-        checkpointer = Checkpointer(store, state, push=push, keep=keep)
+    with Store.open(store_path, config=ONE_ATTEMPT_HERE, create=True) as store:
+        checkpointer = Checkpointer(store, state, push=push, keep=keep, every=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
             train(checkpointer, state, *range(8))
         wait_until(lambda: steps_in(store) == [4, 6, 7], "all but two that wait, and the newest, to go")
-        assert checkpointer.pushed.backlog == 2
+        assert checkpointer.push_statistics().backlog == 2
         with pytest.warns(UnreachableRemoteWarning, match=rf"2 checkpoints were not pushed to {folder} \(Remote.*next"):
             checkpointer.close()
         outage.is_on = False
-        with Checkpointer(store, state, push=push, keep=keep) as checkpointer:
-            wait_until(lambda: checkpointer.pushed.pushed == 2, "the next start to send them")
+        with Checkpointer(store, state, push=push, keep=keep, every=1) as checkpointer:
+            wait_until(lambda: checkpointer.push_statistics().pushed == 2, "the next start to send them")
             checkpointer.restore()
             train(checkpointer, state, 9)
             wait_until(lambda: steps_in(store) == [9], "what was sent to go")
@@ -111,23 +114,23 @@ def test_retention_leaves_what_waits_alone_up_to_a_bound(
 def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
     """Every step is saved here meanwhile; a wait for there says why it is in vain; a close, what was left."""
     state = dict(state_of(0))
-    with Store.open(store_path, config=ONE_ATTEMPT) as store, warnings.catch_warnings(record=True) as told:
+    with Store.open(store_path, config=ONE_ATTEMPT, create=True) as store, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnreachableRemoteWarning)
-        checkpointer = Checkpointer(store, state, push=Push(NOWHERE))
+        checkpointer = Checkpointer(store, state, push=Push(NOWHERE), every=1, keep=None)
         for step in range(3):
             train(checkpointer, state, step)
-            assert checkpointer.pushed.backlog == step + 1
-            wait_until(lambda: checkpointer.pushed.failures > 0, "a push to fail")
+            assert checkpointer.push_statistics().backlog == step + 1
+            wait_until(lambda: checkpointer.push_statistics().failures > 0, "a push to fail")
         assert len(told) == 1
         assert str(told[0].message).startswith(f"{NOWHERE}: 1 checkpoint waits to be pushed, training goes on: Remote")
         with pytest.raises(RemoteUnreachableError):
-            checkpointer.wait("hdfs")
+            checkpointer.wait("remote")
         checkpointer.close()
         assert [str(one.message)[:42] for one in told[1:]] == ["run 'default': 3 checkpoints were not pushed"[:42]]
         assert steps_in(store) == [0, 1, 2]
         check_state(store.load(), 2)
-        with Checkpointer(store, state, push=Push(NOWHERE), on_error="warn") as checkpointer:
-            checkpointer.wait("hdfs")
+        with Checkpointer(store, state, push=Push(NOWHERE), on_error="warn", every=1, keep=None) as checkpointer:
+            checkpointer.wait("remote")
             assert len(told) == 3
 
 
@@ -137,18 +140,21 @@ def test_an_outage_that_ends_is_told_again_when_it_comes_back(
     """Not for each step, and not never."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
-    with Store.open(store_path, config=ONE_ATTEMPT_HERE) as store, warnings.catch_warnings(record=True) as told:
+    with (
+        Store.open(store_path, config=ONE_ATTEMPT_HERE, create=True) as store,
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always", UnreachableRemoteWarning)
-        with Checkpointer(store, state, push=Push(folder, own_process=False)) as checkpointer:
+        with Checkpointer(store, state, push=Push(folder, own_process=False), every=1, keep=None) as checkpointer:
             for step, is_on in enumerate((True, True, False, True, False)):
                 outage.is_on = is_on
                 train(checkpointer, state, step)
                 if is_on:
-                    wait_until(lambda: checkpointer.pushed.problem != "", "a push to fail")
+                    wait_until(lambda: checkpointer.push_statistics().problem != "", "a push to fail")
                 else:
-                    checkpointer.wait("hdfs")
+                    checkpointer.wait("remote")
                 # Brings to the loop what was seen.
-                checkpointer.wait("nvme" if is_on else "hdfs")
+                checkpointer.wait("local" if is_on else "remote")
     assert len(told) == 2
 
 
@@ -166,8 +172,8 @@ def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monk
 
     monkeypatch.setattr(RemoteFiles, "write", write)
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
-    with Store.open(store_path, config=CONFIG) as store:
-        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1, own_process=False))
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1, own_process=False), every=1, keep=None)
         train(checkpointer, state, 0)
         assert blocked.wait(60)
         with pytest.warns(UnreachableRemoteWarning, match="1 checkpoints were not pushed .*no time was left"):
@@ -175,8 +181,8 @@ def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monk
         checkpointer.close()
         check_state(store.load(), 0)
         freed.set()
-        with Checkpointer(store, state, push=Push(folder, own_process=False)) as checkpointer:
-            checkpointer.wait("hdfs")
+        with Checkpointer(store, state, push=Push(folder, own_process=False), every=1, keep=None) as checkpointer:
+            checkpointer.wait("remote")
     check_location(folder, 0)
 
 
@@ -184,16 +190,19 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -
     """What goes there goes with its packs, when they are old enough; the store keeps what it keeps."""
     state = dict(state_of(0))
     push = Push(place, every=2, keep=Retention(keep_last=1, keep_best=("loss", 1, "max")))
-    with Store.open(store_path, config=config(grace_s=0.0)) as store:
+    with Store.open(store_path, config=config(grace_s=0.0), create=True) as store:
         for first in (0, 4):
-            with Checkpointer(store, state, push=push) as checkpointer:
+            with Checkpointer(store, state, push=push, every=1, keep=None) as checkpointer:
                 checkpointer.restore()
                 for step in range(first, first + 4):
                     train(checkpointer, state, step)
-                    checkpointer.wait("hdfs")
+                    checkpointer.wait("remote")
         assert steps_in(store) == list(range(8))
     check_location(place, 0, 6)
-    with Store.open(place, config=CONFIG) as there, Store.open(store_path, config=CONFIG) as store:
+    with (
+        Store.open(place, config=CONFIG, create=True) as there,
+        Store.open(store_path, config=CONFIG, create=True) as store,
+    ):
         assert there.gc(dry_run=True).freed_packs == 0
         assert there.usage().pack_bytes < 3 * 4 * 60_000
 
@@ -205,19 +214,22 @@ def test_a_location_of_another_training_is_told_until_it_is_mended(
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     push = Push(place, close_s=1.0, own_process=False)
     state = dict(state_of(0))
-    with Store.open(tmp_path / "lost", config=CONFIG) as store, Checkpointer(store, state, push=push) as first:
+    with (
+        Store.open(tmp_path / "lost", config=CONFIG, create=True) as store,
+        Checkpointer(store, state, push=push, every=1, keep=None) as first,
+    ):
         train(first, state, 0, 1)
-        first.wait("hdfs")
+        first.wait("remote")
     # Its store is lost, and nobody says where the location is that has it all.
-    with Store.open(tmp_path / "anew", config=CONFIG) as store, warnings.catch_warnings():
+    with Store.open(tmp_path / "anew", config=CONFIG, create=True) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachableRemoteWarning)
-        with Checkpointer(store, state, push=push) as second:
+        with Checkpointer(store, state, push=push, every=1, keep=None) as second:
             train(second, state, 0, 1)
-            wait_until(lambda: second.pushed.failures > 2, "the push fails again and again")
-            assert "another training" in second.pushed.problem
-            assert second.pushed.backlog == 2
+            wait_until(lambda: second.push_statistics().failures > 2, "the push fails again and again")
+            assert "another training" in second.push_statistics().problem
+            assert second.push_statistics().backlog == 2
             with pytest.raises(InvalidInputError, match="another training"):
-                second.wait("hdfs")
+                second.wait("remote")
     check_location(place, 0, 1)
 
 
@@ -226,41 +238,44 @@ def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp
     launches = (("lost", (0,), None), ("lost", (), 0), ("second", (1,), 0), ("third", (2,), 1))
     for generation, (name, steps, restored) in enumerate(launches, 1):
         state = state_of(9)
-        with Store.open(tmp_path / name, config=CONFIG, remote=folder) as store:
-            with Checkpointer(store, state, push=Push(folder)) as checkpointer, warnings.catch_warnings():
+        with Store.open(tmp_path / name, config=CONFIG, remote=folder, create=True) as store:
+            with (
+                Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 found = checkpointer.restore()
                 assert (None if found is None else found.step) == restored
                 train(checkpointer, state, *steps)
-                checkpointer.wait("hdfs")
+                checkpointer.wait("remote")
             assert [head.generation for head in store.training.heads("default")] == list(range(1, generation + 1))
-            assert checkpointer.pushed.problem == ""
+            assert checkpointer.push_statistics().problem == ""
         if steps:
-            with Store.open(tmp_path / name, config=CONFIG) as alone:
+            with Store.open(tmp_path / name, config=CONFIG, create=True) as alone:
                 check_state(alone.load(), *steps)
 
 
 def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_path: Path, folder: str) -> None:
     """Its generation is known where it pushed, and nothing else is; another training of that name is refused there."""
     state = state_of(9)
-    with Store.open(tmp_path / "lost", config=CONFIG) as store:
+    with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
         store.save(state, step=0, generation=store.begin_generation(None))
         store.push(folder)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         # As a push leaves it that is killed before its first manifest.
         there.delete(0)
     with (
-        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as store,
-        Checkpointer(store, state, push=Push(folder)) as checkpointer,
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as store,
+        Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,
     ):
         assert checkpointer.restore() is None
         train(checkpointer, state, 0)
-        checkpointer.wait("hdfs")
+        checkpointer.wait("remote")
     check_location(folder, 0)
     with (
-        Store.open(tmp_path / "another", config=CONFIG, remote=folder) as store,
+        Store.open(tmp_path / "another", config=CONFIG, remote=folder, create=True) as store,
         pytest.warns(UnreachableRemoteWarning, match="another training of this name was pushed there"),
-        Checkpointer(store, state, push=Push(folder)) as checkpointer,
+        Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,
     ):
         train(checkpointer, state, 1)
     check_location(folder, 0)
@@ -270,13 +285,13 @@ def test_a_rollback_does_not_wait_for_the_location(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which numbers are taken there was asked when training began; since then it may have gone away."""
-    with Store.open(tmp_path / "lost", config=CONFIG) as store:
+    with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
         store.save(state_of(0), step=0)
         store.push(folder)
     state = dict(state_of(9))
     with (
-        Store.open(tmp_path / "new", config=CONFIG, remote=folder) as store,
-        Checkpointer(store, state) as checkpointer,
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None) as checkpointer,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

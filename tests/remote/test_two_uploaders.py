@@ -28,10 +28,10 @@ def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path
 
 def orphaned(store: Path, folder: str) -> None:
     """Push a step and delete it there: its packs are of no use to anybody."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         opened.push(folder, 2)
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         there.delete(2)
 
 
@@ -44,10 +44,10 @@ def test_a_push_that_relies_on_what_a_collection_takes(store: Path, folder: str,
     def observe(found: events.Event) -> None:
         if found.name == event and not pushed:
             pushed.append(found)
-            with Store.open(store, config=CONFIG) as opened:
+            with Store.open(store, config=CONFIG, create=True) as opened:
                 opened.push(folder, 2)
 
-    with Store.open(folder, config=config(grace_s=0.0)) as there, events.observe(observe):
+    with Store.open(folder, config=config(grace_s=0.0), create=True) as there, events.observe(observe):
         there.gc()
     assert pushed
     check_location(folder, 1, 2)
@@ -64,20 +64,20 @@ def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: s
     def observe(found: events.Event) -> None:
         if found.name == event and not freed:
             freed.append(0)
-            with Store.open(folder, config=config(grace_s=0.0)) as there:
+            with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
                 freed[0] = there.gc().freed_packs
         if found.name == "remote.manifest_renamed" and event in ("remote.pack_begun", "remote.pack_renamed"):
             # What was taken before the commit is back by then: a crash right after it loses nothing.
-            with Store.open(folder, config=CONFIG) as there:
+            with Store.open(folder, config=CONFIG, create=True) as there:
                 there.load(3, run="other")
 
     wanted = {"old": state_of(2)["model"], "new": torch.randn(5000)}
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.save(wanted, step=3, run="other")
         with events.observe(observe):
             opened.push(folder, 3, run="other")
     assert (freed[0] > 0) == (event != "remote.manifest_renamed")
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         found = there.load(3, run="other")
         assert torch.equal(found["old"]["w"], wanted["old"]["w"])  # type: ignore[index]  # mappings
         assert there.verify() == []
@@ -90,7 +90,7 @@ def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatc
     pushed, announced = threading.Event(), threading.Event()
 
     def collect() -> None:
-        with Store.open(folder, config=config(grace_s=0.0)) as there:
+        with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
             there.gc()
 
     other = threading.Thread(target=collect)
@@ -103,7 +103,7 @@ def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatc
 
     def delete_late(self: RemoteFiles, path: PurePath) -> None:
         if path.suffix == ".doomed" and not pushed.is_set():
-            with Store.open(store, config=CONFIG) as opened:
+            with Store.open(store, config=CONFIG, create=True) as opened:
                 opened.push(folder, 2)
             pushed.set()
             assert announced.wait(60)
@@ -124,15 +124,15 @@ def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatc
 
 def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) -> None:
     """Packs that it has announced are read, relied upon, and put back."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
     packs = Path(folder.removeprefix("file://")) / "packs"
     for pack in packs.iterdir():
         announce(pack)
     check_location(folder, 2)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
-    with Store.open(folder, config=config(grace_s=0.0)) as there:
+    with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
         there.gc()
     assert {pack.suffix for pack in packs.iterdir()} == {".pack"}
     check_location(folder, 1, 2)
@@ -140,11 +140,11 @@ def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) ->
 
 def test_a_run_goes_on_while_it_is_pushed(store: Path, folder: str) -> None:
     """Steps are saved and deleted between pushes."""
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.delete(1)
         opened.gc()
     save_steps(store, 3)
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         assert opened.push(folder, everything=True).present == 1
     check_location(folder, 1, 2, 3)

@@ -88,13 +88,13 @@ def test_an_unknown_scheme(location: str) -> None:
     with pytest.raises(
         InvalidInputError, match=rf"'{location}': no file system is known for foo://; use hdfs, file, s3"
     ):
-        Store.open(location)
+        Store.open(location, create=True)
 
 
 def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> None:
     """The kernel's own folder, and a file in the way: an error of ours that names the place."""
     (tmp_path / "file").write_text("x")
-    with Store.open(store) as opened:
+    with Store.open(store, create=True) as opened:
         with pytest.raises(StorageError, match=r"file:///proc/nope/heads: no directory can .*name another location"):
             opened.push("file:///proc/nope")
         with pytest.raises(StorageError, match=r"file/below/.* a file is where a directory is meant: name another"):

@@ -63,14 +63,17 @@ def test_what_arrives_otherwise_gets_no_name(
     settings: dict[str, bool],
 ) -> None:
     """The push fails, says which pack and which attempt, and leaves no pack and no checkpoint."""
-    with Store.open(store, config=config(attempts=2, **settings)) as opened, monkeypatch.context() as patch:
+    with (
+        Store.open(store, config=config(attempts=2, **settings), create=True) as opened,
+        monkeypatch.context() as patch,
+    ):
         spoil_packs(patch, spoil)
         with pytest.raises(StorageError, match=r"upload of .*\.pack, attempt 2 of 2: "):
             opened.push(place)
-    with Store.open(place, config=CONFIG) as there:
+    with Store.open(place, config=CONFIG, create=True) as there:
         assert there.usage().packs == 0
         assert there.checkpoints() == []
-    with Store.open(store, config=CONFIG) as opened:
+    with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place)
     check_location(place, 2)
 
@@ -109,7 +112,7 @@ def test_a_pack_is_written_while_others_are_being_completed(
         return whole(self, path, watched(), then)
 
     monkeypatch.setattr(RemoteFiles, "write", write)
-    with Store.open(store, config=config(uploads=2, pack_bytes=8192, compression="off")) as opened:
+    with Store.open(store, config=config(uploads=2, pack_bytes=8192, compression="off"), create=True) as opened:
         assert opened.push(folder).packs > 4
     assert most == 2
     check_location(folder, 2)
@@ -132,14 +135,14 @@ def test_manifests_are_staged_by_a_few_threads(
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
     save_id = new_save_id().hex()
-    with Store.open(store_path, config=config(uploads=2)) as opened:
+    with Store.open(store_path, config=config(uploads=2), create=True) as opened:
         for rank in range(12):
             opened.save(state_of(rank), step=1, part=Part(rank, 12, save_id))
         with contextlib.nullcontext() if spoilt is None else pytest.raises(StorageError, match="it does not fit"):
             opened.push(folder)
     assert 0 < len(threads) <= 2
     assert list(Path(folder.removeprefix("file://")).rglob("*.tmp")) == []
-    with Store.open(folder, config=CONFIG) as there:
+    with Store.open(folder, config=CONFIG, create=True) as there:
         assert [one.complete for one in there.checkpoints()] == ([True] if spoilt is None else [])
 
 
@@ -150,7 +153,7 @@ def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
     monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (
-        Store.open(store, config=config(attempts=2)) as opened,
+        Store.open(store, config=config(attempts=2), create=True) as opened,
         pytest.raises(StorageError, match="attempt 2 of 2: "),
     ):
         opened.push(folder)
@@ -158,7 +161,7 @@ def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
 
 def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many reads as the bytes ask for, and two for each pack; a part of it reads a part of the bytes."""
-    with Store.open(store, config=config(pack_bytes=1 << 20)) as opened:
+    with Store.open(store, config=config(pack_bytes=1 << 20), create=True) as opened:
         assert opened.push(folder).packs == 1
     reads: list[int] = []
     whole = RemoteFiles.read_range
@@ -171,7 +174,7 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
         return whole(self, path, offset, length, *kept)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "read_range", read)
-    with Store.open(folder, config=config(piece_bytes=1 << 20)) as there:
+    with Store.open(folder, config=config(piece_bytes=1 << 20), create=True) as there:
         check_state(there.load(), 2)
         assert len(reads) == 3
         everything = sum(reads)
@@ -180,7 +183,7 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
         assert sum(reads) < everything / 2
         assert len(reads) == 1
     reads.clear()
-    with Store.open(folder, config=config(piece_bytes=32 << 10)) as there:
+    with Store.open(folder, config=config(piece_bytes=32 << 10), create=True) as there:
         check_state(there.load(), 2)
     assert 3 < len(reads) <= 2 + -(-everything // (16 << 10))
     assert max(reads) <= 32 << 10
@@ -236,4 +239,4 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object], fold
     """By their name."""
     remote = RemoteConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InvalidInputError, match=next(iter(settings))):
-        Store.open(folder, config=StoreConfig(remote=remote))
+        Store.open(folder, config=StoreConfig(remote=remote), create=True)

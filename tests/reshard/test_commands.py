@@ -29,7 +29,7 @@ def shared(store_path: Path) -> Path:
     config = StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
     changed = FULL.clone()
     changed[99] += 1
-    with Store.open(store_path, config=config) as opened:
+    with Store.open(store_path, config=config, create=True) as opened:
         save_ranks(opened, _states(10), 10)
         save_ranks(opened, _states(20, changed), 20)
         save_ranks(opened, _states(30, changed, 60), 30)
@@ -105,15 +105,15 @@ def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) ->
     """Nothing is wrong, nothing is counted twice, and what is copied elsewhere is all of it."""
     assert run_command("verify", shared).status == 0
     assert run_command("du", shared).status == 0
-    with Store.open(shared) as opened:
-        listed = opened.accounting().checkpoints
+    with Store.open(shared, create=True) as opened:
+        listed = opened.disk_usage().checkpoints
     assert [one.state_bytes for one in listed][:3] == [80_000 + 2 * 72_000] * 3
     assert listed[0].complete
     assert 80_000 + 72_000 < listed[0].stored_bytes < 80_000 + 72_000 + 40 * 4096
     assert len([row for row in _rows(run_command("log", shared).out) if row]) >= 4
     place = f"file://{tmp_path / 'far'}"
     assert run_command("push", shared, place, "--step", "10").status == 0
-    with Store.open(place) as far:
+    with Store.open(place, create=True) as far:
         shard = TensorShard(torch.zeros(50, 200), (100, 200), (25, 0))
         far.load(into={"model": {"w": shard}}, rank=0)
         assert torch.equal(shard.local, FULL[25:75])
@@ -121,5 +121,5 @@ def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) ->
 
 def test_what_a_program_compares_by_hand_is_told_apart(shared: Path) -> None:
     """The library raises where the command line says no."""
-    with Store.open(shared) as store, pytest.raises(InvalidInputError, match="equally many"):
+    with Store.open(shared, create=True) as store, pytest.raises(InvalidInputError, match="equally many"):
         store.diff(30, 40)

@@ -15,7 +15,7 @@ SMALL = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, inline_bytes=
 def test_parts_are_read_into_device_memory(tmp_path: Path) -> None:
     """Cut by rows and by columns, strided and not, new and in place."""
     full = torch.randn(60, 70)
-    with Store.open(tmp_path / "store", config=SMALL) as store:
+    with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
         save_ranks(store, [{"w": shard} for shard in cut_in_grid(full.cuda(), [[20], [30]])])
         for rows, columns in [
             (slice(10, 50), slice(0, 70)),

@@ -51,7 +51,7 @@ def test_parts_of_any_grid_are_read_as_those_of_any_other(
     wanted = cut_in_grid(torch.zeros_like(full), data.draw(cuts(shape)))
     if full.ndim and data.draw(st.booleans()):
         wanted = [TensorShard(_strided(one.local), one.global_shape, one.offset) for one in wanted]
-    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL) as store:
+    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL, create=True) as store:
         save_ranks(store, [{"w": shard, "rank": rank} for rank, shard in enumerate(saved)])
         for rank, shard in enumerate(wanted):
             state = store.load(into={"w": shard, "rank": None}, rank=rank)
@@ -107,7 +107,7 @@ def test_dtensors_of_any_mesh_are_read_on_any_other(
     full = _numbered(shape, dtype)
     mesh, placements = data.draw(layouts(len(shape)))
     other, others = data.draw(layouts(len(shape)))
-    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL) as store:
+    with Store.open(tmp_path_factory.mktemp("store"), config=SMALL, create=True) as store:
         if not _save(store, full, mesh, placements):
             return
         for rank in range(math.prod(other)):
@@ -155,7 +155,7 @@ def test_fully_sharded_state_moves_to_any_number_of_ranks(tmp_path: Path, saved:
         sharded = {name: distributed(full[name], (world_size,), [Shard(0)], rank) for name in ("rows", "one")}
         return {**sharded, "scalar": full["scalar"].clone()}
 
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         save_id = new_save_id()
         for rank in range(saved):
             with as_rank(rank, saved):
@@ -206,7 +206,7 @@ def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, s
     """Of as many dimensions as the tensor, whatever torch gives it; it is saved, and read again."""
     full = _numbered(shape, torch.float32)
     save_id = new_save_id()
-    with Store.open(tmp_path / "store", config=SMALL) as store:
+    with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
         for rank in range(2):
             with as_rank(rank, 2):
                 state = {"w": _on_first_rank(torch.zeros_like(full) if rank else full)}

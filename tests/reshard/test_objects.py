@@ -81,7 +81,7 @@ def test_training_goes_on_at_another_number_of_ranks(
 ) -> None:
     """With a new optimizer, which has no state to be filled yet, and with one that has; the next step is the same."""
     full, full_optimizer = _full(kind, 4)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _save(store, kind, saved)
         for rank in range(wanted):
             with as_rank(rank, wanted):
@@ -109,7 +109,7 @@ def test_training_goes_on_at_another_number_of_ranks(
 def test_what_many_ranks_saved_is_whole_for_one_process(store_path: Path, kind: str) -> None:
     """Of one that knows of no ranks: plain tensors, in a module and in an optimizer."""
     full, full_optimizer = _full(kind, 3)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _save(store, kind, 3)
         for fresh in (True, False):
             model = Model(_values(1), 0, 0)
@@ -125,7 +125,7 @@ def test_what_many_ranks_saved_is_whole_for_one_process(store_path: Path, kind: 
 def test_what_one_process_saved_is_cut_for_many_ranks(store_path: Path) -> None:
     """The other way round."""
     full, full_optimizer = _full("adamw", 3)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"model": full, "optimizer": full_optimizer}, step=3)
         for rank in range(3):
             with as_rank(rank, 3):
@@ -141,7 +141,7 @@ def test_what_one_process_saved_is_cut_for_many_ranks(store_path: Path) -> None:
 
 def test_a_module_of_another_shape_is_refused(store_path: Path) -> None:
     """By the shape of the whole, before a byte is written."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _save(store, "sgd", 2)
         with as_rank(0, 2):
             values = {**_values(1), "weight": torch.randn(8, 3)}
@@ -171,7 +171,7 @@ class Holder:
 def test_objects_get_what_they_have(store_path: Path) -> None:
     """A shard for a shard, filled in place; the whole for who has nothing to fill."""
     full = torch.randn(4, 2)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"x": Holder(TensorShard(full[i : i + 1].clone(), (4, 2), (i, 0)))} for i in range(4)])
         shard = TensorShard(torch.zeros(2, 2), (4, 2), (1, 0))
         holder = Holder(shard)

@@ -38,7 +38,7 @@ def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> Non
         {"rank": rank, "rng": torch.full((9,), rank), "array": np.full(3, rank), "list": [rank, {"x": float(rank)}]}
         for rank in range(3)
     ]
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, states)
         for rank in range(7):
             into = {"rank": None, "rng": torch.zeros(9, dtype=torch.int64), "array": np.zeros(3, int), "list": None}
@@ -53,14 +53,14 @@ def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> Non
 @pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])
 def test_what_is_no_rank_is_refused(store_path: Path, rank: object) -> None:
     """Before anything is looked for."""
-    with Store.open(store_path) as store, pytest.raises(InvalidInputError, match="rank"):
+    with Store.open(store_path, create=True) as store, pytest.raises(InvalidInputError, match="rank"):
         store.load(rank=rank)  # type: ignore[arg-type]  # that is the point
 
 
 def test_the_states_of_all_ranks_are_merged(store_path: Path) -> None:
     """Mappings by key, sequences of one length by item, cut tensors to whole ones; rank 0's comes first."""
     full = torch.randn(5, 3)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(
             store,
             [
@@ -100,7 +100,7 @@ def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
     for number, stage in enumerate(stages):
         stage.add_module(f"layer{number}", torch.nn.Linear(3, 3))
         stage.register_buffer("count", torch.tensor(number))
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"model": stage, "stage": number} for number, stage in enumerate(stages)])
         layer = torch.zeros(3, 3)
         store.load(into={"model": {"layer1.weight": layer}}, rank=0)
@@ -129,7 +129,7 @@ def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
 def test_what_no_part_has_is_named_before_a_byte_is_written(store_path: Path) -> None:
     """The tensor, and the missing range; whoever wants less gets it."""
     full = torch.randn(6, 2)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"a": torch.ones(2), "w": _part(full, 0, 2)}, {"a": torch.ones(2), "w": _part(full, 3, 6)}])
         into = {"a": torch.zeros(2), "w": torch.zeros(6, 2)}
         with pytest.raises(StateMismatchError, match=r"w: \[2:3, 0:2\] of \[6, 2\] is in none of the parts"):
@@ -146,7 +146,7 @@ def test_what_no_part_has_is_named_before_a_byte_is_written(store_path: Path) ->
 def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Path, *, older: bool) -> None:
     """It says who can still restore it, and which older step to ask for; that one is not taken unasked."""
     full = torch.randn(8, 2)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         if older:
             save_ranks(store, [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 8)}], step=1)
         parts = [{"w": _part(full, 0, 4)}, {"w": _part(full, 4, 7)}]
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Pa
         ways: list[Callable[[], object]] = [
             store.load,
             lambda: store.load(into=whole),
-            Checkpointer(store, whole, ranks=None).restore,
+            Checkpointer(store, whole, ranks=None, every=1, keep=None).restore,
         ]
         for way in ways:
             with pytest.raises(StateMismatchError, match="none of the parts that 2 ranks saved") as caught:
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Pa
 def test_a_part_that_one_rank_alone_saved_is_given_to_who_asks_for_the_rank(store_path: Path) -> None:
     """One rank's checkpoint is no other case."""
     full = torch.randn(4, 2)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"w": _part(full, 1, 3)}, step=0)
         found = store.load(rank=0)
         assert isinstance(found, dict)
@@ -187,7 +187,7 @@ def test_a_part_that_one_rank_alone_saved_is_given_to_who_asks_for_the_rank(stor
 
 def test_a_shard_that_fits_nowhere_is_refused(store_path: Path) -> None:
     """Another shape, another dtype, a box beyond its whole, and what is no tensor."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"w": shard, "n": 1} for shard in cut_in_grid(torch.zeros(4, 2), [[2], []])])
         for given, problem in [
             (TensorShard(torch.zeros(2, 2), (5, 2), (0, 0)), "float32 [5, 2] is given, but float32 [4, 2] is stored"),
@@ -212,7 +212,7 @@ def test_a_name_that_stands_for_several_tensors_is_read_by_place(store_path: Pat
         zero = torch.zeros(4)
         return {"a": {"b": _part(zero, first, last)}, "a.b": _part(zero, first, last)}
 
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [state(0, 2), state(2, 4)])
         for rank, (first, last) in enumerate([(0, 2), (2, 4)]):
             into = empty(first, last)
@@ -233,7 +233,7 @@ def test_tied_tensors_are_found_by_any_of_their_names(store_path: Path) -> None:
     """Where one rank ties what another does not."""
     full = torch.randn(4, 2)
     first, second = _part(full, 0, 2), _part(full, 2, 4)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"a": first, "b": first}, {"b": second}])
         merged = store.load()
         assert isinstance(merged, dict)
@@ -245,7 +245,7 @@ def test_a_rank_reads_only_what_it_needs(store_path: Path) -> None:
     """A tensor that all have is read once, a part from those who have some of it, and of them only the partitions."""
     full = torch.arange(16 * 1024, dtype=torch.float32).reshape(16, 1024)
     common = torch.randn(2048)
-    with Store.open(store_path, config=SMALL) as store:
+    with Store.open(store_path, config=SMALL, create=True) as store:
         save_ranks(store, [{"w": shard, "same": common.clone()} for shard in cut_in_grid(full, [[4, 8, 12], []])])
         shard = _part(torch.zeros_like(full), 3, 6)
         with frames_read() as seen:
@@ -285,7 +285,7 @@ def _states(step: int) -> list[dict[str, object]]:
 
 def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Path) -> None:
     """And the reason names the tensor and the rank; in place, what was overwritten is said."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in (1, 2):
             save_ranks(store, _states(step), step)
         name = _damage(store, 2, 1)
@@ -304,7 +304,7 @@ def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Pa
 
 def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path) -> None:
     """Whatever rank reads."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in (1, 2):
             save_ranks(store, _states(step), step)
         newest = store.checkpoints()[-1]
@@ -319,7 +319,7 @@ def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path
 
 def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
     """Ranks like those that saved it get back what they had, nobody else does; under another name it may be whole."""
-    with Store.open(store_path, config=SMALL) as store:
+    with Store.open(store_path, config=SMALL, create=True) as store:
         full = torch.arange(12.0).reshape(4, 3)
         sound = [{"w": TensorShard(full[i : i + 2].clone(), (4, 3), (i, 0)), "own": torch.ones(i + 1)} for i in (0, 2)]
         save_ranks(store, sound, 1)
@@ -343,7 +343,10 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_blamed(
 ) -> None:
     """The part of one rank, read before, makes up no whole without the other's."""
     full = torch.arange(12.0).reshape(4, 3)
-    with Store.open(store_path, config=SMALL) as store, Store.open(store_path, config=SMALL) as other:
+    with (
+        Store.open(store_path, config=SMALL, create=True) as store,
+        Store.open(store_path, config=SMALL, create=True) as other,
+    ):
         save_ranks(store, [{"w": _part(full, 0, 2)}, {"w": _part(full, 2, 4)}], 1)
         manifests = store._tier.manifests
         read, seen = manifests.read, []

@@ -21,7 +21,7 @@ FIRST, SECOND = ("in", "a", "b"), ("in", "c", "d")
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 

@@ -44,7 +44,7 @@ def _states() -> list[dict[str, object]]:
 @pytest.fixture
 def store(store_path: Path) -> Store:
     """A store with a checkpoint of four ranks, of which each has one part of each tensor but the last."""
-    with Store.open(store_path, config=SMALL) as opened:
+    with Store.open(store_path, config=SMALL, create=True) as opened:
         save_ranks(opened, _states())
         return opened
 
@@ -52,7 +52,7 @@ def store(store_path: Path) -> Store:
 @pytest.mark.parametrize("most", [1, 10_000, 1 << 28])
 def test_files_hold_whole_tensors(store_path: Path, tmp_path: Path, store: Store, most: int) -> None:
     """However they were cut, and however few of them may be put together in memory at once."""
-    with Store.open(store_path) as opened, mock.patch.object(tensor_stream, "_GATHERED_BYTES", most):
+    with Store.open(store_path, create=True) as opened, mock.patch.object(tensor_stream, "_GATHERED_BYTES", most):
         for name in ("all.safetensors", "all.pt"):
             done = export_checkpoint(opened, Output(tmp_path / name), part="model" if "safe" in name else None)
             assert (done.tensors, done.nbytes) == (6, sum(len(tensor_bytes(value)) for value in FULL.values()))
@@ -74,7 +74,7 @@ def test_memory_is_bounded_while_tensors_are_put_together(store_path: Path, tmp_
         return found
 
     with (
-        Store.open(store_path) as opened,
+        Store.open(store_path, create=True) as opened,
         mock.patch.object(tensor_stream, "_GATHERED_BYTES", 1),
         mock.patch.object(tensor_stream, "_batches", seen),
     ):
@@ -85,13 +85,16 @@ def test_memory_is_bounded_while_tensors_are_put_together(store_path: Path, tmp_
 def test_a_file_may_hold_what_one_rank_saved(store_path: Path, tmp_path: Path, store: Store) -> None:
     """Its parts as tensors of their own, and its values."""
     for rank, state in enumerate(_states()):
-        with Store.open(store_path) as opened:
+        with Store.open(store_path, create=True) as opened:
             export_checkpoint(opened, Output(tmp_path / f"{rank}.pt"), rank=rank)
         model = state["model"]
         assert isinstance(model, dict)
         local = {name: one.local if isinstance(one, TensorShard) else one for name, one in model.items()}
         assert_same(torch.load(tmp_path / f"{rank}.pt", weights_only=True), {"model": local, "rank": rank})
-    with Store.open(store_path) as opened, pytest.raises(InvalidInputError, match="saved by 4 ranks, so rank 4"):
+    with (
+        Store.open(store_path, create=True) as opened,
+        pytest.raises(InvalidInputError, match="saved by 4 ranks, so rank 4"),
+    ):
         export_checkpoint(opened, Output(tmp_path / "4.pt"), rank=4)
     assert not (tmp_path / "4.pt").exists()
 
@@ -99,7 +102,7 @@ def test_a_file_may_hold_what_one_rank_saved(store_path: Path, tmp_path: Path, s
 def test_progress_ends_where_it_should(store_path: Path, tmp_path: Path, store: Store) -> None:
     """Bytes in all are those of whole tensors."""
     told: list[tuple[int, int]] = []
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "a.pt"), progress=lambda done, total: told.append((done, total)))
     assert {total for _, total in told} == {sum(len(tensor_bytes(value)) for value in FULL.values())}
     assert all(0 < done <= total for done, total in told)
@@ -107,8 +110,8 @@ def test_progress_ends_where_it_should(store_path: Path, tmp_path: Path, store: 
 
 def test_what_was_exported_can_be_saved_by_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
     """The way to a checkpoint of one rank, for who wants one."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "all.pt"))
-    with Store.open(tmp_path / "other") as other:
+    with Store.open(tmp_path / "other", create=True) as other:
         import_checkpoint(other, tmp_path / "all.pt")
         assert_same(other.load(), {"model": FULL, "rank": 0})

@@ -64,7 +64,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
 def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
     """A model that knows nothing of ranks."""
     location, expected = saved
-    with Store.open(location) as store:
+    with Store.open(location, create=True) as store:
         for step, kind in enumerate(("fully_sharded", "in_two_dimensions")):
             model = trainer.build(seed=99)
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -84,7 +84,7 @@ def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any
 def test_a_merged_state_has_whole_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
     """Without a model to be filled."""
     location, expected = saved
-    with Store.open(location) as store:
+    with Store.open(location, create=True) as store:
         state = store.load(0)
         assert isinstance(state, dict)
         for name, value in state["model"].items():

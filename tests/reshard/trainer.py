@@ -99,7 +99,7 @@ def main() -> None:
     action, location, out = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with Store.open(location) as store:
+    with Store.open(location, create=True) as store:
         told = {one: go_on(store, one) for one in dict.fromkeys([action, "restore"])}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(told))

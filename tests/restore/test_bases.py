@@ -83,7 +83,7 @@ def _names(pack: Path) -> list[bytes]:
 
 def save_steps(path: Path, *steps: int) -> None:
     """Save the weights of steps, each in a pack of its own, and in full."""
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         for step in steps:
             store.save({"w": weights(step)}, step=step)
 
@@ -95,8 +95,8 @@ def swap(path: Path, *encoded: Encoded) -> list[Path]:
         (old,) = (pack for pack in (path / "packs").glob("*.pack") if one.descriptor.digest in _names(pack))
         made.append(write_pack(path, one))
         old.unlink()
-    with Store.open(path, config=CONFIG) as store:
-        store.rebuild()
+    with Store.open(path, config=CONFIG, create=True) as store:
+        store.rebuild_catalog()
     return made
 
 
@@ -139,20 +139,20 @@ def test_a_chain_of_deltas_is_loaded(chain: Path) -> None:
 def test_bases_that_lie_here_are_not_looked_for_elsewhere(chain: Path, tmp_path: Path) -> None:
     """Neither is a location asked that does not answer, nor one that does; when a base is damaged here, both are."""
     location, nowhere = f"file://{tmp_path}/remote", "hdfs://127.0.0.1:1/x"
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         store.push(location, everything=True)
-    with Store.open(chain, config=CONFIG, remote=nowhere) as store, pytest.warns(UnreachableRemoteWarning):
+    with Store.open(chain, config=CONFIG, remote=nowhere, create=True) as store, pytest.warns(UnreachableRemoteWarning):
         assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
-    with Store.open(chain, config=CONFIG, remote=location) as store:
+    with Store.open(chain, config=CONFIG, remote=location, create=True) as store:
         assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
     flip(pack_with(chain, plain_of(0)), (4096 + 300) * 8)
     with (
-        Store.open(chain, config=CONFIG, remote=nowhere) as store,
+        Store.open(chain, config=CONFIG, remote=nowhere, create=True) as store,
         pytest.warns(UnreachableRemoteWarning),
         pytest.raises(RemoteUnreachableError),
     ):
         store.load(2)
-    with Store.open(chain, config=CONFIG, remote=location) as store, pytest.warns(RemoteCopyWarning):
+    with Store.open(chain, config=CONFIG, remote=location, create=True) as store, pytest.warns(RemoteCopyWarning):
         assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
@@ -244,32 +244,32 @@ def test_a_lost_base_is_told_no_further_than_a_chain_may_reach(
 
 def test_collection_keeps_the_bases_of_what_it_keeps(chain: Path) -> None:
     """With only the last checkpoint left, the packs of both bases stay; without it, all go."""
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(0)
         store.delete(1)
         assert store.gc().freed_packs == 0
     check_loads(chain, 2)
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(2)
         assert store.gc().freed_packs == 3
 
 
 def test_usage_counts_bases_with_what_needs_them(chain: Path) -> None:
     """What could be freed is what a collection would free, and a base belongs to all checkpoints that need it."""
-    with Store.open(chain, config=CONFIG) as store:
-        own = {one.step: one.own_bytes for one in store.accounting().checkpoints}
+    with Store.open(chain, config=CONFIG, create=True) as store:
+        own = {one.step: one.own_bytes for one in store.disk_usage().checkpoints}
         assert own[0] == own[1] == 0
         assert own[2] > 0
         for step, freeable in ((0, 0), (1, 0), (2, 3)):
             store.delete(step)
-            found, would = store.accounting(), store.gc(dry_run=True)
+            found, would = store.disk_usage(), store.gc(dry_run=True)
             assert (found.freeable_packs, found.freeable_bytes) == (would.freed_packs, would.freed_bytes)
             assert found.freeable_packs == freeable
 
 
 def test_a_base_that_nothing_needs_any_more_is_freed(chain: Path) -> None:
     """The base of a frame that is not live is not live for its sake."""
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(1)
         store.delete(2)
         assert store.gc().freed_packs == 2
@@ -332,13 +332,13 @@ def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
     copy = rounded_base(memoryview(master), 0, 2 * COUNT, derived.BFLOAT16).tobytes()
     tensor = torch.from_numpy(np.frombuffer(copy, dtype="<i2").copy()).view(torch.bfloat16)
     assert torch.equal(tensor, weights(0).bfloat16())
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.save({"w": weights(0)}, step=0)
         store.save({"b": tensor}, step=1)
     encoded = encode_derived(digest(copy), memoryview(copy), derived.BFLOAT16, digest(master), memoryview(master), 0)
     assert encoded is not None
     swap(store_path, encoded)
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.delete(0)
         assert store.gc().freed_packs == 0
         assert torch.equal(store.load(1)["b"], tensor)  # type: ignore[index]  # a mapping
@@ -347,7 +347,7 @@ def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
 
 def test_what_needs_a_base_is_reused_with_it(chain: Path) -> None:
     """A save of the same bytes writes nothing, and keeps all that they are decoded from."""
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         assert store.save({"w": weights(2)}, step=3).written_bytes == 0
         for step in (0, 1, 2):
             store.delete(step)
@@ -369,7 +369,7 @@ def test_a_damaged_pack_of_deltas_is_repaired(chain: Path, place: str) -> None:
     pack = pack_with(chain, plain_of(2))
     offset = {"header": 40, "index": pack.stat().st_size - 4096 + 80, "frame": 4096 + 20}[place]
     flip(pack, offset * 8)
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         assert store.repair().left == ()
     assert not pack.exists()
     data = pack_with(chain, plain_of(2)).read_bytes()
@@ -380,7 +380,7 @@ def test_a_damaged_pack_of_deltas_is_repaired(chain: Path, place: str) -> None:
 def test_a_repair_keeps_deltas_whose_base_may_come_back(chain: Path) -> None:
     """When a base is lost, what needs it stays: the next save of the base makes all of it whole."""
     flip(pack_with(chain, plain_of(0)), (4096 + 300) * 8)
-    with Store.open(chain, config=CONFIG) as store:
+    with Store.open(chain, config=CONFIG, create=True) as store:
         assert {one.kind for one in store.repair().left} >= {"lost-partitions"}
         store.save({"w": weights(0)}, step=3)
         with warnings.catch_warnings():

@@ -15,7 +15,10 @@ from asymcheck.storage.nvme import NvmeTier
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Return the location of a store with one small checkpoint."""
-    with asymcheck.Store.open(tmp_path / "store") as store, asymcheck.Checkpointer(store, _state()) as checkpointer:
+    with (
+        asymcheck.Store.open(tmp_path / "store", create=True) as store,
+        asymcheck.Checkpointer(store, _state(), every=1, keep=None) as checkpointer,
+    ):
         checkpointer.save(0)
     return tmp_path / "store"
 
@@ -31,7 +34,7 @@ def test_a_small_restore_starts_no_thread(saved: Path, monkeypatch: pytest.Monke
     def start(thread: threading.Thread) -> None:
         pytest.fail(f"{thread.name} was started")
 
-    with asymcheck.Store.open(saved) as store:
+    with asymcheck.Store.open(saved, create=True) as store:
         monkeypatch.setattr(threading.Thread, "start", start)
         store.load(into=state)
         assert store.restore().state
@@ -40,5 +43,8 @@ def test_a_small_restore_starts_no_thread(saved: Path, monkeypatch: pytest.Monke
 def test_a_restore_without_rings_does_not_open_the_catalog(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Manifests and the indexes of packs say where everything is."""
     monkeypatch.setattr(NvmeTier, "open_catalog", lambda *_, **__: pytest.fail("the catalog was opened"))
-    with asymcheck.Store.open(saved) as store, asymcheck.Checkpointer(store, _state()) as checkpointer:
+    with (
+        asymcheck.Store.open(saved, create=True) as store,
+        asymcheck.Checkpointer(store, _state(), every=1, keep=None) as checkpointer,
+    ):
         assert checkpointer.restore() is not None

@@ -118,7 +118,7 @@ def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTie
     assert len(found) == 1002
     (error,) = [finding for finding in found if finding.severity == Severity.ERROR]
     assert "generation 50000000 has no head record" in error.message
-    with Store.open(tier.root) as store:
+    with Store.open(tier.root, create=True) as store:
         assert len(store.repair().left) == 1000
 
 

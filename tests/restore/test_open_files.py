@@ -17,7 +17,7 @@ from asymcheck.errors import TooManyFilesError
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 warnings.simplefilter("error")
-with Store.open(sys.argv[1]) as store:
+with Store.open(sys.argv[1], create=True) as store:
     print([finding.kind for finding in store.verify()])
     try:
         store.load()
@@ -31,7 +31,7 @@ with Store.open(sys.argv[1]) as store:
 
 def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(store_path: Path) -> None:
     """Loading it fails by name, with the remedy; all that needs fewer files at a time works."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in range(100):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
         store.save({f"g{step}": torch.full((3000,), float(step)) for step in range(100) if step != 7}, step=100)
@@ -46,7 +46,7 @@ import resource, sys
 from asymcheck import Store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-with Store.open(sys.argv[1]) as store:
+with Store.open(sys.argv[1], create=True) as store:
     print(store.load()["x"][0].item())
 """
 
@@ -58,7 +58,7 @@ def _seek(path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path) -> None:
     """Of a damaged frame another copy is taken; of one that has none the older checkpoint is, with a warning."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in range(90):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
     (newest,) = (pack for pack in (store_path / "packs").glob("*.pack") if _holds(pack, 89.0))
@@ -67,7 +67,7 @@ def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path)
     assert done.stdout == "88.0\n", done.stderr
     assert "SkippedCheckpointWarning" in done.stderr
     # The same bytes in a store of their own are a second copy.
-    with Store.open(store_path.with_name("other")) as other:
+    with Store.open(store_path.with_name("other"), create=True) as other:
         other.save({"x": torch.full((3000,), 89.0)}, step=0)
     (copy,) = (store_path.with_name("other") / "packs").glob("*.pack")
     shutil.copy(copy, store_path / "packs")

@@ -43,7 +43,7 @@ def _save(store: Store, step: int) -> None:
 @pytest.fixture
 def trainer(store_path: Path) -> Iterator[Store]:
     """The store of a training that keeps one checkpoint."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _save(store, 1)
         yield store
 
@@ -99,7 +99,7 @@ def _save_part(store: Store, step: int, rank: int, save_id: str) -> None:
 
 def test_a_reader_takes_what_has_become_complete_while_it_was_reading(store_path: Path) -> None:
     """Of two ranks one had not committed it when it was listed: the checkpoint is the same, what is there of it not."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step, ranks in ((1, 2), (2, 1)):
             save_id = new_save_id().hex()
             for rank in range(ranks):

@@ -36,8 +36,8 @@ def store_of(path: Path, steps: tuple[int, ...], *packs: list[Encoded]) -> Path:
         old.unlink()
     for encoded in packs:
         write_pack(path, *encoded)
-    with Store.open(path, config=CONFIG) as store:
-        store.rebuild()
+    with Store.open(path, config=CONFIG, create=True) as store:
+        store.rebuild_catalog()
     return path
 
 
@@ -56,7 +56,7 @@ def test_what_is_copied_keeps_its_codec_and_its_base(store_path: Path) -> None:
     garbage = [[planes_of(step) for step in range(start, start + 3)] for start in (10, 20, 30)]
     chain = [planes_of(0), delta_of(1, 0), delta_of(2, 1)]
     path = store_of(store_path, (2,), *([*dead, one] for dead, one in zip(garbage, chain, strict=True)))
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         before = [entries_of(store, step)[0] for step in range(3)]
         assert store.gc().repacked_packs == 3
         assert store.usage().packs == 1
@@ -70,7 +70,7 @@ def test_what_is_copied_keeps_its_codec_and_its_base(store_path: Path) -> None:
 def test_retention_keeps_the_bases_of_what_it_keeps(store_path: Path) -> None:
     """The checkpoints go, their partitions stay as long as one that is kept needs them."""
     path = store_of(store_path, (0, 1, 2), [planes_of(0)], [delta_of(1, 0)], [delta_of(2, 1)])
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         pruned = store.prune(Retention(keep_last=1))
         assert [one.step for one in pruned.removed] == [0, 1]
         assert pruned.collected.freed_packs == 0
@@ -84,7 +84,7 @@ def test_a_delta_does_not_stand_for_a_full_frame(store_path: Path) -> None:
     full = [*(planes_of(step) for step in range(20, 24)), zstd_of(8)]
     path = store_of(store_path, (8, 9), *chain, full, [delta_of(9, 8)])
     check_loads(path, 8, 9)
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert store.gc().repacked_packs == 1
         assert sorted(int(entry["kind"]) for entry in entries_of(store, 8)) == [registry.KIND_FULL, 1]
     check_loads(path, 8, 9)
@@ -94,7 +94,7 @@ def test_a_full_frame_stands_for_a_delta(store_path: Path) -> None:
     """A delta among garbage is not copied when its bytes lie in full elsewhere; its base is not needed for it."""
     garbage = [planes_of(step) for step in range(20, 24)]
     path = store_of(store_path, (1,), [planes_of(0)], [*garbage, delta_of(1, 0)], [planes_of(1)])
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         done = store.gc()
         assert (done.repacked_packs, done.copied_bytes) == (1, 0)
         assert store.gc().freed_packs == 1
@@ -114,7 +114,7 @@ def test_repair_takes_no_delta_for_a_full_frame(store_path: Path) -> None:
     chain = [[planes_of(0)], *([delta_of(step, step - 1)] for step in range(1, 9))]
     path = store_of(store_path, (8, 9), *chain, [delta_of(9, 8)])
     damaged = damaged_pack(path, planes_of(8))
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert store.repair().copied_partitions == 1
         assert not damaged.exists()
         assert sorted(int(entry["kind"]) for entry in entries_of(store, 8)) == [registry.KIND_FULL, 1]
@@ -126,7 +126,7 @@ def test_repair_leaves_no_circle_of_deltas(store_path: Path) -> None:
     """Of two partitions each is a delta of the other in sound packs; in full they lie in a damaged one."""
     path = store_of(store_path, (0, 1), [delta_of(0, 1)], [delta_of(1, 0)])
     damaged_pack(path, planes_of(0), planes_of(1))
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert store.repair().copied_partitions == 2
     check_loads(path, 0, 1)
 
@@ -148,7 +148,7 @@ def test_repair_takes_a_delta_for_its_like_alone(
     packs = [[planes_of(0)], [planes_of(1)], *([one] for one in elsewhere)]
     path = store_of(store_path, (0, 1, 2), *packs)
     damaged_pack(path, *held)
-    with Store.open(path, config=CONFIG) as store:
+    with Store.open(path, config=CONFIG, create=True) as store:
         assert store.repair().left == ()
         bases = {entry["base_digest"].tobytes() for entry in entries_of(store, 2)}
         assert bases == {digest(base) if base else ZERO_DIGEST for base in left}

@@ -43,7 +43,7 @@ def findings(store: Path) -> dict[str, set[tuple[str, Severity]]]:
 def pack_of_newest(store: Path) -> Path:
     """The pack that only the newest checkpoint of the default run needs."""
     (directory,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}")
-    with asymcheck.Store.open(store, config=CONFIG) as opened:
+    with asymcheck.Store.open(store, config=CONFIG, create=True) as opened:
         kept = set((store / "packs").iterdir())
         aside = store.with_name("aside")
         directory.rename(aside)
@@ -149,7 +149,7 @@ def test_i4_manifests_that_disagree_on_the_world_size(store: Path) -> None:
 
 def test_i5_collection_frees_nothing_that_is_named(store: Path) -> None:
     """I5, a pack named by a manifest is never freed: collection frees nothing here, abandoned checkpoints included."""
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         assert opened.gc().freed_packs == 0
         check_everything(opened, FROZEN)
 
@@ -216,7 +216,7 @@ def test_i8_a_catalog_that_lies(store_path: Path) -> None:
                 wrong = Location(header.pack_id, 4096, old.stored_length, old.plain_length)
                 transaction.put(key, catalog_records.encode_location(key, wrong), db=partitions)
     assert absent not in held
-    with asymcheck.Store.open(store_path, config=CONFIG) as opened:
+    with asymcheck.Store.open(store_path, config=CONFIG, create=True) as opened:
         check_everything(opened, FROZEN)
         state = opened.load()
         saved = opened.save(state, step=NEWEST["step"] + 1)
@@ -242,7 +242,7 @@ def test_i10_files_that_are_not_the_stores(store: Path) -> None:
     (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"")
     hints = {("foreign-file", Severity.HINT), ("stale-temporary", Severity.HINT)}
     assert findings(store) == {"I10": hints}
-    with asymcheck.Store.open(store) as opened:
+    with asymcheck.Store.open(store, create=True) as opened:
         opened.gc()
         check_everything(opened, FROZEN)
     assert findings(store) == {"I10": {("foreign-file", Severity.HINT)}}

@@ -53,7 +53,7 @@ def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
 def test_a_copy_restores(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
     """A copy holds exactly the checkpoints that were committed, each bit for bit, and the right one is newest."""
     frozen.copy_to(store_path, with_catalog=with_catalog)
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         check_everything(store, frozen)
 
 
@@ -73,7 +73,7 @@ def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
 def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
     """A save into the copy reuses what is there, collection clears what the crash left, and nothing else is lost."""
     frozen.copy_to(store_path, with_catalog=with_catalog)
-    with asymcheck.Store.open(store_path, config=CONFIG) as store:
+    with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         newest = store.restore()
         again = store.save(newest.state, step=newest.checkpoint.step + 1)
         assert again.written_bytes == 0
@@ -97,7 +97,7 @@ def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_cata
 def test_the_rebuilt_catalog_is_the_old_one(frozen: Frozen, store_path: Path) -> None:
     """Rebuilding from packs and manifests gives, byte for byte, the entries that the old version had made."""
     frozen.copy_to(store_path)
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         store.gc(dry_run=True)
     assert dump_catalog(store_path / "catalog") == frozen.catalog
     assert frozen.catalog["partitions"]
@@ -109,7 +109,7 @@ def test_a_pin_of_a_dead_process_goes_with_its_pack(frozen: Frozen, store_path: 
     """After a crash behind the pin, collection drops the pin and frees the pack that nothing names."""
     frozen.copy_to(store_path, with_catalog=True)
     assert len(frozen.catalog["pins"]) == 1
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         assert store.gc().freed_packs == 1
     assert not dump_catalog(store_path / "catalog")["pins"]
 
@@ -137,7 +137,7 @@ def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path
     frozen.copy_to(store_path)
     shutil.rmtree(store_path / "pool")
     shutil.rmtree(store_path / "heads")
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         values = store.restore(run="values")
         assert store.begin_generation(values.checkpoint, run="values") == 2
         store.save(NEW_STATE, step=1, run="values")

@@ -130,7 +130,7 @@ def test_it_reads_what_is_written_today(store_path: Path) -> None:
         "array": numbers.integers(0, 9, (5, 6)),
     }
     config = asymcheck.StoreConfig(partition_bytes=1 << 17, bundle_below_bytes=1 << 16, pack_bytes=1 << 19)
-    with asymcheck.Store.open(store_path, config=config) as store:
+    with asymcheck.Store.open(store_path, config=config, create=True) as store:
         first = store.save(state, step=1, metrics={"loss": float("nan"), "lr": 1e-3})
         store.save({**state, "late": torch.ones(50_000)}, step=2)
         assert store.begin_generation(first) == 2
@@ -152,7 +152,7 @@ def test_it_reads_what_is_written_today(store_path: Path) -> None:
 
 def test_a_step_of_another_training_stands_in_for_none(store_path: Path) -> None:
     """Of a step that is on the line and damaged, neither the library nor it takes the attempt that was abandoned."""
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"a": 1}, step=1)
         store.save({"a": 2}, step=2)
         store.begin_generation(first)

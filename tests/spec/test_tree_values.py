@@ -44,7 +44,7 @@ def test_a_dtype_of_a_newer_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(dtype: str, store_path: Path) -> None:
     """A row that should come back as a numpy array, of a dtype that numpy has not, is refused by name."""
-    with asymcheck.Store.open(store_path):
+    with asymcheck.Store.open(store_path, create=True):
         pass
     data = encode_manifest(header_for(["N", 0]), [inline_row("array", dtype, (1,))])
     path = store_path / manifest_path(data)
@@ -58,6 +58,6 @@ def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(dtype: str, store_path:
 def test_unusual_sizes_come_back(store_path: Path) -> None:
     """A torch.Size is a tuple of integers, also when no tensor can have that shape: -1, 2^53 and beyond come back."""
     sizes = [torch.Size([]), torch.Size([-1, 2]), torch.Size([1 << 53, -(1 << 53)]), torch.Size([(1 << 63) - 1])]
-    with asymcheck.Store.open(store_path) as store:
+    with asymcheck.Store.open(store_path, create=True) as store:
         store.save({"sizes": sizes}, step=0)
         assert store.load() == {"sizes": sizes}

@@ -23,19 +23,19 @@ Closing = Callable[[], object]
 
 
 def _pack_being_written(folder: Path) -> tuple[Closing, Closing]:
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         writer = store._opened.nvme.start_pack(1)
     return writer.close, writer.close
 
 
 def _pack_given_up(folder: Path) -> tuple[Closing, Closing]:
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         writer = store._opened.nvme.start_pack(1)
     return writer.abandon, writer.close
 
 
 def _pack(folder: Path) -> tuple[Closing, Closing]:
-    with Store.open(folder / "store") as store:
+    with Store.open(folder / "store", create=True) as store:
         store.save({"w": torch.arange(3000)}, step=0)
         pack = store._opened.nvme.open_pack(store._opened.nvme.pack_ids()[0])
     return pack.close, pack.close
@@ -79,7 +79,7 @@ def test_a_second_close_is_none_of_what_was_opened_in_between(
 
 def test_a_late_write_goes_into_no_other_file(tmp_path: Path) -> None:
     """Of a pack that was given up while a thread still encoded for it."""
-    with Store.open(tmp_path / "store") as store:
+    with Store.open(tmp_path / "store", create=True) as store:
         tier: NvmeTier = store._opened.nvme
         writer, data = tier.start_pack(1), b"late" * 1000
         with _opened_instead(writer.abandon, tmp_path / "other") as other, tier.slots.slot(len(data)) as slot:

@@ -143,7 +143,7 @@ def test_a_store_is_the_same_on_both_kinds_of_drives(
     """Stores move between machines."""
     weights = torch.from_numpy(_small())
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: saved_on)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"w": weights}, step=1)
         monkeypatch.setattr(drives, "is_paravirtual", lambda _device: restored_on)
         target = torch.from_numpy(_small())

@@ -14,7 +14,7 @@ from tests.store.deltas import CONFIG, entries_of, noise
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """A new store with the default settings, closed after the test."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         yield opened
 
 
@@ -23,7 +23,10 @@ def weights(store_path: Path) -> torch.Tensor:
     """Those of step 2, the only one left: a delta in a pack that is to be repacked, on a base that none names."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "noise": noise(0)}
-    with Store.open(store_path, config=CONFIG) as store, Checkpointer(store, state) as checkpointer:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
         for step in range(3):
             if step == 1:
                 state["weights"].add_(torch.randn(60_000), alpha=1e-6)

@@ -27,7 +27,7 @@ FIRST = dataclasses.replace(this_process(), pid=999_999_999, pid_namespace="pid:
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
     """One whose packs belong to no checkpoint, as after a save that was killed before its commit."""
-    with Store.open(store_path) as opened:
+    with Store.open(store_path, create=True) as opened:
         opened.save({"w": torch.rand(100_000)}, step=0)
         opened.delete(0)
         yield opened
@@ -90,7 +90,7 @@ def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(
     pin(store, DEAD)
     hold(PIN)
     once(monkeypatch, rebuild_module, "read_indexes", lambda: pin(store, this_process()))
-    assert store.rebuild().kept_pins == 1
+    assert store.rebuild_catalog().kept_pins == 1
     assert pins(store) == {PIN: this_process()}
     let_go(PIN)
 
@@ -194,7 +194,7 @@ def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch:
         saves.append(len(saves) + 2)
         store.save({"again": again, "new": torch.rand(100_000)}, step=saves[-1])
 
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"again": again}, step=0)
         store.save({"useless": torch.rand(100_000)}, step=1)
         store.delete(0)

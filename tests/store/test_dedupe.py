@@ -98,9 +98,9 @@ def test_bytes_are_shared_between_runs(store: Store) -> None:
 @pytest.fixture
 def reopened(store_path: Path) -> Iterator[Store]:
     """A store that was written, closed, and is open again."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"x": torch.arange(2 * MIB)}, step=1)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         yield store
 
 
@@ -120,7 +120,7 @@ def test_the_catalog_is_believed_only_when_the_pack_agrees(reopened: Store) -> N
 def test_each_frame_in_a_pack_of_its_own(store_path: Path) -> None:
     """Packs are closed at the size asked for; many of them are one checkpoint, and deduplicate as one."""
     config = StoreConfig(pack_bytes=1, partition_bytes=64 * 1024, bundle_below_bytes=1024)
-    with Store.open(store_path, config=config) as store:
+    with Store.open(store_path, config=config, create=True) as store:
         state = {"x": _random(4)}
         store.save(state, step=1)
         assert len(_packs(store)) == 64
@@ -134,7 +134,7 @@ def test_each_frame_in_a_pack_of_its_own(store_path: Path) -> None:
 def test_packs_keep_about_the_size_asked_for(store_path: Path) -> None:
     """A pack is closed before the frame that would make it too large."""
     config = StoreConfig(pack_bytes=4 * MIB, partition_bytes=MIB, slots=1)
-    with Store.open(store_path, config=config) as store:
+    with Store.open(store_path, config=config, create=True) as store:
         store.save({"x": _random(20)}, step=1)
         sizes = [path.stat().st_size for path in (store.path / "packs").iterdir()]
     assert len(sizes) == 7
@@ -146,7 +146,7 @@ def test_another_cut_stores_the_bytes_again(store_path: Path) -> None:
     state = {"x": _random(4)}
     for step, size in enumerate([MIB, 2 * MIB, MIB]):
         config = StoreConfig(partition_bytes=size, bundle_below_bytes=1024)
-        with Store.open(store_path, config=config) as store:
+        with Store.open(store_path, config=config, create=True) as store:
             written = store.save(state, step=step).written_bytes
             assert written == (4 * MIB if step < 2 else 0)
             assert_same(store.load(), state)

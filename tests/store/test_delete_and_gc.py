@@ -91,7 +91,7 @@ def test_collecting_frees_what_nothing_names(store: Store) -> None:
 
 def test_a_dry_run_says_what_the_real_run_does(store_path: Path) -> None:
     """In every number, also where the pool has room for some of the packs only; and it changes nothing."""
-    with Store.open(store_path, config=StoreConfig(pool_bytes=9 * MIB)) as store:
+    with Store.open(store_path, config=StoreConfig(pool_bytes=9 * MIB), create=True) as store:
         for step in range(6):
             store.save(_state(step), step=step)
         (store_path / "packs" / f"{'ab' * 16}.tmp").write_bytes(b"left by a crash")
@@ -165,7 +165,7 @@ def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Stor
 
 def test_a_small_pool_unlinks_what_it_cannot_keep(store_path: Path) -> None:
     """Without room in the pool the disk gets its room back at once."""
-    with Store.open(store_path, config=StoreConfig(pool_bytes=0)) as store:
+    with Store.open(store_path, config=StoreConfig(pool_bytes=0), create=True) as store:
         store.save(_state(1), step=1)
         store.delete(1)
         collected = store.gc()

@@ -20,8 +20,8 @@ def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> Non
     """A delta that nobody needs any more lies in a pack that stays for another partition."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
-    with Store.open(store_path, config=CONFIG) as store:
-        with Checkpointer(store, state) as checkpointer:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             checkpointer.step(0)
             checkpointer.wait()
             state["weights"].add_(torch.randn(60_000), alpha=1e-6)
@@ -56,7 +56,7 @@ def test_what_a_repair_could_find_in_a_damaged_pack_keeps_its_base(
     # Which of the two comes first follows from which thread was faster.
     others = [int(entry["offset"]) for entry in entries if entry["kind"] == registry.KIND_FULL]
     _spoil(store_path / "packs" / name, 8, *others[: 1 if with_frame else 0])
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.gc()
         store.repair()
         store.gc()
@@ -72,7 +72,7 @@ def test_a_repair_says_of_a_damaged_pack_that_bases_are_lost(store_path: Path, w
         if base in digests_of(entries_of(tier, pack)):
             (store_path / "packs" / f"{pack.hex()}.pack").unlink()
     _spoil(store_path / "packs" / name, 8)
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         left = {one.kind: one for one in store.repair().left}
         assert "the bases of 1 frames are lost" in left["unreadable-pack"].message
         assert left["unreadable-pack"].remedy.startswith("remove the file when")
@@ -87,8 +87,8 @@ def test_a_store_is_verified_in_the_end_though_packs_come_all_the_time(
     """As beside a training; and garbage lacks its base for good, so that it is looked for again."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
-    with Store.open(store_path, config=CONFIG) as store:
-        with Checkpointer(store, state) as checkpointer:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             for step in range(2):
                 checkpointer.step(step)
                 checkpointer.wait()

@@ -31,7 +31,7 @@ def masters_and_copies(mib: int) -> dict[str, object]:
 
 def test_what_was_stored_derived_is_no_base_when_it_comes_again(store_path: Path) -> None:
     """Of 2 MiB of zeros nobody knows whether they were float32, or bfloat16 that was derived from 4 MiB of zeros."""
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         two, large = masters_and_copies(2), noise(0, 1 << 18)
         store.save({"master": torch.zeros(2 << 18)}, step=1)
         store.save(two | {"large": large}, step=2)
@@ -55,7 +55,7 @@ def test_what_was_stored_derived_is_no_base_when_it_comes_again(store_path: Path
 @pytest.mark.parametrize("first", [(B, A), (C, B)], ids=["lower", "upper"])
 def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
     """Threads that encode at the same time ask in any order."""
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         tier = store._tier
         assert isinstance(tier, NvmeTier)
         packing = PackBuilder(tier, store._opened.catalog())
@@ -71,7 +71,7 @@ def test_masters_that_do_not_lie_in_order_are_not_put_in_order_for_a_look(
     """That would take their memory once more, until the end of the save; the copies are stored by themselves."""
     master = torch.randn(64, 64, 16, 16).to(memory_format=torch.channels_last)
     state = {"master": master, "copy": master.bfloat16()}
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         with monkeypatch.context() as patch:
             patch.setattr(Leaf, "some_bytes", Mock(side_effect=AssertionError))
             store.save(state, step=1)
@@ -82,7 +82,7 @@ def test_masters_that_do_not_lie_in_order_are_not_put_in_order_for_a_look(
 def test_where_nothing_is_encoded_no_original_is_looked_for(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a state of many layers the look alone takes seconds."""
     monkeypatch.setattr(Originals, "candidates", Mock(side_effect=AssertionError))
-    with Store.open(store_path, config=dataclasses.replace(CONFIG, compression="off")) as store:
+    with Store.open(store_path, config=dataclasses.replace(CONFIG, compression="off"), create=True) as store:
         store.save(masters_and_copies(2), step=1)
-    with Store.open(store_path, config=CONFIG) as store, pytest.raises(AssertionError):
+    with Store.open(store_path, config=CONFIG, create=True) as store, pytest.raises(AssertionError):
         store.save(masters_and_copies(4), step=2)

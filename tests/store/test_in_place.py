@@ -37,7 +37,7 @@ def test_any_address_and_length(offset: int, store_path: Path) -> None:
         memory = torch.randint(0, 256, (length + 8_192,), dtype=torch.uint8)
         start = (offset - memory.data_ptr()) % 4_096
         state[str(length)] = memory[start : start + length]
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.save(state, step=1)
         assert _shifts(store) == {offset}
         found = store.load(1)
@@ -52,7 +52,7 @@ def test_a_store_without_the_feature_has_no_shifts(store_path: Path) -> None:
     frozen.copy_to(store_path)
     memory = torch.arange(1 << 18, dtype=torch.int32)
     state = {"shifted": memory[16:], "aligned": memory[-memory.data_ptr() % 4_096 // 4 :]}
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         store.save(state, step=1, run="new")
         assert _shifts(store) == {0}
         found = store.load(1, run="new")

@@ -32,7 +32,7 @@ def test_a_tensor_of_more_than_2_gib(large_path: Path) -> None:
     tensor[marks] = (marks % 251 + 1).to(torch.uint8)
     tensor[-1] = 255
     expected, count = tensor[marks].clone(), int(tensor.count_nonzero())
-    with Store.open(large_path, config=StoreConfig(compression="off")) as store:
+    with Store.open(large_path, config=StoreConfig(compression="off"), create=True) as store:
         saved = store.save({"x": tensor}, step=1)
         tensor.fill_(7)
         store.load(into={"x": tensor})
@@ -64,7 +64,7 @@ if part == "strided":
 make = (lambda shape: torch.ones(shape).t()) if part == "strided" else torch.ones
 state = {"model": [make(shape) for shape in shapes]}
 state_bytes = sum(tensor.numel() * 4 for tensor in state["model"])
-with Store.open(path) as store:
+with Store.open(path, create=True) as store:
     for tensor in state["model"]:
         tensor.add_(torch.arange(tensor.shape[-1]))
     reset()

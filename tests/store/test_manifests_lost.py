@@ -50,7 +50,7 @@ def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
     store_path: Path, steps: tuple[int, ...], lose: Callable[[Path], None], collect: Callable[[Store], Collected]
 ) -> None:
     """The store was opened when they were there; when they are back, all is as it was."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         for step in steps:
             store.save(_state(step), step=step)
         lose(store_path)
@@ -84,7 +84,7 @@ def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was copied by then goes again, and what it was copied from stays."""
-    with Store.open(store_path, config=StoreConfig(repack_waste=0.1)) as store:
+    with Store.open(store_path, config=StoreConfig(repack_waste=0.1), create=True) as store:
         for step in range(3):
             store.save(_state(step), step=step)
         store.delete(0)
@@ -130,6 +130,6 @@ def test_manifests_that_somebody_removed_by_hand_are_forgotten_when_they_say_so(
         shutil.rmtree(folder)
     with pytest.raises(StructureError, match=f"removed on purpose, run asymcheck rebuild {store.path}"):
         store.gc()
-    store.rebuild()
+    store.rebuild_catalog()
     assert store.gc().kept_packs == 0
-    assert store.accounting().locked_bytes == 0
+    assert store.disk_usage().locked_bytes == 0

@@ -30,7 +30,7 @@ import os, sys
 from asymcheck import Store
 from asymcheck.errors import ForkedStoreError
 
-with Store.open(sys.argv[1]) as store:
+with Store.open(sys.argv[1], create=True) as store:
     store.save({"x": 1}, step=1)
     child = os.fork()
     if child == 0:
@@ -39,7 +39,7 @@ with Store.open(sys.argv[1]) as store:
             store.load()
         except ForkedStoreError:
             store.close()
-            with Store.open(store.path) as own:
+            with Store.open(store.path, create=True) as own:
                 status = 0 if own.load() == {"x": 1} else 2
         finally:
             os._exit(status)
@@ -54,7 +54,7 @@ def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
     """With its parents; a path may be given as text."""
     (tmp_path / "empty").mkdir()
     for location in (tmp_path / "a" / "b" / "c", str(tmp_path / "text"), tmp_path / "empty"):
-        with Store.open(location) as store:
+        with Store.open(location, create=True) as store:
             assert {path.name for path in Path(location).iterdir()} == NAMES
             assert store.path == Path(location)
             assert store.checkpoints() == []
@@ -62,10 +62,10 @@ def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
 
 def test_an_existing_store_is_opened_and_not_made_anew(store_path: Path) -> None:
     """The descriptor stays as it is, byte for byte."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=1)
     before = directory_content(store_path)["asymcheck.store"]
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         assert store.load() == {"x": 1}
     assert directory_content(store_path)["asymcheck.store"] == before
 
@@ -86,7 +86,7 @@ def _with_a_folder_of_the_same_name(path: Path) -> None:
 
 
 def _without_its_descriptor(path: Path) -> None:
-    with Store.open(path) as store:
+    with Store.open(path, create=True) as store:
         store.save({"x": torch.ones(5000)}, step=1)
     (path / "asymcheck.store").unlink()
 
@@ -110,7 +110,7 @@ def test_what_an_interrupted_creation_left_is_no_obstacle(tmp_path: Path) -> Non
     for name in ("heads", "manifests", "packs"):
         (tmp_path / name).mkdir()
     (tmp_path / "0123.tmp").write_bytes(b"half a descriptor")
-    with Store.open(tmp_path) as store:
+    with Store.open(tmp_path, create=True) as store:
         store.save({"x": 1}, step=1)
         assert store.load() == {"x": 1}
 
@@ -120,7 +120,7 @@ def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for location in (tmp_path / "file", tmp_path / "file" / "store"):
         with pytest.raises(AsymcheckError):
-            Store.open(location)
+            Store.open(location, create=True)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -129,7 +129,7 @@ def test_a_name_that_no_catalog_can_have_is_refused_at_once(tmp_path: Path, name
     """Not by the first save, and not by an error of the system or of LMDB."""
     location = name if name.startswith("~") else tmp_path / name
     with pytest.raises(InvalidInputError, match="location"):
-        Store.open(location)
+        Store.open(location, create=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,10 +140,28 @@ def test_reading_needs_an_existing_store(store_path: Path) -> None:
     assert not store_path.exists()
 
 
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_mistyped_path_creates_no_store(store_path: Path, is_empty: bool) -> None:
+    """Only ``create=True`` creates one, and the error says so; a store that exists is opened without it."""
+    if is_empty:
+        store_path.mkdir()
+    with pytest.raises(StoreNotFoundError, match="create=True"):
+        Store.open(store_path)
+    assert not store_path.exists() or list(store_path.iterdir()) == []
+    Store.open(store_path, create=True).close()
+    Store.open(store_path).close()
+
+
+def test_a_store_cannot_be_created_read_only(store_path: Path) -> None:
+    """The two options contradict each other."""
+    with pytest.raises(InvalidInputError, match="create=True with read_only=True"):
+        Store.open(store_path, create=True, read_only=True)
+
+
 def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
     """Loads, listings and checks work; everything that would write is refused, and not a byte differs."""
     state = {"x": torch.arange(5000), "y": 1}
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         saved = store.save(state, step=1)
     before = directory_content(store_path)
     with Store.open(store_path, read_only=True) as store:
@@ -165,7 +183,7 @@ def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
 
 def test_a_reader_needs_no_catalog(store_path: Path) -> None:
     """Not to open, not to load: it may be missing or destroyed."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"x": torch.arange(5000)}, step=1)
     (store_path / "catalog" / "data.mdb").write_bytes(b"not LMDB")
     with Store.open(store_path, read_only=True) as store:
@@ -201,7 +219,7 @@ def test_a_forked_child_must_open_the_store_itself(tmp_path: Path) -> None:
 
 def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog would be damaged there. Reading does not need it, and is allowed."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=1)
     mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {store_path} rw shared:7 - nfs4 server:/x rw\n"
 
@@ -210,13 +228,13 @@ def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypa
 
     monkeypatch.setattr(tier, "refuse_network", refuse)
     with pytest.raises(UnsupportedFileSystemError, match=r"network file system \(nfs4\)"):
-        Store.open(store_path)
+        Store.open(store_path, create=True)
     with pytest.raises(UnsupportedFileSystemError):
-        Store.open(store_path / "new")
+        Store.open(store_path / "new", create=True)
     assert not (store_path / "new").exists()
     with Store.open(store_path, read_only=True) as store:
         assert store.load() == {"x": 1}
-    with Store.open(store_path.parent / "local") as store:
+    with Store.open(store_path.parent / "local", create=True) as store:
         store.save({"x": 1}, step=1)
 
 
@@ -258,7 +276,7 @@ def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: d
     config = dataclasses.replace(StoreConfig(), **fields)  # type: ignore[arg-type]  # wrong on purpose
     (name,) = fields
     with pytest.raises(InvalidInputError, match=name):
-        Store.open(store_path, config=config)
+        Store.open(store_path, config=config, create=True)
     assert not store_path.exists()
 
 
@@ -267,7 +285,7 @@ def test_what_is_no_configuration_is_refused(store_path: Path, config: object) -
     """Of a store on a drive and of a location alike."""
     for location in (store_path, store_path.as_uri()):
         with pytest.raises(InvalidInputError, match=r"give asymcheck.StoreConfig\(…\)"):
-            Store.open(location, config=config)  # type: ignore[arg-type]  # wrong on purpose
+            Store.open(location, config=config, create=True)  # type: ignore[arg-type]  # wrong on purpose
     assert not store_path.exists()
 
 
@@ -305,7 +323,7 @@ def test_what_is_no_configuration_of_locations_is_refused(store_path: Path, remo
 def test_the_limits_of_a_configuration_work(store_path: Path, fields: dict[str, int]) -> None:
     """The extreme values that are allowed give a store that saves and loads."""
     state = {"a": torch.arange(3), "b": torch.arange(20_000), "c": torch.empty(0), "d": torch.ones(2_000_000)}
-    with Store.open(store_path, config=dataclasses.replace(StoreConfig(), **fields)) as store:
+    with Store.open(store_path, config=dataclasses.replace(StoreConfig(), **fields), create=True) as store:
         store.save(state, step=1)
         assert_same(store.load(), state)
         assert store.verify() == []
@@ -320,7 +338,7 @@ def test_two_threads_that_open_the_catalog_at_once_share_one(store_path: Path) -
             entered.set()
             go_on.wait(0.3)
 
-    with events.observe(observer), Store.open(store_path) as store:
+    with events.observe(observer), Store.open(store_path, create=True) as store:
         first = threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": "a"})
         second = threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": "b"})
         first.start()
@@ -336,7 +354,7 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
     """Also by another name of it; the last one closes the catalog."""
     (store_path.parent / "link").symlink_to(store_path)
     state = {"x": torch.arange(5000)}
-    with Store.open(store_path) as one, Store.open(store_path.parent / "link") as other:
+    with Store.open(store_path, create=True) as one, Store.open(store_path.parent / "link", create=True) as other:
         one.save(state, step=1)
         assert other.save(state, step=2).written_bytes == 0
         one.close()
@@ -348,7 +366,7 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
 @pytest.mark.parametrize("read_only", [False, True])
 def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, read_only: bool) -> None:
     """A folder that was moved away is not a store without checkpoints, whose packs a collection would free."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"a": torch.randn(100_000)}, step=1)
     (store_path / "manifests").rename(store_path.parent / "elsewhere")
     with pytest.raises(StructureError, match="its folder manifests is gone: put it back"):
@@ -362,7 +380,7 @@ def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, 
 def test_a_store_that_is_taken_away_while_it_is_open_is_not_empty(store_path: Path, read_only: bool) -> None:
     """As by an unmounted drive: who resumes must not be told that there is nothing to resume from."""
     state = {"a": torch.randn(100_000)}
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save(state, step=1)
     with Store.open(store_path, read_only=read_only) as store:
         store_path.rename(store_path.parent / "elsewhere")

@@ -16,7 +16,7 @@ _SAVE_ID = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
 
 def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) -> None:
     """Not before, whatever the order."""
-    with asymcheck.Store.open(tmp_path / "store") as store:
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.zeros(4)}, step=1)
         made = [store.save({"w": torch.full((4,), rank)}, step=7, part=Part(rank, 3, _SAVE_ID)) for rank in (2, 0, 1)]
         assert [one.complete for one in made] == [False, False, True]
@@ -28,7 +28,7 @@ def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) ->
 def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_path: Path) -> None:
     """And not after another rank's part of the same checkpoint, or of one that was begun later."""
     begun = [time.time_ns().to_bytes(8, "big").hex() + os.urandom(8).hex() for _ in range(3)]
-    with asymcheck.Store.open(tmp_path / "store") as store:
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
             store.save({"w": torch.ones(4)}, step=step, part=Part(rank, 2, begun[step - 1]))
         manifests = store._opened.nvme.manifests
@@ -54,7 +54,7 @@ def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_p
 )
 def test_what_names_no_part_is_refused_before_anything_is_written(tmp_path: Path, part: object) -> None:
     """Ranks out of range, and save ids that are none."""
-    with asymcheck.Store.open(tmp_path / "store") as store:
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError):
             store.save({"w": torch.zeros(4)}, step=1, part=part)  # type: ignore[arg-type]  # what is tested
         assert store.checkpoints() == []

@@ -257,7 +257,7 @@ def test_pruning_twice_is_nothing(store: Store) -> None:
 
 def test_a_run_without_checkpoints_has_nothing_to_prune(store_path: Path) -> None:
     """Its folder is left of one that was deleted."""
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         _save(store, 1)
         store.delete(1)
         assert store.prune(Retention(keep_last=1)).verdicts == ()

@@ -35,7 +35,7 @@ def hold(event):
         print("held", flush=True)
         sys.stdin.readline()
 
-with Store.open(sys.argv[1]) as store, observe(hold):
+with Store.open(sys.argv[1], create=True) as store, observe(hold):
     store.gc()
 """
 
@@ -50,10 +50,10 @@ def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path,
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with Store.open(store_path, config=CONFIG) as store:
+        with Store.open(store_path, config=CONFIG, create=True) as store:
             store.gc()
         child.communicate("\n", timeout=60)
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         assert _is_whole(store, weights)
 
 
@@ -77,7 +77,7 @@ def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float
 ) -> None:
     """For a moment, or for good: then it is said, and nothing is freed."""
-    with Store.open(store_path, config=CONFIG) as store:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
         with monkeypatch.context() as patched:
             _refuse(patched, pack_of_the_delta(store_path), times)
             if times == 1:
@@ -90,7 +90,7 @@ def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
 
 def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not incomplete: nobody knows what it is."""
-    with Store.open(store_path, config=PLAIN) as store:
+    with Store.open(store_path, config=PLAIN, create=True) as store:
         for step in range(1, 5):
             store.save({"noise": noise(step)}, step=step)
         whole: Callable[[Files, Path], int] = Files.open_read
@@ -113,7 +113,10 @@ def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monke
 def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
     """Two runs stored one tensor at the same time; a bit flips in a copy, and the pack with the sound one is to go."""
     shared, small, large = noise(1, 60_000), noise(2, 1000), noise(3, 200_000)
-    with Store.open(store_path, config=PLAIN) as store, Store.open(store_path, config=PLAIN) as other:
+    with (
+        Store.open(store_path, config=PLAIN, create=True) as store,
+        Store.open(store_path, config=PLAIN, create=True) as other,
+    ):
         done: list[Event] = []
 
         def save_too(event: Event) -> None:
@@ -142,7 +145,7 @@ def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
 def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: Path) -> None:
     """Its other frames would be, after every commit, and thrown away each time."""
     state = {f"t{number}": noise(number, 60_000) for number in range(8)}
-    with Store.open(store_path, config=PLAIN) as store:
+    with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({**state, "zeta": noise(9, 700_000)}, step=1)
         (path,) = (store_path / "packs").iterdir()
         store.save(state, step=2)
@@ -171,8 +174,8 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
     base = torch.randn(60_000) * 0.02
     on_base, kept = base + torch.randn_like(base) * 1e-6, noise(1, 100_000)
     state = {"weights": base.clone(), "kept": noise(0, 100_000)}
-    with Store.open(store_path, config=CONFIG) as store:
-        with Checkpointer(store, state) as checkpointer:
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             checkpointer.step(0)
             checkpointer.wait()
             state["weights"].copy_(on_base)
@@ -183,7 +186,7 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
         store.delete(step=0)
         store.delete(step=1)
         store.gc()
-        with Checkpointer(store, state) as checkpointer:
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             checkpointer.restore()
             wanted = [base + torch.randn_like(base) * 1e-6 for _ in range(8)] + [base, on_base]
             for step, weights in enumerate(wanted, 10):
@@ -228,7 +231,7 @@ def test_a_base_is_found_where_a_collection_has_put_it(
 ) -> None:
     """Between the list of packs and the look into them."""
     eager = dataclasses.replace(CONFIG, repack_waste=0.1)
-    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+    with Store.open(store_path, config=eager, create=True) as store, Store.open(store_path, read_only=True) as reader:
         _collect_after(monkeypatch, 1, store)
         restored = reader.restore()
         assert (restored.checkpoint.step, restored.skipped) == (2, ())
@@ -239,14 +242,14 @@ def test_a_base_is_found_where_a_collection_has_put_it(
 def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it moves is not missing."""
     eager = dataclasses.replace(CONFIG, repack_waste=0.1)
-    with Store.open(store_path, config=eager) as store, Store.open(store_path, read_only=True) as reader:
+    with Store.open(store_path, config=eager, create=True) as store, Store.open(store_path, read_only=True) as reader:
         _collect_after(monkeypatch, 2, store)
         assert [one for one in reader.verify() if one.severity != Severity.HINT] == []
 
 
 def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
     """Nothing is known to be wrong with it."""
-    with Store.open(store_path, config=PLAIN) as store:
+    with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1)}, step=1)
         (old,) = (store_path / "packs").iterdir()
         store.save({"noise": noise(2)}, step=2)
@@ -263,7 +266,7 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
 @pytest.mark.parametrize("deep", [True, False])
 def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Path, *, deep: bool) -> None:
     """The store is intact: the check says what it could not look at, and finds nothing lost."""
-    with Store.open(store_path, config=PLAIN) as store:
+    with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1)}, step=1)
         (old,) = (store_path / "packs").iterdir()
         store.save({"noise": noise(2)}, step=2)
@@ -282,7 +285,7 @@ def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Pa
 
 def test_a_home_that_cannot_be_found_any_more_is_none(store_path: Path) -> None:
     """Its pack was looked at before its index was damaged; a scan finds other frames in it, or none there."""
-    with Store.open(store_path, config=PLAIN) as store:
+    with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1, 60_000)}, step=1)
     tier = NvmeTier(store_path, PLAIN, read_only=True)
     (pack,) = tier.pack_ids()

@@ -211,7 +211,7 @@ def test_the_first_and_the_last_step_can_be_saved(store: Store, step: int) -> No
 def test_what_could_not_be_read_again_is_not_committed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lets it come so far; what was there stays the newest."""
     monkeypatch.setattr(leaves, "DIMENSIONS_MAX", 65)
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save({"t": torch.ones(1)}, step=1)
         with pytest.raises(StructureError, match="more than 64 dimensions"):
             store.save({"t": torch.ones([1] * 65)}, step=2)

@@ -61,7 +61,7 @@ def test_what_is_needed_is_copied_and_the_pack_is_freed(store: Store) -> None:
     _save(store, 0, 1)
     (old,) = {path.name for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB}
     store.delete(0)
-    assert store.accounting().locked_bytes > 4 * MIB
+    assert store.disk_usage().locked_bytes > 4 * MIB
     expected = store.gc(dry_run=True)
     done = store.gc()
     assert done == expected
@@ -70,7 +70,7 @@ def test_what_is_needed_is_copied_and_the_pack_is_freed(store: Store) -> None:
     assert old not in _names(store.path / "packs")
     # The file of the old pack waits to be overwritten.
     assert old in _names(store.path / "pool")
-    assert store.accounting().locked_bytes == 0
+    assert store.disk_usage().locked_bytes == 0
     assert store.gc() == store.gc(dry_run=True) == Collected(kept_packs=2)
     _whole(store, 1)
 
@@ -83,7 +83,7 @@ def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> 
     store.gc()
     assert {path: path.read_bytes() for path in (store.path / "manifests").rglob("*.manifest")} == before
     assert store.save({"shared": SHARED}, step=5).written_bytes == 0
-    store.rebuild()
+    store.rebuild_catalog()
     assert store.save({"shared": SHARED}, step=6).written_bytes == 0
     assert_same(store.load(1), _state(1))
 
@@ -91,13 +91,13 @@ def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> 
 def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
     """More is too much; and how much that is can be said."""
     for waste, repacked in ((0.5, 0), (0.49, 1), (1.0, 0), (0.0, 1)):
-        with Store.open(store_path / str(waste), config=StoreConfig(repack_waste=waste)) as store:
+        with Store.open(store_path / str(waste), config=StoreConfig(repack_waste=waste), create=True) as store:
             store.save({"shared": SHARED, "own": _bytes(0, 1)}, step=0)
             store.save({"shared": SHARED, "own": _bytes(1, 1)}, step=1)
             store.delete(0)
             assert store.gc(dry_run=True) == store.gc()
             assert store.usage().packs == 2
-            assert (store.accounting().locked_bytes == 0) == bool(repacked)
+            assert (store.disk_usage().locked_bytes == 0) == bool(repacked)
 
 
 def test_what_is_left_of_many_packs_goes_into_one(store: Store) -> None:
@@ -116,7 +116,7 @@ def test_what_is_left_of_many_packs_goes_into_one(store: Store) -> None:
 
 def test_new_packs_are_no_larger_than_packs_may_be(store_path: Path) -> None:
     """What does not fit into one goes into a second."""
-    with Store.open(store_path, config=StoreConfig(pack_bytes=5 * MIB, partition_bytes=MIB)) as store:
+    with Store.open(store_path, config=StoreConfig(pack_bytes=5 * MIB, partition_bytes=MIB), create=True) as store:
         states = [{"kept": _bytes(100, 4)[: n * MIB], "own": _bytes(n, 3)} for n in (1, 2, 3, 4)]
         for step, state in enumerate(states):
             store.save(state, step=step)
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_is_committed_meanwhile_is_seen(store: Store, monkeypa
     """Its pin was there before and is gone: what it reused must not go, though nobody needed it at first."""
     _save(store, 0, 1)
     store.delete(0)
-    with Store.open(store.path) as other:
+    with Store.open(store.path, create=True) as other:
         # It looks into the packs before they are locked.
         placed: list[None] = []
         original = repack_module._Batch._new_pack
@@ -235,7 +235,7 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
             pinned.set()
             assert go_on.wait(60)
 
-    with Store.open(store.path) as other, events.observe(pause):
+    with Store.open(store.path, create=True) as other, events.observe(pause):
         thread = threading.Thread(target=lambda: other.save(_state(0), step=7))
         original, entering = StoreReachability.live, repack_module._Batch._enter
 
@@ -273,7 +273,7 @@ def test_what_is_relied_upon_must_be_live(store: Store, meanwhile: Callable[[Mea
     store.gc()
     for path, data in packs.items():
         path.write_bytes(data)
-    store.rebuild()
+    store.rebuild_catalog()
     copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
 
     def take(one: Store) -> None:
@@ -295,7 +295,7 @@ def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.
     def carry_out(self: repack_module._Batch, *arguments: object) -> None:
         if not results:
             results.append(Collected())
-            with Store.open(store.path) as other:
+            with Store.open(store.path, create=True) as other:
                 results.append(other.gc())
         original(self, *arguments)  # type: ignore[arg-type]  # as it was called
 
@@ -328,7 +328,7 @@ def test_a_second_copy_needs_no_third(store: Store) -> None:
     store.gc()
     for path, data in packs.items():
         path.write_bytes(data)
-    store.rebuild()
+    store.rebuild_catalog()
     assert store.usage().packs == 3
     done = store.gc()
     assert (done.freed_packs, done.repacked_packs, done.copied_bytes) == (1, 1, 0)
@@ -394,7 +394,7 @@ def test_a_copy_that_a_kill_left_is_gone_after_one_collection(
         return sorted(listed(tier), key=lambda pack_id: (layout.pack_name(pack_id) == copy) != is_first)
 
     monkeypatch.setattr(NvmeTier, "pack_ids", ordered)
-    with Store.open(killed) as again:
+    with Store.open(killed, create=True) as again:
         _save(again, 2)
         assert again.gc(dry_run=True) == again.gc()
         assert again.gc().freed_packs == 0

@@ -15,7 +15,7 @@ LINE = 120
 def test_a_checkpoint_is_one_short_line(store_path: Path) -> None:
     """Run, step, generation, save, size and some metrics; what is odd about it is said."""
     metrics = {"loss": 0.123456789, "accuracy": 0.9, "norm": 2.0, "other": 4.0}
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         found = store.save({"w": torch.ones(1000)}, step=20, metrics=metrics)
     said = f"<Checkpoint 'default' step 20, generation 1, save {found.save_id[:12]}, 3.9 KiB, loss 0.123457, accuracy"
     assert repr(found) == f"{said} 0.9, norm 2, …>"

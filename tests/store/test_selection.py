@@ -150,7 +150,7 @@ def test_selecting_from_an_empty_store_finds_no_checkpoint(store: Store) -> None
 def test_a_selection_of_one_layer_reads_one_layer(store_path: Path) -> None:
     """Of 32 layers of 1 MiB each, one is one frame."""
     state = {"model": {f"h.{i}.weight": torch.full((MIB // 4,), float(i)) for i in range(32)}}
-    with Store.open(store_path) as store:
+    with Store.open(store_path, create=True) as store:
         store.save(state, step=1)
         with frames_read() as seen:
             loaded = store.load(tensors="model.h.7.*")

@@ -159,7 +159,7 @@ def test_every_configuration_stores_the_same_state(store: Store, store_path: obj
     """How a state is cut is the writer's business: a reader with other settings gets the same."""
     layouts = _layouts()
     state = {"a": layouts, "b": [torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 4096, 70_000)], "c": 1}
-    with Store.open(store.path, config=config) as writer:
+    with Store.open(store.path, config=config, create=True) as writer:
         writer.save(state, step=1)
     assert_same(store.load(), state)
 
@@ -169,10 +169,10 @@ def test_a_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
     state = {"x": torch.from_numpy(RANDOM.integers(0, 256, 70 << 20, dtype=np.uint8))}
     large = StoreConfig(partition_bytes=64 << 20, slots=2)
     small = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, slots=1)
-    with Store.open(store.path, config=large) as writer:
+    with Store.open(store.path, config=large, create=True) as writer:
         writer.save(state, step=1)
     for config in (small, large):
-        with Store.open(store.path, config=config) as reader:
+        with Store.open(store.path, config=config, create=True) as reader:
             assert_same(reader.load(), state)
             assert reader.verify() == []
 

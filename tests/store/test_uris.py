@@ -24,7 +24,7 @@ from asymcheck.errors import InvalidInputError
 def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> None:
     """And none is taken for a relative path."""
     with pytest.raises(InvalidInputError, match=reason):
-        Store.open(location)
+        Store.open(location, create=True)
 
 
 @pytest.mark.parametrize("location", ["hdfs://namenode:8020/x", "file:///x", "s3://bucket/x", "no-such-scheme://x"])

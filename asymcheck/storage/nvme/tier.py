@@ -44,8 +44,16 @@ class NvmeTier(StoreTier):
     root: Path
     manifests: ManifestFiles
 
-    def __init__(self, root: Path, config: StoreConfig, *, read_only: bool = False, files: Files | None = None) -> None:
-        """Open the store at ``root``; create it when it is missing or an empty directory, unless ``read_only``.
+    def __init__(
+        self,
+        root: Path,
+        config: StoreConfig,
+        *,
+        create: bool = True,
+        read_only: bool = False,
+        files: Files | None = None,
+    ) -> None:
+        """Open the store at ``root``; if ``create``, create it in a missing or empty directory, unless ``read_only``.
 
         Raises:
             StoreNotFoundError: nothing is there and ``read_only``; or a directory that is not a store.
@@ -68,11 +76,13 @@ class NvmeTier(StoreTier):
         self._indexes_lock = threading.Lock()
         if not read_only:
             refuse_network(root)
-            with translated("look at", root):
-                self._create_if_missing()
-            # Also when it was there: whoever created the store may have been killed before this.
-            self.files.sync_directory(root)
+            if create:
+                with translated("look at", root):
+                    self._create_if_missing()
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
+        if not read_only:
+            # Also for an existing store: the process that created it may have been killed before its sync.
+            self.files.sync_directory(root)
         missing = missing_writer_features(self.descriptor.writer_features)
         if missing and not read_only:
             raise ReadOnlyStoreError(
@@ -92,8 +102,11 @@ class NvmeTier(StoreTier):
                 raise StoreNotFoundError(f"{self.root} is a file; a store is a directory")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
-            what = "is not an asymcheck store (it has no asymcheck.store)" if self.root.exists() else "does not exist"
-            raise StoreNotFoundError(f"{self.root} {what}")
+            what = (
+                "it is not an asymcheck store (no asymcheck.store file)" if self.root.exists() else "it does not exist"
+            )
+            hint = "" if self.read_only else ", or pass create=True"
+            raise StoreNotFoundError(f"cannot open store {self.root}: {what}. Check the path{hint}")
         return decode_descriptor(data, f"store descriptor {path}")
 
     def _create_if_missing(self) -> None:

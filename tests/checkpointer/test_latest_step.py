@@ -13,17 +13,17 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
 def test_a_lost_step_is_not_the_last() -> None:
     """The newest that is durable is, when all that came after it were lost."""
     last = SaveReporting("run", raises=True)
-    assert last.last_step is None
+    assert last.latest_step is None
     for step in (6, 8, 10):
         last.begun(step)
     last.note([_capture(6)])
-    assert last.last_step == 10
+    assert last.latest_step == 10
     last.note([_capture(8, OSError("full")), _capture(10, OSError("full"))])
-    assert last.last_step == 6
+    assert last.latest_step == 6
     last.begun(12)
     last.note([_capture(12)])
-    assert last.last_step == 12
-    last.kept(3)
+    assert last.latest_step == 12
+    last.saved(3)
     last.begun(4)
     last.note([_capture(4, OSError("full"))])
-    assert last.last_step == 3
+    assert last.latest_step == 3

@@ -394,7 +394,7 @@ class Store:
     def delete(
         self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
     ) -> list[Checkpoint]:
-        """Delete the checkpoints of a step durably, in one generation or in all, and return them.
+        """Delete the checkpoints of a step durably, and return them.
 
         :meth:`gc` frees their space.
 

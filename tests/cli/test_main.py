@@ -117,7 +117,7 @@ def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
     """A store that is not there: status 3, the path in the message, and nothing is created."""
     outcome = call(name, tmp_path / "nowhere", *WORDS.get(name, ()))
     assert outcome.status == exit_status.NOT_FOUND
-    assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
+    assert f"cannot open store {tmp_path / 'nowhere'}: it does not exist" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 

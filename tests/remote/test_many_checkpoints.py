@@ -76,7 +76,7 @@ def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations:
 
 def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
     """That the newest checkpoint is whole there is seen in the newest packs."""
-    with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG) as store:
+    with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG, create=True) as store:
         for place in places:
             operations.clear()
             assert store.push(place).present == 1

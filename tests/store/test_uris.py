@@ -36,5 +36,5 @@ def test_a_uri_that_was_made_a_path_makes_no_directory(
     with pytest.raises(InvalidInputError, match="that is a URI"):
         Store.open(Path(location))
     assert list(tmp_path.iterdir()) == []
-    Store.open(tmp_path / "hdfs:" / "x").close()
+    Store.open(tmp_path / "hdfs:" / "x", create=True).close()
     assert (tmp_path / "hdfs:" / "x" / "asymcheck.store").exists()

@@ -1,4 +1,4 @@
-"""The way down is short: the modules between ``step()`` and the drive are those that docs/architecture.md lists."""
+"""The write path is short: the modules between ``step()`` and the drive are those that docs/architecture.md lists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS = frozenset(
 """Functions of the package that copy and digest the bytes of partitions."""
 
 
-class WayDown:
+class WritePath:
     """The modules that were on the call stack when bytes moved."""
 
     def __init__(self) -> None:
@@ -83,16 +83,19 @@ def _listed() -> set[str]:
 
 
 @pytest.fixture
-def way_down(tmp_path: Path) -> WayDown:
+def write_path(tmp_path: Path) -> WritePath:
     """The way of a checkpoint in the background, of several."""
-    way = WayDown()
+    way = WritePath()
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train() -> None:
         state: dict[str, object] = {"model": model, "optimizer": optimizer, "rng": asymcheck.RngState()}
         capture = CaptureConfig(ring_folder=str(tmp_path))
-        with Store.open(tmp_path / "store") as store, Checkpointer(store, state, capture=capture) as checkpointer:
+        with (
+            Store.open(tmp_path / "store", create=True) as store,
+            Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer,
+        ):
             for step in range(4):
                 model(torch.rand(4, 256)).sum().backward()
                 optimizer.step()
@@ -107,12 +110,12 @@ def way_down(tmp_path: Path) -> WayDown:
     return way
 
 
-def test_the_way_down_has_the_modules_that_the_page_lists(way_down: WayDown) -> None:
+def test_the_write_path_has_the_modules_that_the_page_lists(write_path: WritePath) -> None:
     """A module that comes between is a decision: list it, with its reason, or do without."""
-    assert way_down.moves == SYSTEM_CALLS | {name for _, name in CALLS}
-    assert way_down.modules - _listed() == set()
+    assert write_path.moves == SYSTEM_CALLS | {name for _, name in CALLS}
+    assert write_path.modules - _listed() == set()
     # Which thread copies a partition is a matter of time, so that not all are met in each run.
-    assert {"capture/engine.py", "commit/transaction.py", "storage/nvme/pack_writer.py"} <= way_down.modules
+    assert {"capture/engine.py", "commit/transaction.py", "storage/nvme/pack_writer.py"} <= write_path.modules
 
 
 def test_the_page_lists_few_modules_and_none_that_is_gone() -> None:

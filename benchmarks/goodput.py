@@ -137,7 +137,7 @@ def simulate(
         now += gap
         up = gap - recovery
         if up <= 0:
-            # The recovery failed, and begins anew.
+            # The recovery failed, and starts again.
             continue
         tier = chance.choices(tiers, weights)[0]
         for one in _TIERS:

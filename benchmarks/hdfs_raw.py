@@ -65,7 +65,7 @@ class RawClient:
     def get_by_packets(self, folder: str, sizes: Sequence[int]) -> float:
         """Read these files packet by packet into memory that is taken up again, each opened once: as fast as is known.
 
-        A piece at once is copied twice, into memory that comes anew from the system each time, or does not, as the
+        A piece at once is copied twice, into memory that is newly allocated by the system each time, or does not, as the
         allocator of the process has it.
         """
         own, opened = threading.local(), dict[str, Any]()

@@ -28,7 +28,7 @@ _PRUNED = 0.5
 class Lossy(Saver):
     """Stores residuals; the loop waits."""
 
-    name = "ExCP, made anew"
+    name = "ExCP (reimplemented)"
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
         """Begin from nothing: the first checkpoint is whole."""

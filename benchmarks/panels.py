@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import Report, Row
 
-_OURS, _UPSTREAM, _ANEW = "#c8502d", "#8fa3b3", "#ffffff"
+_OURS, _UPSTREAM, _REIMPLEMENTED = "#c8502d", "#8fa3b3", "#ffffff"
 _SHOWN = (
     ("slowdown", "x"),
     ("visible stall p95", "ms"),
@@ -60,8 +60,8 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> N
         one = rows.get(scheme)
         if one is None:
             continue
-        anew = scheme.endswith("made anew")
-        color = _OURS if scheme.startswith("asymcheck") else (_ANEW if anew else _UPSTREAM)
+        reimplemented = scheme.endswith("(reimplemented)")
+        color = _OURS if scheme.startswith("asymcheck") else (_REIMPLEMENTED if reimplemented else _UPSTREAM)
         whiskers = [[one.median - one.min], [one.max - one.median]]
         axis.barh(
             [place],
@@ -69,7 +69,7 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> N
             xerr=whiskers,
             color=color,
             edgecolor="#333333",
-            hatch="///" if anew else None,
+            hatch="///" if reimplemented else None,
             linewidth=0.6,
             error_kw={"elinewidth": 0.8, "capsize": 2},
         )
@@ -100,7 +100,7 @@ def draw_goodput(report: Report, path: Path) -> None:
             label=scheme,
             marker=_MARKERS[number % len(_MARKERS)],
             color=_OURS if ours else "#555555",
-            linestyle="-" if ours else ("--" if scheme.endswith("made anew") else ":"),
+            linestyle="-" if ours else ("--" if scheme.endswith("(reimplemented)") else ":"),
             linewidth=1.6 if ours else 1.0,
             capsize=2,
         )

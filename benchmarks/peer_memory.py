@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # they are there
 
 from benchmarks.async_peers import flat_tensors
-from benchmarks.made_anew import Fenced
+from benchmarks.reimplemented import Fenced
 
 _TIMEOUT = dt.timedelta(seconds=60)
 _TRAINING, _PEER = 0, 1
@@ -43,7 +43,7 @@ def _connected(where: Path, name: str) -> Any:  # noqa: ANN401 - as above
 class PeerMemory(Fenced):
     """Sends checkpoints to another process; one in flight."""
 
-    name = "Gemini, made anew"
+    name = "Gemini (reimplemented)"
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
         """Start the other process."""

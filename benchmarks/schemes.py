@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import asymcheck
 from benchmarks import lossy, peer_memory, peers
 from benchmarks.async_peers import ASYNC, Blocking, Ours, Saver, flat_tensors
-from benchmarks.made_anew import CHECKFREQ, DATASTATES, PCCHECK, Buffered, read_newest
+from benchmarks.reimplemented import CHECKFREQ, DATASTATES, PCCHECK, Buffered, read_newest
 
 State = dict[str, Any]
-Kind = Literal["none", "asymcheck", "upstream", "made anew"]
+Kind = Literal["none", "asymcheck", "upstream", "reimplemented"]
 Recover = Callable[[State, Path], int]
 """Fills a state from the newest checkpoint in a folder; returns the step."""
 
@@ -164,8 +164,8 @@ def _deepspeed(kind: Literal["Torch", "Fast", "Decoupled"]) -> Scheme:
     return Scheme(f"DeepSpeed {kind} engine", "upstream", make, recover, missing)
 
 
-def _made_anew(name: str, **knobs: Any) -> Scheme:  # noqa: ANN401 - passed on as they are
-    return Scheme(name, "made anew", lambda state, where: Buffered(state, where, name, **knobs), _recover_raw)
+def _reimplemented(name: str, **knobs: Any) -> Scheme:  # noqa: ANN401 - passed on as they are
+    return Scheme(name, "reimplemented", lambda state, where: Buffered(state, where, name, **knobs), _recover_raw)
 
 
 _ONE_BY_ONE = 4 << 20
@@ -191,10 +191,10 @@ SCHEMES: tuple[Scheme, ...] = (
     _deepspeed("Torch"),
     _deepspeed("Fast"),
     _deepspeed("Decoupled"),
-    _made_anew("CheckFreq, made anew", **CHECKFREQ),
-    _made_anew("DataStates, made anew", **DATASTATES),
-    _made_anew("PCcheck, made anew", **PCCHECK),
-    Scheme(peer_memory.PeerMemory.name, "made anew", peer_memory.PeerMemory, peer_memory.recover),
-    Scheme(lossy.Lossy.name, "made anew", lossy.Lossy, lossy.recover),
+    _reimplemented("CheckFreq (reimplemented)", **CHECKFREQ),
+    _reimplemented("DataStates (reimplemented)", **DATASTATES),
+    _reimplemented("PCcheck (reimplemented)", **PCCHECK),
+    Scheme(peer_memory.PeerMemory.name, "reimplemented", peer_memory.PeerMemory, peer_memory.recover),
+    Scheme(lossy.Lossy.name, "reimplemented", lossy.Lossy, lossy.recover),
 )
 """All but :data:`NONE`."""

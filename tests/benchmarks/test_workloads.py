@@ -51,7 +51,7 @@ SCHEMA = json.loads((REPOSITORY / "benchmarks" / "report.schema.json").read_text
 SLOW = ("memory", "stall", "codec", "ranks", "models")
 TINY = training.Shape(1, 64, 16, 2)
 PNG = b"\x89PNG\r\n\x1a\n"
-GRID = models.Grid(["GPT-2"], "tiny", {1: 4, 10: 11}, ["asymcheck +S+O", "safetensors", "PCcheck, made anew"])
+GRID = models.Grid(["GPT-2"], "tiny", {1: 4, 10: 11}, ["asymcheck +S+O", "safetensors", "PCcheck (reimplemented)"])
 
 
 def _goodput(folder: Path) -> Report:

@@ -63,10 +63,9 @@ class RawClient:
         return self._get(folder, sizes, get_one)
 
     def get_by_packets(self, folder: str, sizes: Sequence[int]) -> float:
-        """Read these files packet by packet into memory that is taken up again, each opened once: as fast as is known.
+        """Read these files packet by packet into reused memory, each opened once: the fastest known way.
 
-        A piece at once is copied twice, into memory that is newly allocated by the system each time, or does not, as the
-        allocator of the process has it.
+        Reading a whole piece at once copies it twice, into memory that the allocator may have to map first.
         """
         own, opened = threading.local(), dict[str, Any]()
 

@@ -1,5 +1,5 @@
 # Every target that needs Python sets up .venv first, so each of them works in a fresh clone.
-#   make demo | test | long | lint | vectors | report | clean
+#   make demo | test | check | long | lint | vectors | report | clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test long lint vectors report clean
+.PHONY: venv demo test check long lint vectors report clean
 
 venv: $(STAMP)
 
@@ -29,10 +29,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(PY) -m tools.demo
 
+# Each promise once, in five minutes on two cores.
 test: $(STAMP)
+	$(PY) -m pytest -q -m "not slow and not long" -n $(JOBS) --dist loadgroup tests
+
+# All tests except the long ones.
+check: $(STAMP)
 	$(PY) -m pytest -q -n $(JOBS) --dist loadgroup tests
 
-# Hours rather than minutes are allowed here: the limits that catch a hang in `make test` would cut these short.
+# Soak, kill and fuzz tests. The timeouts that detect a hang in `make check` would stop them early.
 long: $(STAMP)
 	$(PY) -m pytest -q -m long -n $(JOBS) --dist loadgroup --timeout=7200 -o faulthandler_timeout=7300 tests
 

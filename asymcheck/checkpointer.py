@@ -179,10 +179,10 @@ class Checkpointer:
         if background is None:
             return self._reporting.latest_step
         if waits:
-            background.wait("nvme")
+            background.wait("local")
         if suspects := background.prover.take_suspects():
             # Otherwise captures in flight would be committed to the new generation.
-            background.wait("nvme")
+            background.wait("local")
             opened = self._reporting.abandon_suspects(self._store, suspects, stay=self._coordinator is not None)
             self._generation = opened or self._generation
         return self._reporting.note(background.settled())
@@ -407,7 +407,7 @@ class Checkpointer:
         check_wait_target(target, pushes=self._pusher.pushes)
         with self._exit_handler:
             if self._background is not None:
-                self._background.wait("dram" if target == "memory" else "nvme")
+                self._background.wait("memory" if target == "memory" else "local")
                 self._report()
             if target == "remote":
                 self._pusher.wait(raises=self._reporting.raises)

@@ -113,7 +113,7 @@ class TrainingServices:
     def settle(self) -> None:
         """Wait until everything that is being saved in the background is durable, or lost."""
         for background in tuple(self._backgrounds):
-            background.wait("nvme")
+            background.wait("local")
 
     def close(self) -> None:
         """End saving in the background, when everything begun is durable, or lost."""

@@ -44,7 +44,7 @@ from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm import Ring
 from asymcheck.types import CheckpointRef, Digest
 
-TierName = Literal["dram", "nvme"]
+WaitTarget = Literal["memory", "local"]
 _WORTH_IT = 1.25
 """A ring is replaced if the new ring is larger by this factor."""
 
@@ -306,16 +306,16 @@ class BackgroundSaver:
             self.statistics.paces = capture.paces or self.statistics.paces
         return done
 
-    def wait(self, tier: TierName) -> None:
-        """Wait until everything begun is durable in the store, or lost; for ``"dram"``, or is found in the ring."""
+    def wait(self, target: WaitTarget) -> None:
+        """Wait until each capture is durable or lost; with ``"memory"``, until it is complete in the ring."""
         if self._capturer is None or self._flusher is None or self._is_forked():
             return
         self._capturer.settle()
         if self._captures:
-            with timed("wait", 0, lambda: {"run": self._run, "tier": tier}):
+            with timed("wait", 0, lambda: {"run": self._run, "target": target}):
                 for capture in self._captures:
                     capture.complete.wait()
-                    if tier == "nvme" or not self._flusher.survives(capture):
+                    if target == "local" or not self._flusher.survives(capture):
                         capture.durable.wait()
             # Nothing needs the state any more: it may change.
             self._capturer.fence()

@@ -155,7 +155,7 @@ def test_how_long_the_device_was_held_is_known_when_it_has_gone_on(device: Simul
 
 
 def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, steps: int) -> Statistics:
-    monkeypatch.setattr(background_saver, "Lanes", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
     optimizer = torch.optim.SGD([weight], foreach=False)
@@ -181,7 +181,7 @@ def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_captur
 ) -> None:
     """One element of ``.data``; from then on the tensor is cloned inside ``step()``."""
     copy_late(monkeypatch)
-    monkeypatch.setattr(background_saver, "Lanes", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
     optimizer = torch.optim.SGD([weight], foreach=False)
@@ -224,7 +224,7 @@ def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
         return whole(work, after)
 
     monkeypatch.setattr(device, "queue", slowly)
-    monkeypatch.setattr(background_saver, "Lanes", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     scales, on_host = torch.zeros(30, 60), [torch.zeros(1 << 18) for _ in range(4)]
     device.own(scales)
     capture = CaptureConfig(proof=proof, ring_bytes=ring_bytes)  # type: ignore[arg-type]  # one of the literals
@@ -323,7 +323,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would become a part of the graph: no window begins, and the fence copies what is left."""
-    monkeypatch.setattr(background_saver, "Lanes", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
     device.own(*model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=False)

@@ -66,7 +66,7 @@ def train(
     location: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
 ) -> Statistics:
     """Train on the device, one checkpoint a step; buffers change in the forward pass."""
-    monkeypatch.setattr(background_saver, "Lanes", functools.partial(DeviceQueues, find=device.link_of))
+    monkeypatch.setattr(background_saver, "DeviceQueues", functools.partial(DeviceQueues, find=device.link_of))
     large = torch.nn.Parameter(torch.zeros(700_000))
     strided = torch.nn.Parameter(torch.zeros(600, 500).t())
     small = [torch.nn.Parameter(torch.zeros(3 + number)) for number in range(6)]

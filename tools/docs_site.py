@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ _NESTED = re.compile(r"^ {2,3}(?=- )", re.MULTILINE)
 _ID = re.compile(r'\bid="(asymcheck[\w.]*)"')
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod|exc):`~?([\w.]+)`")
 _RAISES = re.compile(r"^( *)(?:Raises|Warns):\n((?:\1 +\S.*\n?)+)", re.MULTILINE)
+_LITERAL = re.compile(r"(\S?)::\n\n((?: +[^\n]*\n*)+)")
 _sources: dict[str, str] = {}
 _ids: set[str] = set()
 
@@ -182,6 +184,8 @@ def in_markdown(text: str, item: griffe.Object) -> str:
                     item.module.set_member(name, griffe.Alias(name, path))
         return section[0].partition("\n")[0] + "\n" + "".join(found)
 
-    text = _RAISES.sub(one_a_line, text)
-    text = re.sub(r"(?<=\w)::$", ":", re.sub(r"^::$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
-    return _ROLE.sub(linked, text)
+    def fenced(literal: re.Match[str]) -> str:
+        language = "text" if "─" in literal[2] else "python"
+        return f"{literal[1] and literal[1] + ':'}\n\n```{language}\n{textwrap.dedent(literal[2]).rstrip()}\n```\n\n"
+
+    return _ROLE.sub(linked, _LITERAL.sub(fenced, _RAISES.sub(one_a_line, text)))

@@ -1,5 +1,5 @@
 # Every target that needs Python sets up .venv first, so each of them works in a fresh clone.
-#   make demo | test | check | long | lint | vectors | report | clean
+#   make demo | test | check | long | lint | vectors | report | docs | clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -7,9 +7,10 @@ JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test check long lint vectors report clean
+.PHONY: venv demo test check long lint vectors report docs clean
 
 venv: $(STAMP)
 
@@ -55,7 +56,18 @@ REPORT_FOLDER ?= .
 report: $(STAMP)
 	$(PY) -m benchmarks.results --folder $(REPORT_FOLDER)
 
+# Only the site needs these packages: no other target waits for them.
+$(DOCS_STAMP): $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Writes the documentation site into site/, without network access. A broken link, or a public name that has no docstring
+# or is not in the reference, is an error.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "site/index.html; with search: $(PY) -m http.server --directory site"
+
 # Leaves .venv: it is slow to build and `make venv` renews it when it has to.
 clean:
-	rm -rf build dist *.egg-info demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info site demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

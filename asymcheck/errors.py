@@ -47,6 +47,7 @@ class AsymcheckError(Exception):
     """Root of all errors of this package."""
 
     kind: ClassVar[str] = "error"
+    """A stable code of the class, for programs."""
 
     def __init_subclass__(cls, *, kind: str | None = None) -> None:
         """Give a class its code; without one it has that of its base."""
@@ -65,7 +66,9 @@ class UnsupportedValueError(InvalidInputError, kind="unsupported-value"):
         """Name the leaf by its dotted ``path`` in the state."""
         super().__init__(f"cannot store state at {path or '<root>'}: {reason}")
         self.path = path
+        """The dotted name of the value in the state."""
         self.reason = reason
+        """Why the value cannot be stored."""
 
 
 class StateMismatchError(InvalidInputError, kind="state-mismatch"):
@@ -82,8 +85,11 @@ class ForeignFileError(InvalidInputError, kind="foreign-file"):
         """Name the file, what is wrong with it, and what to do."""
         super().__init__(f"{os.fspath(path)}: {problem}; {remedy}")
         self.path = os.fspath(path)
+        """The file or folder."""
         self.problem = problem
+        """The rule that the file breaks."""
         self.remedy = remedy
+        """The advice for the user."""
 
 
 class NotFoundError(AsymcheckError, kind="not-found"):
@@ -94,6 +100,7 @@ class StoreNotFoundError(NotFoundError, kind="store-not-found"):
     """No store is at the location; ``is_empty`` says that nothing else is there, either."""
 
     is_empty: bool = True
+    """Whether the location holds nothing else."""
 
 
 class CheckpointNotFoundError(NotFoundError, kind="checkpoint-not-found"):
@@ -155,6 +162,7 @@ class RecoveryError(AsymcheckError, kind="recovery"):
         """Keep the digest of the (first) partition, where the error is about one."""
         super().__init__(message)
         self.digest = digest
+        """The digest of the first lost partition; None if the error is not about a partition."""
 
 
 class MissingPartitionError(RecoveryError, kind="missing-partition"):
@@ -172,6 +180,7 @@ class InconsistentCheckpointError(RecoveryError, kind="inconsistent-checkpoint")
         """Keep the reasons apart from the message, one for each rejected candidate."""
         super().__init__("\n  ".join([message, *reasons]))
         self.reasons = tuple(reasons)
+        """The reason for each rejected checkpoint."""
 
 
 class HeadRecordError(RecoveryError, kind="head-record"):
@@ -185,7 +194,9 @@ class PartialRestoreError(RecoveryError, kind="partial-restore"):
         """Say which tensors hold restored bytes and which older step could be restored instead."""
         super().__init__(message)
         self.overwritten = tuple(overwritten)
+        """The dotted names of the tensors that hold restored bytes."""
         self.next_step = next_step
+        """The older step to restore instead; None if there is none."""
 
 
 class RefusedStateError(PartialRestoreError, kind="refused-state"):
@@ -218,6 +229,7 @@ class RanksMissingError(RanksError, kind="ranks-missing"):
         """Keep the numbers of the missing ranks."""
         super().__init__(message)
         self.missing = tuple(missing)
+        """The numbers of the missing ranks."""
 
 
 class RankFailedError(RanksError, kind="rank-failed"):

@@ -63,12 +63,17 @@ class Ranks:
         if not is_time:
             raise InvalidInputError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
         self.rank = rank
+        """The number of this rank, from 0."""
         self.world_size = world_size
+        """The number of ranks."""
         self.timeout_s = float(timeout_s)
+        """Seconds that a rank waits for the others."""
         self.local_size = max(1, min(world_size if local_size is None else local_size, world_size))
+        """The number of ranks on this machine."""
         if node is not None and (type(node) is not str or not node):
             raise InvalidInputError(f"node={node!r:.100}: give a name")
         self.node = node or socket.gethostname()
+        """The name of this machine."""
         self._store = store
 
     def __repr__(self) -> str:

@@ -46,9 +46,9 @@ def test_readme_trains_and_resumes() -> None:
     assert len(loops) == 1
     assert "checkpointer.restore()" in loops[0].body
     shown = "".join(block.body for block in blocks if block.kind == "console")
-    assert re.findall(r"\$ python train.py \d+\n(trained.*)", shown) == [
-        "trained steps 0 to 44; the newest checkpoint is step 44",
-        "trained steps 45 to 99; the newest checkpoint is step 99",
+    assert re.findall(r"\$ python train.py \d+\n(continued.*)", shown) == [
+        "continued after None, saved step 44",
+        "continued after 44, saved step 99",
     ]
 
 

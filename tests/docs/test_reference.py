@@ -1,0 +1,30 @@
+"""The reference names every public object, and the glossary is in order. ``make docs`` checks methods and results."""
+
+from __future__ import annotations
+
+import re
+
+import asymcheck
+from tests.docs.pages import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Names of the package and integrations have an entry, and names of the package are in the overview."""
+    pages = {page.name: page.read_text() for page in REFERENCE.glob("*.md")}
+    entries = set(re.findall(r"^::: (\S+)$", "".join(pages.values()), re.MULTILINE))
+    names = [name for name in asymcheck.__all__ if name != "__version__"]
+    modules = {path.stem for path in (ROOT / "asymcheck" / "integrations").glob("*.py")}
+    integrations = {f"asymcheck.integrations.{name}" for name in modules - {"__init__", "trainer_callback"}}
+    assert integrations
+    assert {f"asymcheck.{name}" for name in names} | integrations <= entries
+    assert [name for name in names if f"`{name}`" not in pages["README.md"]] == []
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    """Each term has one line, and a reader finds it by its first letter."""
+    _, _, glossary = (ROOT / "docs" / "concepts.md").read_text().partition("\n## Glossary\n")
+    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", glossary, re.MULTILINE)[1:]
+    assert len(terms) > 50
+    assert terms == sorted(set(terms), key=str.lower)

@@ -1,4 +1,4 @@
-"""Every tunable constant in one place, with its reason."""
+"""Configuration: all tunable values with their defaults and reasons."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __version__ = "0.1.0"
 WRITER = f"asymcheck {__version__}"
 MIB = 1 << 20
 DEFAULT_RUN = "default"
-"""The run that is meant when none is named."""
+"""Default name of a run."""
 
 
 RING_FOLDER_VARIABLE = "ASYMCHECK_RING_FOLDER"
 RING_FOLDER = "/dev/shm"
-"""Where rings are stored unless that variable of the environment, or the program, names another folder."""
+"""Default folder of rings, unless the environment variable or the program names another."""
 
 Compression = Literal["auto", "smallest", "off"]
 COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
@@ -25,136 +25,136 @@ COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """Knobs of a remote location: HDFS, a shared file system, or what else pyarrow has a file system for."""
+    """Configuration of a remote location: HDFS, a shared file system, or another file system of pyarrow."""
 
     client: Literal["hdfs-native", "libhdfs"] | None = None
-    """Client for ``hdfs://``; None takes hdfs-native if it is installed, else libhdfs."""
+    """Client for ``hdfs://``; None selects hdfs-native if it is installed, else libhdfs."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Settings of that client, for instance ``{"dfs.replication": "2"}``; those in the location's query come later."""
+    """Client settings, for instance ``{"dfs.replication": "2"}``. Settings in the query of the URI override them."""
     deadline_s: float = 60.0
-    """How long one operation may take, a read in all its attempts.
+    """Timeout of one operation [s]; for a read, of all its attempts together.
 
-    One of writing or reading moves at most ``piece_bytes``.
+    A write or read operation transfers at most ``piece_bytes``.
     """
     attempts: int = 3
-    """How often the upload of a file is begun, each time under a new temporary name; how often a read is tried."""
+    """Attempts to upload a file, each under a new temporary name, and attempts of a read."""
     retry_s: float = 1.0
-    """Pause before the second attempt when there was no answer; before each later one twice as long.
+    """Pause before the second attempt [s]; it doubles for each further attempt.
 
-    A DataNode that has died is given out for new files until the NameNode has noticed. All attempts of a read end in
-    ``deadline_s``; each but the last has half of what is left of it.
+    The NameNode assigns a dead DataNode to new files until it detects the failure. All attempts of a read must end
+    within ``deadline_s``; each attempt except the last may take half of the remaining time.
     """
     pack_bytes: int = 256 * MIB
-    """A pack is closed when it has grown to about this size: few large files are what HDFS likes."""
+    """Approximate size at which a pack is closed: HDFS works best with few large files."""
     compression: Compression = "auto"
-    """Whether what lies plain in the store is encoded, without loss, on its way there.
+    """Lossless compression of plain partitions during a push.
 
-    ``auto`` encodes what is then there sooner, by what the location takes as measured by use; ``smallest`` whatever
-    becomes smaller; ``off`` sends everything as it lies.
+    ``auto`` encodes a partition if that makes the transfer faster, by the measured throughput of the location.
+    ``smallest`` encodes each partition that becomes smaller. ``off`` sends partitions as they are stored.
     """
     encoded_bytes: int = 512 * MIB
-    """Memory for what was encoded and is not sent yet; packs are cut smaller where it asks for that."""
+    """Memory for encoded partitions that wait to be sent. If it is full, packs are closed early."""
     uploads: int = 4
-    """Packs that are written at the same time; as many more may wait for HDFS to complete them, up to half a second.
+    """Packs that are uploaded at the same time. As many more may wait until HDFS has completed them.
 
-    Measured on one DataNode, packs of 100 MiB, when none was completed beside others yet: 4 send at 0.72 to 0.87 of
-    the client's own speed, 2 at 0.5 to 0.73.
+    Measured with one DataNode and packs of 100 MiB: 4 uploads reach 0.72 to 0.87 of the client's own throughput, 2
+    uploads 0.5 to 0.73.
     """
     reads: int = 6
-    """Pieces that are read ahead at the same time."""
+    """Pieces that are prefetched at the same time."""
     piece_bytes: int = 8 * MIB + (64 << 10)
-    """Neighbouring frames are read together up to this size, and written in pieces of it.
+    """Maximum size of a read of neighbouring frames, and size of a write.
 
-    Two full partitions with what frames add. With 16 MiB a push took a quarter more processor time.
+    Two full partitions with their frame headers. With 16 MiB, a push took 25 % more processor time.
     """
     gap_bytes: int = MIB
-    """Frames that are not wanted are read over when they are no longer than this."""
+    """Maximum size of unneeded frames that are read along between needed ones."""
     bytes_per_s: int | None = None
-    """Most bytes that a push sends in a second; None for as many as go."""
+    """Limit of the upload rate [B/s]; None for no limit."""
     read_back: bool = False
-    """Whether all of a pack is read again before it gets its name; else length, header and index."""
+    """Whether an uploaded pack is read back completely before its rename; otherwise length, header and index are."""
     grace_s: float = 86_400.0
-    """Collection leaves alone what is younger: it may belong to an upload that is under way."""
+    """Minimum age of garbage that is collected [s]: younger files may belong to an upload in progress."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreConfig:
-    """Knobs of one opened store; the defaults suit a local NVMe drive."""
+    """Configuration of one open store. The defaults suit a local NVMe drive."""
 
     partition_bytes: int = 4 * MIB
-    """Largest piece of a tensor stored as one partition; what is copied beside a training has ``deferred_bytes_max``.
+    """Maximum size of a partition in a synchronous save; background saves use ``deferred_bytes_max``.
 
-    Measured: 4 MiB writes 4 % faster than 8 to 32 MiB, because frames in flight stay in the cache; smaller dedupes
-    better.
+    Measured: 4 MiB writes 4 % faster than 8 to 32 MiB, because frames in flight stay in the cache. Smaller partitions
+    deduplicate better.
     """
     bundle_below_bytes: int = MIB
-    """Tensors smaller than this share partitions, so that no background call handles less than about 1 MiB."""
+    """Tensors smaller than this share a partition, so that each background copy handles about 1 MiB or more."""
     deferred_bytes_min: int = MIB
-    """Least bytes that a plan cuts a large deferred tensor into, for one window.
+    """Minimum size of a partition of a large deferred tensor.
 
-    Measured: beside calls on 64 KiB an iteration of 1 ms took 503 ms, beside calls of some MiB it took 1 ms.
+    Measured: during copies of 64 KiB, an iteration of 1 ms took 503 ms; during copies of some MiB it took 1 ms.
     """
     deferred_bytes_max: int = 32 * MIB
-    """Most bytes of a deferred partition, however long the window is.
+    """Maximum size of a deferred partition, for windows of any length. Buffers have this size.
 
-    A copy cannot be broken off, and the fence may have to wait for the last: 32 MiB take 1.3 ms at 25 GB/s. That is a
-    hundred times the fixed cost of a copy, so larger ones would gain nothing; buffers have this size.
+    A copy cannot be interrupted, and the fence may have to wait for the last one: 32 MiB take 1.3 ms at 25 GB/s. That
+    is a hundred times the fixed cost of a copy, so larger partitions would gain nothing.
     """
     inline_bytes: int = 1024
-    """Tensors of at most this many bytes stay in the manifest …"""
+    """Maximum size of a tensor that is stored in the manifest."""
     inline_total_bytes: int = 256 * 1024
-    """… up to this many bytes in one manifest; further ones are bundled."""
+    """Maximum total size of such tensors in one manifest; further ones are bundled into partitions."""
     compression: Compression = "auto"
-    """Whether partitions are encoded, without loss, before they are written.
+    """Lossless compression of partitions before they are written.
 
-    ``auto`` encodes what is then stored sooner, by measured speeds; on a local NVMe drive that is seldom anything.
-    ``smallest`` encodes whatever becomes smaller: weights and optimizer state by a sixth to a third, at about 1 GB/s
-    a core.
+    ``auto`` encodes a partition if that makes the save faster, by measured throughput; on a local NVMe drive that is
+    rare. ``smallest`` encodes each partition that becomes smaller: weights and optimizer state shrink by a sixth to a
+    third, at about 1 GB/s per core.
     """
     slots: int = 4
-    """Frames in flight between memory and the device; two saturate one NVMe drive, four hide a slow one."""
+    """Frames in flight between memory and drive. Two saturate one NVMe drive, four hide a slow one."""
     pack_bytes: int = 1024 * MIB
-    """A pack is closed when it has grown to this size; the next frame starts a new one."""
+    """Size at which a pack is closed; the next frame starts a new pack."""
     pool_bytes: int = 4096 * MIB
-    """Freed packs kept to be overwritten; more are unlinked."""
+    """Total size of freed packs that are kept for later saves to overwrite; further ones are deleted."""
     repack_waste: float = 0.5
-    """Collection copies what is still needed of a pack of which more than this part is garbage; 1 for never.
+    """Share of garbage above which garbage collection repacks a pack; 1 disables repacking.
 
-    At a half, what it copies is never more than what it frees.
+    With one half, repacking never copies more than it frees.
     """
     catalog_map_bytes: int = 256 << 30
-    """Address space of the LMDB map; sparse, so it costs nothing until used."""
+    """Address space of the LMDB map. The file is sparse, so unused space is free."""
     catalog_readers: int = 1024
-    """LMDB reader slots: several per process, many processes."""
+    """LMDB reader slots; a process needs several."""
     lock_timeout_s: float = 60.0
-    """How long to wait for another process's lock before giving up with its name."""
+    """Time to wait for a lock of another process [s]; the error then names the process."""
     read_lock_timeout_s: float = 10.0
-    """How long a reader waits for a pack that collection or a writer holds."""
+    """Time that a reader waits for a pack locked by garbage collection or a writer [s]."""
     commit_attempts: int = 8
-    """How often a save writes partitions again that a concurrent collection took away."""
+    """Attempts of a save to rewrite partitions that a concurrent garbage collection removed."""
     remote: RemoteConfig = RemoteConfig()
-    """Knobs of the remote locations that the store is pushed to, pulled from, or read in."""
+    """Configuration of remote locations for push, pull and reads."""
 
 
 def ring_folder_of(given: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of rings: ``given``, or what ``ASYMCHECK_RING_FOLDER`` names now, or ``/dev/shm``."""
+    """Return the folder of rings: ``given``, else the value of ``ASYMCHECK_RING_FOLDER``, else ``/dev/shm``."""
     return Path(given if given is not None else os.environ.get(RING_FOLDER_VARIABLE) or RING_FOLDER)
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptureConfig:
-    """Knobs of capture in the background."""
+    """Configuration of background captures."""
 
     ring_bytes: int | None = None
-    """Memory for captured states, in bytes; None for twice the state, but at most half of what is available.
+    """Memory for captured states [B]; None for twice the state, but at most half of the available memory.
 
-    A state that has grown, as by the first step of its optimizers, gets a new ring, when all before it is durable.
-    With room for two, the newest complete state stays in memory while the next one is captured.
+    If the state grows, for instance by the first optimizer step, a new ring is created once all earlier captures are
+    durable. With space for two states, the newest complete state stays in memory while the next one is captured.
     """
     ring_folder: str = dataclasses.field(default_factory=lambda: str(ring_folder_of(None)))
-    """Where the ring lies: a file system in memory; ``ASYMCHECK_RING_FOLDER`` in the environment names another."""
+    """Folder of the ring, in a file system in memory; ``ASYMCHECK_RING_FOLDER`` in the environment sets the default."""
     proof: Literal["full", "sampled", "off"] = "sampled"
-    """How much is digested in ``step()`` and compared with the captured bytes.
+    """How much of the source is digested in ``step()`` and compared with the captured bytes, to detect torn captures.
 
     ``sampled`` digests all bytes of the first two captures. Later captures digest a sixteenth of the tensors in host
     memory, and samples of 64 KiB of the tensors on devices. Version counters and addresses of all tensors are compared,
@@ -162,9 +162,9 @@ class CaptureConfig:
     capture. ``off`` compares nothing.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
-    """How deferred tensors are cut and released: in proportion to the gaps, evenly, or all at once in ``step()``."""
+    """How deferred tensors are cut and copied: in proportion to the windows, evenly, or all at once in ``step()``."""
     staging_bytes: int = 256 * MIB
-    """Memory taken on each GPU for tensors that may change before they are copied, and for copies that come late.
+    """Size of the staging buffer on each GPU [B], for eager tensors and late copies.
 
-    If the memory is full, tensors are copied before ``step()`` returns, or the next optimizer step waits.
+    If the staging buffer is full, tensors are copied before ``step()`` returns, or the next optimizer step waits.
     """

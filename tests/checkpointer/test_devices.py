@@ -107,7 +107,7 @@ def check(location: Path) -> None:
                 assert tensor.eq(step + 1).all(), f"buffer {name} of step {step}: {tensor.unique()}"
 
 
-@pytest.mark.filterwarnings("ignore:a ring of:CaptureWarning")
+@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize(
     "capture",
     [

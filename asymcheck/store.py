@@ -620,7 +620,7 @@ class Store:
             raise InvalidInputError(f"every={every!r:.100} with a Push: give Push(…, every=…) instead")
         if not check_seconds("poll_s", poll_s):
             raise InvalidInputError("poll_s=0: give the seconds between two looks, more than 0")
-        parse_location(remote.location)  # Refuse an invalid URI now, not on another thread.
+        parse_location(remote.remote)  # Refuse an invalid URI now, not on another thread.
         source = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
         job = PushJob(source, self._tier.config, remote, run, poll_s, prunes)
         # In a frozen program, sys.executable is the program itself instead of an interpreter.

@@ -1,11 +1,10 @@
-"""Pushing: which checkpoints of a run go to a remote location. Pure functions of what is known here and there."""
+"""Push policy: select the checkpoints of a run that go to a remote location. Pure functions of both inventories."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Literal
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best, Retention, best_by, check_best, judge
@@ -16,35 +15,35 @@ _NS = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Which checkpoints go to a remote location: those that any of the rules chooses; without a rule all.
+    """Rules that select checkpoints for a remote location: each that any rule selects; without a rule, all.
 
-    The rules are about complete checkpoints on the line of training. The newest goes first.
+    The rules apply to complete checkpoints on the line of training. The newest is pushed first.
     """
 
-    location: str
+    remote: str
     """``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows."""
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Select checkpoints whose step is a multiple of this."""
     every_s: float | None = None
-    """One that began at least so many seconds after the last one before it that is there or was chosen."""
-    best: str | tuple[str, Literal["min", "max"]] | Best | None = None
-    """The best by a metric of those known when it is its turn: ``"loss"``, ``("accuracy", "max")``, ``("loss", 3)``.
+    """Select a checkpoint that began at least this many seconds after the last one pushed or selected."""
+    best: Best | None = None
+    """Select the best by a metric, as ``Retention.keep_best``: ``("loss", 1)``, ``("accuracy", 3, "max")``.
 
-    While none has the metric, the newest goes in their place: its name may be mistyped.
+    While no checkpoint has the metric, the newest is pushed instead: the name may be mistyped.
     """
     keep: Retention | None = None
-    """Which of them are kept there; None, the default, keeps everything."""
+    """Retention at the remote location; None keeps all."""
     hold: int = 4
-    """How many that are still to be sent, the newest, the retention of the store leaves alone."""
+    """Number of checkpoints waiting to be pushed, newest first, that the retention of the store keeps."""
     close_s: float | None = 60.0
-    """How long the end of a training waits for what is still to be sent; None for as long as it takes."""
+    """Time that ``close()`` waits for pending uploads [s]; None for no limit."""
     own_process: bool = True
-    """Whether a process of its own pushes, which leaves the interpreter to the training, or a thread of this one."""
+    """Push in a separate process, so that uploads do not take the GIL of the training; otherwise in a thread."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that mean nothing."""
-        if type(self.location) is not str:
-            raise InvalidInputError(f"location {self.location!r:.100}: give a URI, such as hdfs://namenode:8020/runs")
+        """Refuse invalid rules."""
+        if type(self.remote) is not str:
+            raise InvalidInputError(f"remote {self.remote!r:.100}: give a URI, such as hdfs://namenode:8020/runs")
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise InvalidInputError(
                 f"every={self.every!r:.100}: give the number of steps between two pushes, 1 or more"
@@ -60,18 +59,7 @@ class Push:
         if type(self.own_process) is not bool:
             raise InvalidInputError(f"own_process={self.own_process!r:.100}: give True or False")
         if self.best is not None:
-            check_best("best", self.best_rule)
-
-    @property
-    def best_rule(self) -> Best | None:
-        """``best`` as a rule of retention: a metric, how many, and whether small or great is good."""
-        match self.best:
-            case str(name):
-                return name, 1
-            case (str(name), "min" | "max" as direction):
-                return name, 1, direction
-            case _:
-                return self.best
+            check_best("best", self.best)
 
     @property
     def asks_for_metrics(self) -> bool:
@@ -119,7 +107,7 @@ def due(push: Push, here: Sequence[Checkpoint], there: Sequence[Checkpoint], now
 
 
 def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[str]:
-    best = push.best_rule
+    best = push.best
     best_ones = set() if best is None else {one.save_id for one in _best(best, ordered)}
     has_rule = (push.every, push.every_s, push.best) != (None,) * 3
     wanted: set[str] = set()

@@ -171,15 +171,13 @@ class PushWorker(abc.ABC):
             now = self.statistics()
             if now.backlog:
                 warn_user(
-                    f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.location} "
+                    f"run {self._run!r}: {now.backlog} checkpoints were not pushed to {self.rules.remote} "
                     f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or "
                     "asymcheck push --all does",
                     UnreachableRemoteWarning,
                 )
             elif now.problem:
-                warn_user(
-                    f"run {self._run!r}, pushed to {self.rules.location}: {now.problem}", UnreachableRemoteWarning
-                )
+                warn_user(f"run {self._run!r}, pushed to {self.rules.remote}: {now.problem}", UnreachableRemoteWarning)
         return self.statistics()
 
     @abc.abstractmethod
@@ -279,7 +277,7 @@ class BackgroundPush:
             self._told.add(kind)
             waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'} to be pushed, "
             warn_user(
-                f"{self._pushing.rules.location}: {waits if now.backlog else ''}training goes on: {now.problem}",
+                f"{self._pushing.rules.remote}: {waits if now.backlog else ''}training goes on: {now.problem}",
                 UnreachableRemoteWarning,
             )
 

@@ -175,9 +175,7 @@ class PushProcess(PushWorker):
             self._send(WaitRequest(number))
             self._until(lambda: number in self._waits or child is None or self._child is not child)
             if number not in self._waits:
-                raise self._failure or ClosedStoreError(
-                    f"run {self._run!r}: pushing to {self.rules.location} has ended"
-                )
+                raise self._failure or ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.remote} has ended")
             error = self._waits.pop(number)
         if error is not None:
             raise error
@@ -252,7 +250,7 @@ class PushProcess(PushWorker):
         try:
             return self._serve()
         except OSError as error:
-            return GivenUpError(f"no process could be begun that pushes to {self.rules.location}: {error}")
+            return GivenUpError(f"no process could be begun that pushes to {self.rules.remote}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
             return error
 
@@ -279,7 +277,7 @@ class PushProcess(PushWorker):
             return None
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return failure or GivenUpError(
-            f"the process that pushes to {self.rules.location} {how}; another one begins in {RETRY_S:.0f} s"
+            f"the process that pushes to {self.rules.remote} {how}; another one begins in {RETRY_S:.0f} s"
         )
 
     @contextlib.contextmanager

@@ -90,7 +90,7 @@ class PushThread(PushWorker):
         began = self._begun
         while wanted & self._unsure():
             if not self._thread.is_alive():
-                raise ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.location} has ended")
+                raise ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.remote} has ended")
             with self._turn:
                 self._is_awaited = True
                 self._turn.notify_all()
@@ -100,7 +100,7 @@ class PushThread(PushWorker):
                     raise self._failure
         if self._damaged:
             raise InconsistentCheckpointError(
-                f"run {self._run!r}: not pushed to {self.rules.location}, because they are damaged here; run asymcheck "
+                f"run {self._run!r}: not pushed to {self.rules.remote}, because they are damaged here; run asymcheck "
                 "verify --repair, or delete them:",
                 self._damaged,
             )
@@ -206,7 +206,7 @@ class PushThread(PushWorker):
             return found.due
 
     def _connected(self) -> RemoteTier:
-        there = RemoteTier(parse_location(self.rules.location), self._order.config, create=True)
+        there = RemoteTier(parse_location(self.rules.remote), self._order.config, create=True)
         try:
             known = CheckpointCache(there, self._run, metrics=self.rules.asks_for_metrics)
             found = known.look()

@@ -51,7 +51,7 @@ def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int
         push = Push((tmp_path / "there").as_uri())
         capture = CaptureConfig(ring_folder=str(memory))
         with (
-            Store.open(tmp_path / f"machine-{machine}", config=CONFIG, remote=push.location, create=True) as store,
+            Store.open(tmp_path / f"machine-{machine}", config=CONFIG, remote=push.remote, create=True) as store,
             Checkpointer(store, state, capture=capture, push=push, ranks=ranks, every=1, keep=None) as checkpointer,
         ):
             for step in steps:

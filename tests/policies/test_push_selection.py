@@ -74,29 +74,29 @@ def test_what_was_chosen_and_deleted_before_its_turn_has_a_successor() -> None:
 def test_the_best() -> None:
     """Of those known now: one that was overtaken before its turn does not go; of equal ones the older goes."""
     bumpy = [made(step, metrics={"loss": loss}) for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, NAN))]
-    assert steps(Push(WHERE, best="loss"), bumpy[:1]) == [0]
-    assert steps(Push(WHERE, best="loss"), bumpy) == [1]
-    assert steps(Push(WHERE, best=("loss", "max")), bumpy) == [0]
+    assert steps(Push(WHERE, best=("loss", 1)), bumpy[:1]) == [0]
+    assert steps(Push(WHERE, best=("loss", 1)), bumpy) == [1]
+    assert steps(Push(WHERE, best=("loss", 1, "max")), bumpy) == [0]
     assert steps(Push(WHERE, best=("loss", 3)), bumpy) == [1, 2, 3]
     assert steps(Push(WHERE, best=("loss", 2, "max")), bumpy) == [0, 2]
-    assert steps(Push(WHERE, best="loss"), bumpy[3:], [bumpy[1]]) == []
+    assert steps(Push(WHERE, best=("loss", 1)), bumpy[3:], [bumpy[1]]) == []
 
 
 def test_while_none_has_the_metric_the_newest_goes() -> None:
     """Its name may be mistyped; one that has it, also there, is enough."""
-    assert steps(Push(WHERE, best="acuracy"), TEN) == [9]
-    assert steps(Push(WHERE, best="acuracy"), TEN, [TEN[9]]) == []
-    assert steps(Push(WHERE, best="acuracy"), []) == []
-    assert steps(Push(WHERE, every=4, best=("acuracy", "max")), TEN) == [0, 4, 8, 9]
+    assert steps(Push(WHERE, best=("acuracy", 1)), TEN) == [9]
+    assert steps(Push(WHERE, best=("acuracy", 1)), TEN, [TEN[9]]) == []
+    assert steps(Push(WHERE, best=("acuracy", 1)), []) == []
+    assert steps(Push(WHERE, every=4, best=("acuracy", 1, "max")), TEN) == [0, 4, 8, 9]
     evaluated = made(4, metrics={"acuracy": 0.5})
-    assert steps(Push(WHERE, best="acuracy"), [*TEN[:4], evaluated, *TEN[5:]]) == [4]
-    assert steps(Push(WHERE, best="acuracy"), TEN[5:], [evaluated]) == []
-    assert steps(Push(WHERE, best="acuracy"), [made(4, metrics={"acuracy": NAN})]) == []
+    assert steps(Push(WHERE, best=("acuracy", 1)), [*TEN[:4], evaluated, *TEN[5:]]) == [4]
+    assert steps(Push(WHERE, best=("acuracy", 1)), TEN[5:], [evaluated]) == []
+    assert steps(Push(WHERE, best=("acuracy", 1)), [made(4, metrics={"acuracy": NAN})]) == []
 
 
 def test_any_rule_is_enough() -> None:
     """And a checkpoint that goes for another reason moves the clock."""
-    assert steps(Push(WHERE, every=5, best="loss"), TEN) == [0, 5, 9]
+    assert steps(Push(WHERE, every=5, best=("loss", 1)), TEN) == [0, 5, 9]
     assert steps(Push(WHERE, every=3, every_s=4), TEN) == [0, 3, 6, 9]
     assert steps(Push(WHERE, every=5, every_s=3), TEN) == [0, 3, 5, 8]
 
@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint_on_the_line_does_not_go(change: dict[str, object]
     """Nor does it count for others; while the line is unknown all go."""
     lame = made(5, metrics={"loss": -1.0}, **change)
     assert steps(Push(WHERE, every=5), [lame]) == []
-    assert steps(Push(WHERE, best="loss"), [made(1), lame]) == [1]
+    assert steps(Push(WHERE, best=("loss", 1)), [made(1), lame]) == [1]
     assert steps(Push(WHERE, every_s=2), [made(4), lame, made(6)]) == [4, 6]
     assert steps(Push(WHERE, every=5), [made(5, on_line=None)]) == [5]
 
@@ -155,11 +155,11 @@ def test_held_are_the_newest_that_wait_and_the_one_that_goes() -> None:
         {"close_s": 1e10},
         {"close_s": "60"},
         {"keep": 3},
-        {"location": 3},
+        {"remote": 3},
     ],
     ids=str,
 )
 def test_rules_that_mean_nothing_are_refused(rules: dict[str, object]) -> None:
     """By their name."""
     with pytest.raises(InvalidInputError, match=next(iter(rules))):
-        Push(**{"location": WHERE, **rules})  # type: ignore[arg-type]  # wrong on purpose
+        Push(**{"remote": WHERE, **rules})  # type: ignore[arg-type]  # wrong on purpose

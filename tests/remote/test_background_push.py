@@ -284,7 +284,7 @@ def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> No
         for step, loss in ((1, 3.0), (2, 1.0)):
             opened.save(state_of(step), step=step, metrics={"loss": loss})
         opened.push(folder, everything=True)
-        with by_thread(opened, Push(folder, best="loss")) as pushing:
+        with by_thread(opened, Push(folder, best=("loss", 1))) as pushing:
             pushing.wait()
             opened.begin_generation(opened.checkpoints()[0])
             opened.delete(2)

@@ -1,4 +1,4 @@
-"""What callers pass: checked before anything is done, with errors that say what to pass instead."""
+"""Validation of arguments of the public interface, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 _RING_BYTES_MAX = 1 << 46
-"""Bytes of one file that a process can map, less room for a header."""
+"""Maximum size of a file that a process can map."""
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-# pathlib makes one slash of two: to write to such a name is to write beside where one wanted to.
+# One slash suffices, because pathlib.Path("hdfs://host") is "hdfs:/host".
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -29,7 +29,7 @@ def check_location(location: object) -> Path:
     """Return a location as a path; ``~`` is the home directory.
 
     Raises:
-        InvalidInputError: it is no path, or of a kind that this version does not know.
+        InvalidInputError: the location is not a path.
     """
     try:
         text = os.fspath(location)  # type: ignore[call-overload]  # TypeError is the answer
@@ -39,17 +39,17 @@ def check_location(location: object) -> Path:
         raise InvalidInputError(f"location {location!r:.100}: give the path of a directory")
     check_no_uri(text)
     try:
-        # The catalog cannot be opened by another name, nor a ring say where its store is.
+        # LMDB needs a UTF-8 path, and a ring stores the path of its store.
         text.encode("utf-8")
         return Path(text).expanduser()
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"location {text!r:.100}: its name is not UTF-8; give another one") from error
+        raise InvalidInputError(f"location {text!r:.100}: the path is not UTF-8; give another one") from error
     except RuntimeError as error:
-        raise InvalidInputError(f"location {text!r:.100}: whose home directory is that? Give a path") from error
+        raise InvalidInputError(f"location {text!r:.100}: this user has no home directory; give a path") from error
 
 
 def check_no_uri(path: str | os.PathLike[str]) -> None:
-    """Refuse a URI where a path is wanted, also one that has been a ``pathlib.Path``.
+    """Refuse a URI, also one converted to ``pathlib.Path``, where a path is required.
 
     Raises:
         InvalidInputError
@@ -57,16 +57,16 @@ def check_no_uri(path: str | os.PathLike[str]) -> None:
     text = os.fspath(path)
     if _URI.match(text):
         raise InvalidInputError(
-            f"{text}: a path on this machine is wanted here, and that is a URI (as a pathlib.Path it has lost a "
-            "slash); of a directory that is really called so, give the whole path"
+            f"{text}: this is a URI, but a local path is required. For a directory with this name, give the absolute "
+            "path"
         )
 
 
 def check_step(step: object) -> int:
-    """Return a step as an int, also one of numpy.
+    """Return a step as an int; numpy integers are allowed.
 
     Raises:
-        InvalidInputError: it is no integer, or out of range.
+        InvalidInputError: the step is not an integer, or out of range.
     """
     number = _index(step)
     if number is None or not 0 <= number <= registry.STEP_MAX:
@@ -75,7 +75,7 @@ def check_step(step: object) -> int:
 
 
 def _index(value: object) -> int | None:
-    """Return an integer, also one of numpy, as an int; None for anything else."""
+    """Return an integer, also a numpy integer, as an int; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # TypeError is the answer
     except TypeError:
@@ -83,20 +83,20 @@ def _index(value: object) -> int | None:
 
 
 def check_which(step: object) -> int | str:
-    """Return what names a checkpoint to read: a step, or ``save:`` and the first digits of a save id.
+    """Return the selection of a checkpoint: a step, or ``save:`` and the first digits of a save id.
 
     Raises:
-        InvalidInputError: it is neither.
+        InvalidInputError: the selection is neither.
     """
     if not isinstance(step, str):
         return check_step(step)
     if not _SAVE_NAME.fullmatch(step):
-        raise InvalidInputError(f"step {step!r:.100}: give a step, or save:DIGITS, the first ones of a save id")
+        raise InvalidInputError(f"step {step!r:.100}: give a step, or save:DIGITS with the first digits of a save id")
     return step
 
 
 def check_part(part: object) -> None:
-    """Refuse what names no part of a checkpoint.
+    """Refuse an invalid part of a checkpoint.
 
     Raises:
         InvalidInputError
@@ -106,7 +106,7 @@ def check_part(part: object) -> None:
     rank, size = _integer(part.rank), _integer(part.world_size)
     if rank is None or size is None or not 0 <= rank < size <= registry.WORLD_SIZE_MAX:
         raise InvalidInputError(
-            f"{part}: ranks go from 0 to the world size less 1, and the world size up to {registry.WORLD_SIZE_MAX}"
+            f"{part}: the rank must be less than the world size, and the world size at most {registry.WORLD_SIZE_MAX}"
         )
     if not _SAVE_ID.fullmatch(str(part.save_id)):
         raise InvalidInputError(f"{part!r:.200}: a save id has 32 hexadecimal digits, the same for all ranks")
@@ -117,10 +117,10 @@ def _integer(value: object) -> int | None:
 
 
 def check_rank(rank: object) -> int | None:
-    """Return a rank as an int, also one of numpy; None stays None.
+    """Return a rank as an int; None stays None.
 
     Raises:
-        InvalidInputError: it is no integer, or out of range.
+        InvalidInputError: the rank is not an integer, or out of range.
     """
     if rank is None:
         return None
@@ -131,7 +131,7 @@ def check_rank(rank: object) -> int | None:
 
 
 def check_glob(pattern: object) -> None:
-    """Refuse a selection of tensors that is no glob.
+    """Refuse a selection of tensors that is not a glob.
 
     Raises:
         InvalidInputError
@@ -141,10 +141,10 @@ def check_glob(pattern: object) -> None:
 
 
 def check_kinds(config: StoreConfig | None) -> StoreConfig:
-    """Return how a store is opened, by default as :class:`StoreConfig` has it; its values are checked by the tiers.
+    """Return ``config``, by default ``StoreConfig()``; the tiers check its values.
 
     Raises:
-        InvalidInputError: it is something else, or ``remote`` in it is.
+        InvalidInputError: ``config`` or ``config.remote`` has another type.
     """
     if config is None:
         return StoreConfig()
@@ -152,16 +152,16 @@ def check_kinds(config: StoreConfig | None) -> StoreConfig:
         raise InvalidInputError(f"config={config!r:.100}: give asymcheck.StoreConfig(…), or None")
     if not isinstance(config.remote, RemoteConfig):
         raise InvalidInputError(
-            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); a location goes to Store.open(…, remote=…)"
+            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); pass a URI as Store.open(…, remote=…)"
         )
     return config
 
 
 def check_state(state: dict[str, object]) -> dict[str, object]:
-    """Return what is a state to be watched.
+    """Return the state of a Checkpointer.
 
     Raises:
-        InvalidInputError: it is no dict, which a restore writes plain values into.
+        InvalidInputError: the state is not a dict, into which a restore can write plain values.
     """
     if type(state) is not dict:
         raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
@@ -192,11 +192,11 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
-    """Return how captures are made, by default as :class:`CaptureConfig` has it.
+    """Return ``capture``, by default ``CaptureConfig()``.
 
     Raises:
-        InvalidInputError: names the field. A proof of an unknown name would be none.
-        NotFoundError: there is no folder for the ring.
+        InvalidInputError: a field is invalid; the error names it.
+        NotFoundError: the folder of the ring does not exist.
     """
     if capture is None:
         return CaptureConfig()
@@ -218,14 +218,14 @@ def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
         raise InvalidInputError(f"ring_folder {capture.ring_folder!r:.100}: give the path of a directory")
     if not os.path.isdir(capture.ring_folder):
         raise NotFoundError(
-            f"ring_folder {str(capture.ring_folder)!r} is no directory; make it, in a file system in memory, or give "
-            "another"
+            f"ring_folder {str(capture.ring_folder)!r} is not a directory; create it in a file system in memory, or "
+            "give another one"
         )
     return capture
 
 
 def check_on_error(on_error: object) -> bool:
-    """Tell whether what goes wrong in the background is raised; else it is a warning.
+    """Return whether errors of background work are raised; otherwise they are warnings.
 
     Raises:
         InvalidInputError
@@ -239,7 +239,7 @@ def check_device(device: str | torch.device | None) -> torch.device:
     """Return a device, the CPU by default.
 
     Raises:
-        InvalidInputError: torch knows none of that name, or it has no memory.
+        InvalidInputError: torch does not know the device, or it has no memory.
     """
     import torch
 
@@ -248,26 +248,26 @@ def check_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(f"device {device!r:.100}: {str(error).splitlines()[0]}") from error
     if found.type == "meta":
-        raise InvalidInputError("device 'meta': tensors there have no bytes, so that nothing could be restored")
+        raise InvalidInputError("device 'meta': its tensors have no data; give another device")
     return found
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as numbers.
+    """Return metrics as floats.
 
     Raises:
-        InvalidInputError: they are no mapping, too many, or not numbers, or have a name that could not be read again.
+        InvalidInputError: metrics are not a mapping of names to numbers, are too many, or a name is invalid.
     """
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(
             f"metrics {metrics!r:.100}: give a mapping of names to numbers, such as {{'loss': 3.2}}"
         )
     if len(metrics) > registry.METRICS_MAX:
-        raise InvalidInputError(f"{len(metrics)} metrics: at most {registry.METRICS_MAX} fit")
+        raise InvalidInputError(f"{len(metrics)} metrics: give at most {registry.METRICS_MAX}")
     numbers = {}
     for name, value in metrics.items():
         try:
-            # A lone surrogate can be written, but a reader refuses the manifest for it, and with it the checkpoint.
+            # A reader would refuse a manifest with a lone surrogate.
             str(name).encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"metric {name!r:.100}: its name is not valid Unicode; give another one") from error

@@ -373,7 +373,7 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
         (CaptureConfig(ring_bytes=0), "ring_bytes 0: give an integer"),
         (CaptureConfig(ring_bytes=1 << 63), f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),
         (CaptureConfig(staging_bytes=-1), "staging_bytes -1: give an integer"),
-        (CaptureConfig(ring_folder="nowhere"), "ring_folder 'nowhere' is no directory; make it"),
+        (CaptureConfig(ring_folder="nowhere"), "ring_folder 'nowhere' is not a directory"),
     ],
 )
 def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any, problem: str) -> None:  # noqa: ANN401 - whatever users pass

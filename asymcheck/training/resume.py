@@ -1,6 +1,6 @@
-"""How Checkpointers go back to a checkpoint: several ranks together, or one process alone.
+"""Restore and rollback of a Checkpointer, for one process or for several ranks together.
 
-The machines of a job may have a store each. Then one line of training leads through all stores.
+Each node of a job may have its own store. All stores then share one lineage.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _WHERE = "head record of another machine"
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to which all ranks have gone back."""
+    """The checkpoint from which all ranks continue."""
 
-    checkpoint: Checkpoint  # as this rank has read it
-    generation: int  # which was opened from it
-    skipped: tuple[str, ...]  # on rank 0: the checkpoints that were passed over, with the reasons
+    checkpoint: Checkpoint  # as read by this rank
+    generation: int  # the new generation
+    skipped: tuple[str, ...]  # on rank 0: skipped checkpoints with the reasons
 
 
 class ResumeCoordinator:
-    """One of the ranks that train one state."""
+    """One rank of a job that saves one state together."""
 
     def __init__(
         self, store: Store, run: str, ranks: Ranks, is_ending: Callable[[], bool], push: Push | None = None
     ) -> None:
-        """Prepare; the ranks find each other later. ``is_ending`` tells whether this process is to end."""
+        """Prepare; the rendezvous follows at the first use. ``is_ending`` returns whether this process is to end."""
         self._store, self._run, self._ranks, self._is_ending = store, run, ranks, is_ending
         self._pushes = push is not None
         self.rank, self.world_size = ranks.rank, ranks.world_size
@@ -80,11 +80,11 @@ class ResumeCoordinator:
         self._session: Session | None = None
 
     def part(self) -> Part:
-        """Return this rank's part of a new checkpoint; all ranks will take the save id of rank 0."""
+        """Return this rank's part of a new checkpoint; all ranks adopt the save id of rank 0."""
         return Part(self.rank, self.world_size, new_save_id().hex())
 
     def session(self) -> Session:
-        """Return the session of the ranks, which find each other at the first call."""
+        """Return the session of the ranks; the first call is the rendezvous."""
         if self._session is None:
             terms = {"ranks": str(self._ranks.world_size)}
             home = RankLocation(self._store.store_id, self._ranks.node, this_process().boot_id, self._pushes)
@@ -96,34 +96,37 @@ class ResumeCoordinator:
         return self._session
 
     def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
-        """Return on all ranks what ``say`` returns on rank 0, which waits for no other; on the training thread."""
+        """Run ``say`` on rank 0 and return its result on all ranks; rank 0 does not wait for the others."""
         what = f"choice of an interval at step {step}"
         _, said = self.session().begin("chooses an interval at", step, None, say, what)
         return said
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one does not take part in the next action."""
+        """Report to the other ranks that this one does not take part in the next action."""
         if self._session is not None:
             self._session.give_up(self._session.next_number(), error)
 
     def close(self) -> None:
-        """End the session; the ranks find each other again when they need to."""
+        """End the session; the next use begins a new rendezvous."""
         session, self._session = self._session, None
         if session is not None:
             with contextlib.suppress(RanksError):
                 session.leave()
 
     def restore(
-        self, step: int | None, into: object, prepare: Callable[[], object], tell: Callable[[], object]
+        self, step: int | None, into: object, prepare: Callable[[], object], report: Callable[[], object]
     ) -> ResumePoint | None:
-        """Restore the newest checkpoint that all ranks can read, or that of ``step``; None when there is none yet.
+        """Restore the newest checkpoint that all ranks can read, or that of ``step``.
 
-        Rank 0 calls ``prepare`` first, while the others wait. An error of ``tell`` fails the restore of all ranks.
+        Rank 0 calls ``prepare`` first, while the others wait. An error of ``report`` fails the restore on all ranks.
+
+        Returns:
+            The resume point, or None if the run has no checkpoint yet.
 
         Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError: on rank 0, as :meth:`Store.load`.
-            RankFailedError: on other ranks, and when another rank could not restore.
-            RanksMissingError: some did not come in time.
+            CheckpointNotFoundError, InconsistentCheckpointError: on rank 0, see :meth:`Store.load`.
+            RankFailedError: on other ranks, or another rank could not restore.
+            RanksMissingError: some ranks did not take part in time.
         """
         session = self.session()
         does = "restores the newest checkpoint" if step is None else f"restores step {step}"
@@ -143,10 +146,10 @@ class ResumeCoordinator:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            # A read by step would take the newest of several attempts again, which a rank has found damaged.
+            # A second read by step would select the newest attempt again, which a rank has found damaged.
             by_step = is_one and ref.step not in steps
             steps.add(ref.step)
-            read = partial(self._read if by_step else self._read_part, ref, into, tell)
+            read = partial(self._read if by_step else self._read_part, ref, into, report)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -171,7 +174,7 @@ class ResumeCoordinator:
     def _proposed(
         self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None
     ) -> CheckpointRef | None:
-        """Return the checkpoint that rank 0 proposes next; None when none is left."""
+        """Return the next checkpoint that rank 0 proposes; None if none is left."""
         if not self.is_first:
             return _ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
         try:
@@ -187,15 +190,15 @@ class ResumeCoordinator:
         session.post(at, json.dumps(_named(ref)).encode())
         return ref
 
-    def _read(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
-        tell()
+    def _read(self, ref: CheckpointRef, into: object, report: Callable[[], object]) -> Checkpoint:
+        report()
         read = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True).checkpoint
         if read.ref != ref:
             raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
         return read
 
-    def _read_part(self, ref: CheckpointRef, into: object, tell: Callable[[], object]) -> Checkpoint:
-        tell()
+    def _read_part(self, ref: CheckpointRef, into: object, report: Callable[[], object]) -> Checkpoint:
+        report()
         return _restored_part(self._store, self._run, ref, self.rank, into)
 
     def _try(
@@ -206,16 +209,16 @@ class ResumeCoordinator:
         read: Callable[[], Checkpoint],
         skipped: list[str] | None,
     ) -> ResumePoint | None:
-        """Go back by ``read``, all ranks or none; return None if the checkpoint is damaged and another may be tried.
+        """Restore on all ranks by ``read``; return None if the checkpoint is damaged and another may be tried.
 
-        Rank 0 appends the reason to ``skipped``; without that, no other is tried.
+        Rank 0 appends the reason to ``skipped``. If that is None, no other checkpoint is tried.
         """
         checkpoint, failure, is_damage = None, None, False
         try:
             checkpoint = read()
         except AsymcheckError as error:
             failure = error
-            # An object would refuse the state of an older checkpoint, too.
+            # An object that refuses its state would refuse that of an older checkpoint, too.
             is_damage = isinstance(error, (RecoveryError, FormatError)) and not isinstance(
                 error, (RefusedStateError, UnsupportedFormatError)
             )
@@ -225,17 +228,17 @@ class ResumeCoordinator:
         mine = {"failed": None if failure is None else reason_of(failure), "is_damage": is_damage}
 
         def decide(reports: Sequence[bytes]) -> bytes:
-            found: list[Mapping[str, object]] = [json.loads(report) for report in reports]
-            failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if one["failed"] is not None]
+            outcomes: list[Mapping[str, object]] = [json.loads(report) for report in reports]
+            failed = [f"rank {rank}: {it['failed']}" for rank, it in enumerate(outcomes) if it["failed"] is not None]
             if not failed and checkpoint is not None:
                 generation = self._store.begin_generation(checkpoint, run=self._run)
                 head = None
                 if session.store_ranks is not None:
                     heads = self._store.training.heads(self._run)
-                    head = next(head_to_json(one) for one in heads if one.generation == generation)
+                    head = next(head_to_json(head) for head in heads if head.generation == generation)
                 return json.dumps({"generation": generation, "head": head}).encode()
             reasons = "; ".join(failed[:_SHOWN])
-            if skipped is not None and all(one["failed"] is None or one["is_damage"] for one in found):
+            if skipped is not None and all(it["failed"] is None or it["is_damage"] for it in outcomes):
                 skipped.append(f"{ref}: {reasons}")
                 return json.dumps({"again": True}).encode()
             return json.dumps({"failed": f"{ref} could not be restored: {reasons}"}).encode()
@@ -247,19 +250,19 @@ class ResumeCoordinator:
         if failure is not None:
             raise failure
         if checkpoint is None or "failed" in said:
-            raise RankFailedError(f"{said['failed']}; no rank may train on from it")
+            raise RankFailedError(f"{said['failed']}; no rank may continue from it")
         if said["head"] is not None:
             head = head_from_json(said["head"], _WHERE)
             self._store.training.opened.writable().manifests.take_head(head)
         return ResumePoint(checkpoint, said["generation"], ())
 
-    def rollback(self, background: BackgroundSaver | None, into: object, tell: Callable[[], object]) -> ResumePoint:
-        """Go back to the newest checkpoint on the line that is complete in the memory of all ranks.
+    def rollback(self, background: BackgroundSaver | None, into: object, report: Callable[[], object]) -> ResumePoint:
+        """Restore the newest checkpoint of the lineage that is complete in the memory of all ranks.
 
-        An error of ``tell`` fails it for all ranks.
+        An error of ``report`` fails the rollback on all ranks.
 
         Raises:
-            CheckpointNotFoundError: no checkpoint is in the memory of all.
+            CheckpointNotFoundError: no checkpoint is in the memory of all ranks.
             RanksError
         """
         session = self.session()
@@ -281,8 +284,8 @@ class ResumeCoordinator:
             )
 
         def read() -> Checkpoint:
-            tell()
-            found = background.newest_in_ring(lambda one: one == ref)
+            report()
+            found = background.newest_in_ring(lambda candidate: candidate == ref)
             if found is None:
                 raise RanksError(f"{ref} is not in memory any more")
             return _loaded_from_ring(*found, into)
@@ -295,17 +298,17 @@ class ResumeCoordinator:
 
 
 def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: object) -> Checkpoint:
-    """Fill ``into`` with what ``rank`` saved of a checkpoint: from this store, or from the location behind it.
+    """Fill ``into`` with the part that ``rank`` saved, from this store or from its remote.
 
     Raises:
-        InconsistentCheckpointError, FormatError, RecoveryError, StorageError: it is not whole in any of them.
+        InconsistentCheckpointError, FormatError, RecoveryError, StorageError: the part is complete in neither.
         StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
     """
     store.training.fence()
     opened = store.training.opened
     wanted = LoadRequest("*", into, check_device(None), rank=rank, grows=True)
     problems: list[str] = []
-    # What lies here takes no question to a location that is far.
+    # The local store first, so that an intact part needs no remote access.
     near, far = opened.nvme, opened.far
     tiers: list[ReadTier] = [near, *([] if far is None else [FallbackTier(near, far)])]
     with timed("restore", 0, lambda: {"run": run}):
@@ -318,8 +321,8 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
                 problems.append(str(error))
                 continue
             if far is not None and tier is not near:
-                what = f"{ref}: what rank {rank} needs was read from {far.name}"
-                warn_user(f"{what}, for it is not whole on this machine: {problems[0]}", RemoteCopyWarning)
+                what = f"{ref}: the part of rank {rank} was read from {far.name}"
+                warn_user(f"{what}, because it is not complete on this machine: {problems[0]}", RemoteCopyWarning)
             return describe_loaded(tier, loaded, is_newest=True)
     raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
 
@@ -330,7 +333,7 @@ def _loaded_from_ring(
     """Fill a state with a checkpoint in memory.
 
     Raises:
-        StateMismatchError: it does not fit; nothing was overwritten.
+        StateMismatchError: the state does not fit; nothing was overwritten.
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
     load_captured(captured, payload, into)
@@ -339,13 +342,13 @@ def _loaded_from_ring(
 
 
 def _settle(into: object) -> None:
-    """Let parts of the state do what needs all ranks, none of which can fail to come from here on."""
+    """Run the collective steps of objects in the state, once all ranks are sure to take part."""
     for part in distributed(into):
         part.settle()
 
 
 def saved(capture: Capture) -> Checkpoint:
-    """Return the checkpoint of a capture of all ranks."""
+    """Return the checkpoint of a capture that all ranks committed."""
     ref, request = capture.ref, capture.request
     if ref is None or capture.error is not None:
         raise LostCheckpointError(f"step {request.step} of run {request.run!r} was not saved: {capture.error}")
@@ -356,14 +359,14 @@ def saved(capture: Capture) -> Checkpoint:
 
 
 def restored_alone(
-    store: Store, run: str, step: int | None, into: object, tell_of_skipped: Callable[[Sequence[str]], object]
+    store: Store, run: str, step: int | None, into: object, warn_of_skipped: Callable[[Sequence[str]], object]
 ) -> ResumePoint | None:
-    """Restore the newest consistent checkpoint, or that of ``step``; None when there is none yet.
+    """Restore the newest consistent checkpoint, or that of ``step``; return None if the run has no checkpoint yet.
 
-    ``tell_of_skipped`` is called before a checkpoint is abandoned, because a warning may be turned into an error.
+    Calls ``warn_of_skipped`` before a checkpoint is abandoned, because warnings may be turned into errors.
 
     Raises:
-        CheckpointNotFoundError: ``step`` was given and is not there.
+        CheckpointNotFoundError: the run has no checkpoint of ``step``.
         InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: as :meth:`Store.load`.
     """
     try:
@@ -372,16 +375,16 @@ def restored_alone(
         if step is not None:
             raise
         return None
-    tell_of_skipped(found.skipped)
+    warn_of_skipped(found.skipped)
     return ResumePoint(found.checkpoint, store.begin_generation(found.checkpoint, run=run), ())
 
 
 def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None, into: object) -> ResumePoint:
-    """Go back to the newest checkpoint on the line that is complete in memory.
+    """Restore the newest checkpoint of the lineage that is complete in memory.
 
     Raises:
-        CheckpointNotFoundError: none is.
-        HeadRecordError: the line cannot be followed.
+        CheckpointNotFoundError: no checkpoint is in memory.
+        HeadRecordError: the lineage is broken.
         StateMismatchError: the state does not fit; nothing was overwritten.
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
@@ -407,12 +410,12 @@ def _ref_of(said: object) -> CheckpointRef | None:
 
 
 def align(session: Session, store: Store, run: str) -> None:
-    """Copy the head records of every store to all stores, because a machine may be new, or have been away.
+    """Copy the head records of every store to all stores, because a node may be new or may have been absent.
 
     Raises:
-        HeadRecordError: a record is damaged in all stores, or two stores belong to different trainings.
+        HeadRecordError: a record is damaged in all stores, or two stores belong to different jobs.
         RanksError: another rank is missing, or could not read its store.
-        AsymcheckError: this rank could not read its store; it tells the others.
+        AsymcheckError: this rank could not read its store; it reports that to the others.
     """
     what = f"line of run {run!r}"
     number, _ = session.begin("compares its line of training", None, 1, lambda: None, what)
@@ -431,7 +434,7 @@ def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
     if not session.is_first_here:
         return []
     if session.is_first:
-        # If all machines are new, the records are in the location behind them.
+        # If all nodes are new, only the remote has the records.
         with contextlib.suppress(RemoteUnreachableError):
             return store.training.heads(run, behind=True)
     return store.training.heads(run)
@@ -446,24 +449,23 @@ def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
             other, theirs = found.setdefault(head.generation, (head, group))
             if not other.is_same(head):
                 raise HeadRecordError(
-                    f"generation {head.generation} of run {head.run!r} is one thing in the store of "
-                    f"{named_spans(theirs)} and another in that of {named_spans(group)}: one of the two machines "
-                    "was part of an attempt, or of another training, of which the other knows nothing. Remove its "
-                    "store, or give the run another name"
+                    f"generation {head.generation} of run {head.run!r} differs between the store of "
+                    f"{named_spans(theirs)} and that of {named_spans(group)}: one of the two machines took part in "
+                    "another attempt or another job. Remove its store, or give the run another name"
                 )
     return json.dumps([head_to_json(found[generation][0]) for generation in sorted(found)]).encode()
 
 
 class _Proposals:
-    """The checkpoints that the ranks of several stores can read, each from its store or the location behind it."""
+    """The checkpoints that the ranks of several stores can read, from their stores or the remote."""
 
     def __init__(self, session: Session, store: Store, run: str, step: int | None) -> None:
         self._session, self._store, self._run, self._step = session, store, run, step
-        # For each store, its checkpoints, and whether its ranks can read them.
+        # For each store: its checkpoints, and whether its ranks can read them.
         self._found: list[dict[CheckpointRef, bool]] = []
 
     def gather(self, at: tuple[int, int], prepare: Callable[[], object]) -> None:
-        """Let the first rank of each store call ``prepare``, and report what the ranks of the store can read."""
+        """Call ``prepare`` on the first rank of each store, and report the checkpoints that its ranks can read."""
         session = self._session
         try:
             mine: list[object] = []
@@ -477,12 +479,15 @@ class _Proposals:
         session.agree(at, json.dumps(mine).encode(), self._take, what)
 
     def _of_this_store(self) -> list[tuple[CheckpointRef, bool]]:
-        """Return the checkpoints, and of each whether the ranks of this store all have a part of it."""
+        """Return the checkpoints, and for each whether all ranks of this store have a part."""
         ranks = ranks_in(self._session.groups[0])
         with self._store.training.opened.source() as source, contextlib.suppress(CheckpointNotFoundError):
             return [
-                (one.ref, bool(one.world_size) and all(one.has(rank % one.world_size) for rank in ranks))
-                for one in candidates(source, self._run, self._step)
+                (
+                    listing.ref,
+                    bool(listing.world_size) and all(listing.has(rank % listing.world_size) for rank in ranks),
+                )
+                for listing in candidates(source, self._run, self._step)
             ]
         return []
 
@@ -505,8 +510,8 @@ class _Proposals:
             else:
                 skips.add(ref, self._lacking(ref))
         raise InconsistentCheckpointError(
-            f"{which} of run {self._run!r} can be restored by all ranks. Machines that lost their store, or have other "
-            "ranks than before, restore from the location to which all push: give it as remote:",
+            f"{which} of run {self._run!r} can be restored by all ranks. Machines that lost their store, or run other "
+            "ranks than before, restore from the remote to which all push; pass remote=<URI>:",
             skipped,
         )
 
@@ -514,4 +519,4 @@ class _Proposals:
         groups = zip(self._session.groups, self._found, strict=True)
         lacking = [named_spans(group) for group, found in groups if not found.get(ref, False)]
         more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
-        return f"what {', '.join(lacking[:_SHOWN])}{more} would read of it is not there"
+        return f"the parts of {', '.join(lacking[:_SHOWN])}{more} are missing"

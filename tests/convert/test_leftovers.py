@@ -21,7 +21,7 @@ KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 import asymcheck.cli
-from asymcheck.integrations import target
+from asymcheck.convert import export_target as target
 
 def stop(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -76,7 +76,7 @@ def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(parents=True)
     for check in (check_target, is_store):
-        with pytest.raises(InvalidInputError, match="that is a URI"):
+        with pytest.raises(InvalidInputError, match="is a URI"):
             check(Path(name))
 
 

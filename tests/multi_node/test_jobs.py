@@ -137,8 +137,8 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
     assert restored(job) == 2
     skipped = cast(list[str], job.told(0)["told"])[0]
     assert "skipped step 3" in skipped
-    assert "what rank 1 would read of it is not there" in skipped
-    assert "it is not whole on this machine" in cast(list[str], job.told(1)["told"])[0]
+    assert "the parts of rank 1 are missing" in skipped
+    assert "it is not complete on this machine" in cast(list[str], job.told(1)["told"])[0]
 
 
 def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path
     (tmp_path / "store").rename(store_of(tmp_path, 1))
     for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
         assert "no checkpoint of run 'default' can be restored by all ranks" in str(one["refused"])
-        assert "what rank 0, rank 1 would read of it is not there" in str(one["refused"])
+        assert "the parts of rank 0, rank 1 are missing" in str(one["refused"])
     for machine in range(2):
         assert steps_in(store_of(tmp_path, machine)) == [0, 1]
 

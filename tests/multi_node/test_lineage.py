@@ -89,9 +89,7 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
     assert isinstance(found[0], HeadRecordError)
     assert isinstance(found[1], RankFailedError)
     for error in found:
-        assert "generation 1 of run 'run' is one thing in the store of rank 0 and another in that of rank 1" in str(
-            error
-        )
+        assert "generation 1 of run 'run' differs between the store of rank 0 and that of rank 1" in str(error)
     assert before == [sorted((path.name, path.read_bytes()) for path in folder.iterdir()) for folder in folders]
     with Store.open(tmp_path / "machine-1", config=CONFIG, create=True) as other:
         theirs = other.training.heads("run")[0]

@@ -33,7 +33,7 @@ def test_a_uri_that_was_made_a_path_makes_no_directory(
 ) -> None:
     """As a path it loses a slash, and what is saved there would lie in a directory called ``hdfs:``."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match="that is a URI"):
+    with pytest.raises(InvalidInputError, match="is a URI"):
         Store.open(Path(location))
     assert list(tmp_path.iterdir()) == []
     Store.open(tmp_path / "hdfs:" / "x", create=True).close()

@@ -227,7 +227,7 @@ def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
     offset, length = partition_of_newest(ring)
     start = payload_offset(length)
     flip(ring, offset + {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where], bit=6)
-    with pytest.warns(SkippedCheckpointWarning, match=r"step 4 of run 'default', which lay in memory: partition"):
+    with pytest.warns(SkippedCheckpointWarning, match=r"step 4 of run 'default' in memory: partition"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
     assert _steps(folder) == list(range(CAPTURED - 1))
@@ -240,7 +240,7 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
     offset, length, _ = _newest_manifest(ring)
     payload = offset + payload_offset(length)
     flip(ring, payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7)
-    with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default', which lay in memory"):
+    with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default' in memory"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
     assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
@@ -281,7 +281,7 @@ def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> Non
     (ring,) = rings(folder)
     flip(ring, 30)
     flip(ring, RECORD_BYTES // 2 + 30)
-    with pytest.warns(SkippedCheckpointWarning, match=rf"which lay in memory: .*{ring.name}.*stays there"):
+    with pytest.warns(SkippedCheckpointWarning, match=rf"in memory: .*{ring.name}.*stays there"):
         assert_restored(folder, DURABLE - 1, DURABLE - 1)
     assert rings(folder) == [ring]
 

@@ -25,7 +25,7 @@ def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
     # One thread each, and no waiting for a network that is not there.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "boxes" / "trainer.py"), action, str(store), str(out)],
+        [*command, str(ROOT / "tests" / "reshard" / "trainer.py"), action, str(store), str(out)],
         capture_output=True,
         text=True,
         env=environment,

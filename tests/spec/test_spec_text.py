@@ -383,7 +383,7 @@ def test_invariants_are_numbered() -> None:
 def test_each_invariant_is_checked_and_tested(number: str) -> None:
     """The checker names each invariant where it checks it, and a test breaks it on purpose."""
     cited = re.compile(rf"\b{number}\b")
-    assert cited.search((REPOSITORY / "asymcheck" / "verify.py").read_text("utf-8"))
+    assert cited.search((REPOSITORY / "asymcheck" / "fsck" / "verify.py").read_text("utf-8"))
     tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
     assert [path.name for path in tests if cited.search(path.read_text("utf-8"))]
 

@@ -28,7 +28,7 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "gc": [("--dry-run",), ("--dry-run", "--keep-last", "1"), ()],
     "push": [("file://{new}",)],
     "pull": [("{new}",)],
-    "rebuild": [()],
+    "rebuild-catalog": [()],
     "log": [(), ("--all",), ("--run", "other")],
     "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
     "doctor": [("--quick",), ("--quick", "--state-size", "1GB", "--mtbf", "3h")],

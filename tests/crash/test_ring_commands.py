@@ -87,7 +87,7 @@ def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None
     assert (told["is_alive"], told["pid"]) == (True, living.pid)
     assert {one["is_intact"] for one in told["captures"]} == {None}
     assert max(one["step"] for one in told["captures"]) == CAPTURED - 1
-    assert f"process {living.pid}, alive" in call(tmp_path, "inspect", "--tier", "dram").out
+    assert f"process {living.pid}, running" in call(tmp_path, "inspect", "--tier", "dram").out
     assert "in memory only" not in call(tmp_path, "inspect").err
 
 
@@ -108,7 +108,9 @@ def test_damage_is_told(folder: Path, how: str) -> None:
 
 def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
     """In one line, with the way to it; not any more when it was taken up."""
-    assert "step 4 of run default is in memory only: restore() takes it up, or asymcheck" in call(folder, "inspect").err
+    note = call(folder, "inspect").err
+    assert "step 4 of run default is in memory only" in note
+    assert "asymcheck restore" in note
     assert call(folder, "inspect", "--run", "default").err.count("\n") == 1
     assert_restored(folder, CAPTURED - 1)
     assert call(folder, "inspect").err == ""
@@ -173,7 +175,7 @@ def test_a_damaged_capture_gives_way_to_an_older_one(folder: Path) -> None:
     damage_newest(folder)
     done = restore(folder, "x.pt")
     assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
-    assert f"passed over step {CAPTURED - 1} (generation 1" in done.err
+    assert f"skipped step {CAPTURED - 1} (generation 1" in done.err
     named = restore(folder, "y.pt", "--step", CAPTURED - 1)
     assert (named.status, "lies in no intact frame" in named.err) == (4, True)
     assert not (folder / "y.pt").exists()
@@ -259,8 +261,9 @@ def test_what_is_not_durable_stays(folder: Path) -> None:
     (ring,) = rings(folder)
     done = call(folder, "gc")
     assert done.status == 0
-    assert f"left ring {ring}" in done.out
-    assert "3 captures in it not durable (step 2, 3, 4); restore() takes them up, or asymcheck restore" in done.out
+    assert f"kept ring {ring}" in done.out
+    assert "3 captures not durable (step 2, 3, 4)" in done.out
+    assert "asymcheck restore" in done.out
     assert_restored(folder, CAPTURED - 1)
 
 
@@ -289,7 +292,7 @@ def test_a_ring_that_cannot_be_read(folder: Path, how: str) -> None:
     done = call(folder, "gc")
     assert (rings(folder) == []) == (how == "unmade"), done.out
     if how == "cut":
-        assert "nothing can take up what it holds; --discard-rings removes it" in done.out
+        assert "The captures cannot be recovered. To remove the ring: " in done.out
         call(folder, "gc", "--discard-rings")
         assert rings(folder) == []
 
@@ -311,7 +314,7 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
     Store.open(deleted / "any").close()
     words = ("gc", deleted / "any", "--ring-folder", folder_for_rings(deleted))
     named = run_command(*words)
-    assert f"of store {deleted / 'store'}, which is not there any more: 3 captures in it not durable" in named.out
+    assert f"of store {deleted / 'store'}, which does not exist any more: 3 captures not durable" in named.out
     assert len(rings(deleted)) == 1
     assert "removed ring" in run_command(*words, "--discard-rings").out
     assert rings(deleted) == []

@@ -200,7 +200,6 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], missing: 
 
 
 def _group_by_tensor(tensors: list[StoredTensor]) -> list[list[StoredTensor]]:
-    """Group the shards that ranks saved by tensor."""
     groups: dict[object, list[StoredTensor]] = {}
     for number, tensor in enumerate(tensors):
         key: tuple[object, ...] = (tensor.name, tensor.dtype, tensor.global_shape)

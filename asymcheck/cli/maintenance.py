@@ -279,7 +279,6 @@ def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -
 
 
 def _is_confirmed(chosen: list[Checkpoint]) -> bool:
-    """Ask on the terminal."""
     if not sys.stdin.isatty():
         names = "; ".join(map(_name, chosen))
         raise InvalidInputError(f"cannot ask for confirmation without a terminal; pass --yes to delete {names}")

@@ -179,7 +179,7 @@ def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Pa
     outcome = call(*(word.format(**places) for word in words))
     assert outcome.status == exit_status.OK
     assert "begin with model." in outcome.err
-    assert "--part model writes what lies under model" in outcome.err
+    assert "--part model" in outcome.err
     assert "begin with" not in outcome.out
 
 

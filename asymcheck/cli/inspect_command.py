@@ -91,11 +91,8 @@ def _report_checkpoints(store: Store, run: str | None, locations: Locations | No
     if run is not None:
         check_run_exists(store.location, run, [*store.runs(), *(() if locations is None else locations.remote_runs)])
     checkpoints, usage = store.checkpoints(run), store.usage()
-    status = (
-        exit_status.OK
-        if all(item.complete and item.on_line is not None for item in checkpoints)
-        else exit_status.WARNINGS
-    )
+    is_damaged = any(not item.complete or item.on_line is None for item in checkpoints)
+    status = exit_status.WARNINGS if is_damaged else exit_status.OK
     document = {
         "store": store.location,
         "usage": usage,
@@ -135,7 +132,7 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
             "size": output.size(item.state_bytes),
             "status": _status_of(item, newest),
             "stored": None if locations is None else locations.describe(item),
-            "metrics": _metrics(item),
+            "metrics": output.metrics(item.metrics, _METRICS_SHOWN),
         }
         for item in checkpoints
     ]
@@ -154,16 +151,9 @@ def _status_of(item: Checkpoint, newest: dict[str, str]) -> str:
     return "newest" if newest.get(item.run) == item.save_id else ""
 
 
-def _metrics(item: Checkpoint) -> str:
-    shown = list(item.metrics.items())[:_METRICS_SHOWN]
-    more = " …" if len(item.metrics) > _METRICS_SHOWN else ""
-    return ", ".join(f"{name} {value:.6g}" for name, value in shown) + more
-
-
 def _show_values(checkpoint: Checkpoint, values: list[StoredValue]) -> None:
     is_shared = checkpoint.world_size > 1
-    ranks = f", {output.count(checkpoint.world_size, 'rank')}" if is_shared else ""
-    click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{ranks}")
+    click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{_ranks(checkpoint)}")
     rows = [
         {"rank": item.rank if is_shared else None, "name": item.name, "value": shortened(item.text) or ""}
         for item in values
@@ -175,17 +165,20 @@ def _title(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}"
 
 
+def _ranks(checkpoint: Checkpoint) -> str:
+    return f", {checkpoint.world_size} ranks" if checkpoint.world_size > 1 else ""
+
+
 def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], missing: int, *, where: bool) -> None:
     groups = _group_by_tensor(tensors)
     total = output.size(sum(map(_nbytes, groups)))
-    ranks = f", {output.count(checkpoint.world_size, 'rank')}" if checkpoint.world_size > 1 else ""
-    click.echo(f"{_title(checkpoint)}: {output.count(len(groups), 'tensor')}, {total}{ranks}")
+    click.echo(f"{_title(checkpoint)}: {output.count(len(groups), 'tensor')}, {total}{_ranks(checkpoint)}")
     rows = [
         {
             "tensor": " = ".join((shards[0].name, *shards[0].aliases)),
             "dtype": shards[0].dtype,
             "shape": "×".join(map(str, shards[0].global_shape)) or "scalar",
-            "shards": len(_distinct(shards)) if ranks else None,
+            "shards": len(_distinct(shards)) if checkpoint.world_size > 1 else None,
             "size": output.size(_nbytes(shards)),
             "role": shards[0].role,
             "stored in": ", ".join(dict.fromkeys(map(_location, shards))) if where else None,

@@ -143,6 +143,12 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def metrics(values: Mapping[str, float], shown: int) -> str:
+    """Format the first ``shown`` metrics of a checkpoint."""
+    first = list(values.items())[:shown]
+    return ", ".join(f"{name} {value:.6g}" for name, value in first) + (" …" if len(values) > shown else "")
+
+
 def abbreviated(names: Sequence[str]) -> str:
     """Return the first names of a list."""
     return ", ".join(map(printable, names[:_NAMES_SHOWN])) + (" …" if len(names) > _NAMES_SHOWN else "")

@@ -92,10 +92,7 @@ def _show_entry(entry: HistoryEntry, mark: str) -> None:
     details = [entry.problem] if entry.problem else []
     if item.complete:
         details.append(f"{output.size(item.state_bytes)}{_after(entry)}, by {entry.writer}")
-        shown = [f"{name} {value:.6g}" for name, value in list(item.metrics.items())[:_METRICS_SHOWN]]
-        more = [f"… {len(item.metrics) - _METRICS_SHOWN} more"] if len(item.metrics) > _METRICS_SHOWN else []
-        if shown:
-            details.append(", ".join([*shown, *more]))
+        details += [output.metrics(item.metrics, _METRICS_SHOWN)] if item.metrics else []
     output.print_entry(f"{name}  {output.timestamp(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
 
 

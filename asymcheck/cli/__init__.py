@@ -1,4 +1,4 @@
-"""The command line: each command parses its options, calls the library and prints."""
+"""Command-line interface of asymcheck."""
 
 from asymcheck.cli.main import main
 

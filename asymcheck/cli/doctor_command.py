@@ -1,4 +1,4 @@
-"""``asymcheck doctor``: measure the machine and the drive, and say what to configure."""
+"""``asymcheck doctor``: measure the machine and the drive, and recommend settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asymcheck.cli.options import (
     Report,
     command,
     open_existing,
+    parse_duration,
     parse_size,
-    parse_span,
     ring_folder_option,
     store_argument,
 )
@@ -21,34 +21,40 @@ from asymcheck.config import StoreConfig
 from asymcheck.measurement import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
-# From here on a time in ms has no decimals.
-_DIGITS_S = 0.1
+_WHOLE_MS_S = 0.1  # times from this length on are shown in whole milliseconds
 
 
-@command("Measure the machine and the drive, and say what to configure.")
+@command("Measure the machine and the drive, and recommend settings.")
 @store_argument
-@click.option("--quick", is_flag=True, help="Measure less and for less long: about a second instead of ten.")
+@click.option("--quick", is_flag=True, help="Measure for about 1 s instead of 10 s.")
 @click.option(
-    "--mtbf", default="1d", show_default=True, callback=parse_span, help="Mean time between failures, as 90min, 3h, 2d."
+    "--mtbf",
+    default="1d",
+    show_default=True,
+    callback=parse_duration,
+    help="Mean time between failures, for example 90min, 3h or 2d.",
 )
 @click.option(
-    "--state-size", callback=parse_size, help="Bytes of one checkpoint, as 1.5GB [default: those of the newest]."
+    "--state-size",
+    callback=parse_size,
+    help="Size of one checkpoint, for example 1.5GB [default: size of the newest checkpoint].",
 )
 @ring_folder_option
 def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_folder: Path) -> Report:
-    """Measure what STORE's drive, the memory and the codecs do here, and say what to configure.
+    """Measure memory, codecs and the drive of STORE, and recommend settings.
 
-    It writes into a file inside the store and removes it; how much, it says first. When it is killed, 'asymcheck gc'
-    removes that file. Codecs are measured on tensors of the newest checkpoint. Measure on an idle machine, and again
-    while training: what else runs takes its share.
+    The command writes a temporary file into the store, and deletes it at the end. If the command is killed,
+    'asymcheck gc' deletes the file. Codecs are measured on tensors of the newest checkpoint.
+
+    Other programs affect the result. Measure on an idle machine first, then again while training.
     """
     with open_existing(store) as opened:
-        output.note(f"measuring writes up to {output.size(planned_bytes(quick=quick))} into {store} and removes it")
+        written = output.size(planned_bytes(quick=quick))
+        output.note(f"measuring: writes up to {written} to a temporary file in {store}, then deletes the file")
         facts = opened.measure(quick=quick, ring_folder=ring_folder)
     size = state_size or facts.state_bytes or 0
-    # What fits into one partition is cut, batched and encoded in one way only.
+    # No setting matters to a state of a single partition.
     is_small = size <= StoreConfig.partition_bytes
-    # A pack larger than the pool could never be kept to be overwritten.
     config = StoreConfig()
     situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, config.pool_bytes)
     advice = None if is_small else advise(facts, situation)
@@ -60,12 +66,12 @@ def _show(facts: Facts, advice: Advice | None, size: int) -> None:
     _show_facts(facts)
     _show_codecs(facts)
     if advice is None:
-        known = (
-            f"checkpoints of {output.size(size)} leave nothing to tune: the defaults fit"
+        reason = (
+            f"no tuning needed for checkpoints of {output.size(size)}: the defaults fit"
             if size
-            else "no checkpoint yet"
+            else "no checkpoints yet"
         )
-        click.echo(f"{known}; for what is to be saved, name its bytes, as in --state-size 1.5GB")
+        click.echo(f"{reason}. For another checkpoint size, pass for example --state-size 1.5GB")
         return
     _show_advice(advice)
 
@@ -73,34 +79,34 @@ def _show(facts: Facts, advice: Advice | None, size: int) -> None:
 def _show_facts(facts: Facts) -> None:
     drive = facts.drive
     rows = [
-        ("copy in memory, one thread", _rate(facts.copy_bytes_per_s)),
-        ("digest, one thread", _rate(facts.digest_bytes_per_s)),
-        ("write over a file", _rate(drive.write_bytes_per_s)),
-        ("write over a file, durable", _rate(drive.durable_write_bytes_per_s)),
-        ("write a new file, durable", _rate(drive.durable_new_bytes_per_s)),
-        ("read", _rate(drive.read_bytes_per_s)),
-        ("one block durable, median", _ms(drive.write_latency_median_s)),
-        ("one block durable, 95 of 100 within", _ms(drive.write_latency_p95_s)),
-        ("one pack durable, besides its bytes", _ms(drive.flush_latency_s)),
-        ("room for a ring", output.size(facts.ring_room_bytes)),
+        ("memory copy, 1 thread", _rate(facts.copy_bytes_per_s)),
+        ("digest, 1 thread", _rate(facts.digest_bytes_per_s)),
+        ("overwrite a file", _rate(drive.write_bytes_per_s)),
+        ("overwrite a file, with fsync", _rate(drive.durable_write_bytes_per_s)),
+        ("write a new file, with fsync", _rate(drive.durable_new_bytes_per_s)),
+        ("read a file", _rate(drive.read_bytes_per_s)),
+        ("durable write of one block, median", _ms(drive.write_latency_median_s)),
+        ("durable write of one block, 95th percentile", _ms(drive.write_latency_p95_s)),
+        ("pack flush latency, without data transfer", _ms(drive.flush_latency_s)),
+        ("memory available for a ring", output.size(facts.ring_room_bytes)),
     ]
     if facts.device_copy_bytes_per_s is not None:
         rows.insert(1, (f"copy from {facts.device}", _rate(facts.device_copy_bytes_per_s)))
-    output.print_table([{"measured": what, "": measured} for what, measured in rows], numbers=[""])
+    output.print_table([{"measurement": name, "result": result} for name, result in rows], numbers=["result"])
 
 
 def _show_codecs(facts: Facts) -> None:
-    click.echo(f"codecs on {facts.sample}, one thread")
+    click.echo(f"codecs on {facts.sample}, 1 thread")
     rows = [
         {
-            "role": one.role,
-            "dtype": one.dtype,
-            "codec": one.codec,
-            "ratio": f"{one.ratio:.3f}",
-            "encode": _rate(one.encode_bytes_per_s),
-            "decode": _rate(one.decode_bytes_per_s),
+            "role": codec.role,
+            "dtype": codec.dtype,
+            "codec": codec.codec,
+            "ratio": f"{codec.ratio:.3f}",
+            "encode": _rate(codec.encode_bytes_per_s),
+            "decode": _rate(codec.decode_bytes_per_s),
         }
-        for one in facts.codecs
+        for codec in facts.codecs
     ]
     output.print_table(rows, numbers=("ratio", "encode", "decode"))
 
@@ -109,24 +115,27 @@ def _show_advice(advice: Advice) -> None:
     situation, batch, interval, ring = advice.situation, advice.batch, advice.interval, advice.ring
     present = output.size(situation.pack_bytes)
     click.echo(
-        f"advice for checkpoints of {output.size(situation.state_bytes)} and a failure every "
+        f"advice for checkpoints of {output.size(situation.state_bytes)} and one failure every "
         f"{output.duration(round(situation.mtbf_s * 1e9))}"
     )
     output.print_entry(
         f"pack_bytes {batch.pack_bytes} ({output.size(batch.pack_bytes)})",
         [
-            f"durable in {_time(batch.flush_s)}; {_time(batch.present_flush_s)} with {present}",
+            f"durable in {_time(batch.flush_s)}; {_time(batch.present_flush_s)} with packs of {present}",
             batch.reason,
         ],
     )
     output.print_entry(f"stall of at most {_time(advice.stall.stall_s)}", [advice.stall.reason])
     output.print_entry(
         f"a checkpoint every {_time(interval.interval_s)}",
-        [f"{interval.lost_share:.2%} of the time is then lost, restarts apart", interval.reason],
+        [
+            f"{interval.lost_share:.2%} of the training time is lost to checkpoints and failures, without restarts",
+            interval.reason,
+        ],
     )
     output.print_entry(
         f"ring_bytes {ring.ring_bytes} ({output.size(ring.ring_bytes)})",
-        [f"wanted {output.size(ring.wanted_bytes)}, room {output.size(ring.room_bytes)}", ring.reason],
+        [f"two states need {output.size(ring.wanted_bytes)}; {output.size(ring.room_bytes)} available", ring.reason],
     )
     for codec in advice.codecs:
         choice = "store plain" if codec.codec == IDENTITY else codec.codec
@@ -138,7 +147,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds >= _DIGITS_S else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= _WHOLE_MS_S else f"{seconds * 1e3:.3g} ms"
 
 
 def _time(seconds: float) -> str:

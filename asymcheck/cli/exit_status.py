@@ -1,4 +1,4 @@
-"""Exit statuses: the same for every command, listed in every command's help."""
+"""Exit statuses, shared by all commands and listed in each command's help."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ INTERRUPTED = 130
 
 HELP = """\b
 Exit status:
-  0  all is well
-  1  damage was found that costs a checkpoint
-  2  the command line is wrong
-  3  there is no such store, checkpoint, capture or file
+  0  success
+  1  damage found, and at least one checkpoint is lost
+  2  invalid command line
+  3  store, checkpoint, capture or file not found
   4  the store or checkpoint cannot be read
-  5  the operating system refused
-  6  damage was found, but no checkpoint is lost; also: a newer
-     checkpoint was passed over
- 70  a defect of asymcheck: please report it
-130  it was interrupted
+  5  operating system error
+  6  damage found, but no checkpoint is lost; or a newer
+     checkpoint was skipped
+ 70  internal error of asymcheck: please report it
+130  interrupted
 """
 
 
 def status_of(error: AsymcheckError) -> int:
-    """Return the exit status for an error."""
+    """Return the exit status of an error."""
     for kind, status in (
         (InvalidInputError, USAGE),
         (NotFoundError, NOT_FOUND),

@@ -1,4 +1,4 @@
-"""The group of commands, and how errors become messages and exit statuses."""
+"""Entry point of the command line: registers the commands and turns errors into messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
 from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
-from asymcheck.cli.maintenance import delete, gc, rebuild, verify
+from asymcheck.cli.maintenance import delete, gc, rebuild_catalog, verify
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.config import __version__
@@ -34,14 +34,14 @@ from asymcheck.errors import (
 )
 
 _PROGRAM = "asymcheck"
-_VARIABLE = "_ASYMCHECK_COMPLETE"
+_COMPLETION_VARIABLE = "_ASYMCHECK_COMPLETE"
 
 
-@click.command(epilog=HELP, short_help="Print the script that makes a shell complete asymcheck's commands.")
+@click.command(epilog=HELP, short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that makes SHELL complete asymcheck's commands, options and paths.
+    """Print a script that adds completion of asymcheck's commands, options and paths to SHELL.
 
     \b
     bash: eval "$(asymcheck completion bash)"                        in ~/.bashrc
@@ -49,10 +49,10 @@ def completion(ctx: click.Context, shell: str) -> None:
     fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
     """
     root = ctx.find_root().command
-    kind = get_completion_class(shell)
-    if kind is None:
+    completion_class = get_completion_class(shell)
+    if completion_class is None:
         raise click.UsageError(f"click has no completion for {shell}")
-    click.echo(kind(root, {}, _PROGRAM, _VARIABLE).source())
+    click.echo(completion_class(root, {}, _PROGRAM, _COMPLETION_VARIABLE).source())
 
 
 _WARNINGS = (
@@ -74,22 +74,22 @@ class _Commands(click.Group):
             output.note(str(error))
             ctx.exit(status_of(error))
         except KeyboardInterrupt:
-            # Click's own status would be 1, which says that a checkpoint is lost.
+            # The default status of click is 1, which here means a lost checkpoint.
             output.note("interrupted")
             ctx.exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Print the package's warnings as what they say; the line of click's that called is nobody's concern."""
+    """Print the package's warnings as messages, without a source line."""
     with warnings.catch_warnings():
-        shown = warnings.showwarning
+        default_showwarning = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:  # noqa: ANN401 - passed on
+        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
             if issubclass(category, _WARNINGS):
                 output.note(str(message))
             else:
-                shown(message, category, *place, **more)
+                default_showwarning(message, category, *args, **kwargs)
 
         warnings.showwarning = show
         for category in _WARNINGS:
@@ -100,28 +100,27 @@ def _warnings_as_notes() -> Iterator[None]:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="asymcheck")
 def commands() -> None:
-    """Look at, check, mend and convert asymcheck checkpoint stores.
+    """Inspect, verify, repair and convert asymcheck checkpoint stores.
 
-    A store is a directory that a training loop saves to with asymcheck.Store or asymcheck.Checkpointer. Where a command
-    only reads, and for gc and delete, it may also be a remote location that checkpoints were pushed to, such as
-    hdfs://namenode:8020/runs/gpt2.
+    A store is a directory to which a training loop saves with asymcheck.Store or asymcheck.Checkpointer. Commands that
+    only read, gc and delete also accept a remote location, such as hdfs://namenode:8020/runs/gpt2.
     """
 
 
 for _command in (
     *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
-    *(pull, push, rebuild, restore, verify),
+    *(pull, push, rebuild_catalog, restore, verify),
 ):
     commands.add_command(_command)
 
 
 def main() -> None:
     """Run the command line."""
-    # As other programs: `asymcheck log STORE | head` ends quietly when head has seen enough.
+    # End quietly in `asymcheck log STORE | head`, as other programs do.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, as nohup has it
-            signal.signal(number, _end)
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_on_signal)
     _prepare_streams()
     try:
         try:
@@ -130,43 +129,44 @@ def main() -> None:
             sys.stdout.flush()
     except OSError as error:
         click.echo(f"asymcheck: cannot write the output: {error}", err=True)
-        _leave(STORAGE)
-    except Exception:  # noqa: BLE001 - a status of its own: Python's own would say that a checkpoint is lost
+        _exit_without_flush(STORAGE)
+    except Exception:  # noqa: BLE001 - Python's own status is 1, which here means a lost checkpoint
         traceback.print_exc()
-        _leave(DEFECT)
+        _exit_without_flush(DEFECT)
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
-    # As after an interrupt, what is half written is removed on the way out.
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    # SystemExit unwinds the stack, so that unfinished files are removed.
     sys.exit(128 + number)
 
 
 def _prepare_streams() -> None:
-    """Replace closed streams by ones that hold nothing, and let no character be too much for a terminal's encoding."""
+    """Reopen closed standard streams on /dev/null, and escape characters that the terminal cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # In this order each gets its own number, so that no file of a store does, and with it what libraries print.
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
+            # Each stream gets its own descriptor number. Otherwise a file of the store could get number 1 or 2, and
+            # libraries would print into that file.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until exit
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Not one that was replaced just now, or by others: its number would be free for a file when it is dropped here.
+    # A replaced stream stays: dropping the stream would close its descriptor, and free the number for another file.
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
-        raw = io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False))
+        raw = io.BufferedWriter(_LossyStderr(sys.stderr.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
-class _Messages(io.FileIO):
-    """Standard error: where it cannot be written, as on a full disk, the status still says what it has to."""
+class _LossyStderr(io.FileIO):
+    """Standard error that drops output when a write fails, so that the exit status stays right on a full disk."""
 
-    def write(self, data: Any, /) -> int:  # noqa: ANN401 - bytes of any kind, as the base class has it
-        """Write some of it; where that fails, let it go."""
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 - signature of the base class
+        """Write bytes, and drop them if that fails."""
         try:
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
 
 
-def _leave(status: int) -> None:
-    # What could not be written stays in the buffer, and would be an error again when the interpreter ends.
+def _exit_without_flush(status: int) -> None:
+    # Python would flush the buffer again at exit, and fail again.
     sys.stdout = None
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""Commands that check, mend and tidy a store: verify, gc, delete and rebuild."""
+"""Commands that verify, repair and clean up a store: verify, gc, delete and rebuild-catalog."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exit_status, output
+from asymcheck.cli.locations import describe_collected_ring
 from asymcheck.cli.options import (
     Report,
     command,
@@ -20,7 +21,6 @@ from asymcheck.cli.options import (
     ring_folder_option,
     store_argument,
 )
-from asymcheck.cli.places import collected_ring
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.fsck.rebuild_catalog import Rebuilt
@@ -35,39 +35,41 @@ from asymcheck.types import Checkpoint
 _INCOMPLETE = "incomplete-checkpoint"
 
 
-@command("Check every byte; with --repair, mend what can be mended.")
+@command("Check every byte of a store, and repair damage with --repair.")
 @store_argument
 @click.option(
-    "--run", default=None, help="Check the manifests of this run only [default: all; with --step: 'default']."
+    "--run", default=None, help="Check only the manifests of this run [default: all runs; with --step: 'default']."
 )
-@click.option("--step", type=int, default=None, help="Check only what this step's checkpoint needs.")
-@click.option("--repair", is_flag=True, help="Repair the whole store first; no checkpoint is deleted.")
-@click.option("--remote", default=None, help="With --repair: fetch what is lost from this location.")
-@click.option("--deep", is_flag=True, help="Read every byte of a remote location, too; of a local store always.")
+@click.option("--step", type=int, default=None, help="Check only the checkpoints of this step.")
+@click.option("--repair", is_flag=True, help="Repair the whole store first. No checkpoint is deleted.")
+@click.option("--remote", default=None, help="With --repair: fetch lost data from this remote location.")
+@click.option(
+    "--deep", is_flag=True, help="For a remote location: also read every frame. Local frames are always read."
+)
 def verify(store: str, run: str | None, step: int | None, repair: bool, remote: str | None, deep: bool) -> Report:
-    """Check every byte of STORE, or what one step needs, and change nothing unless asked to repair.
+    """Check every byte of STORE, or the checkpoints of one step. Nothing is changed without --repair.
 
-    Every frame is read and compared with its digest, every manifest and record with its checksum, and every partition
-    that a checkpoint needs must be there. A check of a remote location reads manifests, records, and the header, index
-    and length of every pack; with --deep, it reads every frame, too.
+    The check reads every frame and compares it with its digest. It compares manifests and records with their checksums,
+    and looks up every partition that a checkpoint needs. For a remote location, it reads manifests, records, and the
+    header, index and length of every pack. With --deep, it also reads every frame.
 
-    With --repair, damaged records are written again from their other copy, what is intact in damaged packs is copied
-    into new packs, what is lost is fetched from --remote, the catalog is corrected, and files of killed processes are
-    removed. Then the store is checked: the status says what is left.
+    --repair rewrites damaged records from their second copy, and copies intact frames of damaged packs into new packs.
+    It fetches lost data from --remote, corrects the catalog, and removes files of killed processes. Then the store is
+    checked, and the exit status reports the remaining damage.
 
-    An incomplete checkpoint is no damage: its save may be under way. Asked for by --step, with no complete one of that
-    step beside it, it has status 1 nevertheless, for nothing can be restored.
+    An incomplete checkpoint is not damage, because its save may still be running. With --step, the status is 1 if the
+    step has no complete checkpoint.
     """
     if repair and (run is not None or step is not None):
         raise click.UsageError("--repair works on the whole store: leave out --run and --step")
     if repair and is_uri(store):
         raise click.UsageError(
-            "--repair mends a store on a local drive: in a location, delete what is damaged ('asymcheck delete'), and "
-            "push it again from a store that has it"
+            "--repair works on a local store only. At a remote location, delete the damaged checkpoint "
+            "('asymcheck delete') and push it again from a store that has it"
         )
     if remote is not None and not repair:
-        raise click.UsageError("--remote goes with --repair; to check a remote location, give it as STORE")
-    # A step means a run, as everywhere else: what is counted and judged is what was looked at.
+        raise click.UsageError("--remote requires --repair; to check a remote location, pass it as STORE")
+    # As in other commands, a step without a run is a step of the default run.
     run = DEFAULT_RUN if run is None and step is not None else run
     is_deep = deep or not is_uri(store)
     repaired = None
@@ -87,8 +89,8 @@ def verify(store: str, run: str | None, step: int | None, repair: bool, remote: 
         "findings": findings,
         "repaired": repaired,
     }
-    nothing = step is not None and not any(one.complete for one in checkpoints)
-    status = exit_status.DAMAGED if nothing else _status(findings)
+    is_lost = step is not None and not any(checkpoint.complete for checkpoint in checkpoints)
+    status = exit_status.DAMAGED if is_lost else _status(findings)
     return Report(document, partial(_show_verified, repaired, findings, checkpoints, is_deep=is_deep), status)
 
 
@@ -99,7 +101,7 @@ def _show_verified(
         _show_repaired(repaired)
     _show_findings(findings, checkpoints)
     if not is_deep:
-        click.echo("frames were not read: --deep does")
+        click.echo("frames were not read; pass --deep to read and check them")
 
 
 def _lost(findings: list[Finding]) -> set[str]:
@@ -112,10 +114,10 @@ def _named(findings: list[Finding], kind: str) -> set[str]:
 
 def _show_repaired(repaired: Repaired) -> None:
     for done in repaired.done:
-        click.echo(output.shown(f"found: {done.where}: {done.found}"))
-        click.echo(output.shown(f"done:  {done.where}: {done.done}"))
+        click.echo(output.printable(f"found:     {done.where}: {done.found}"))
+        click.echo(output.printable(f"repaired:  {done.where}: {done.done}"))
     for left in repaired.left:
-        click.echo(output.shown(f"left:  {left.where}: {left.message}: {left.remedy}"))
+        click.echo(output.printable(f"remaining: {left.where}: {left.message}: {left.remedy}"))
     if not repaired.done:
         click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 
@@ -131,21 +133,22 @@ def _show_findings(findings: list[Finding], checkpoints: list[Checkpoint]) -> No
     if len(incomplete) == len(checkpoints):
         verdict = "none can be restored"
     elif not lost:
-        # Damage that costs no checkpoint by itself: a lost head record, after which nobody knows which one is newest.
-        unknown = any(item.severity is Severity.ERROR for item in findings)
-        whole = ("complete " if incomplete else "") + ("other one" if unchecked else "one")
-        verdict = f"each {whole} can be restored, if it is named" if unknown else f"every {whole} can be restored"
-        if any(one.store_ranks for one in checkpoints):
-            verdict = "what the ranks of this store saved of them is whole"
+        others = "all" + (" other" if unchecked else "") + (" complete checkpoints" if incomplete else "")
+        verdict = f"{others} can be restored"
+        # An error that costs no checkpoint is a lost head record: then the newest checkpoint is not known.
+        if any(item.severity is Severity.ERROR for item in findings):
+            verdict += " by step, but the newest one is unknown"
+        if any(checkpoint.store_ranks for checkpoint in checkpoints):
+            verdict = "all shards in this store are intact"
     rest = f"; {len(incomplete)} incomplete" if incomplete else ""
     rest += f"; {len(unchecked)} not checked" if unchecked else ""
     click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{rest}")
 
 
 def _consequences(finding: Finding) -> list[str]:
-    how = {_INCOMPLETE: "incomplete", UNCHECKED: "not checked"}.get(finding.kind, "lost")
-    lost = [f"{how}: {name}" for name in finding.checkpoints]
-    return [*lost, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else lost
+    label = {_INCOMPLETE: "incomplete", UNCHECKED: "not checked"}.get(finding.kind, "lost")
+    checkpoints = [f"{label}: {name}" for name in finding.checkpoints]
+    return [*checkpoints, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else checkpoints
 
 
 def _status(findings: list[Finding]) -> int:
@@ -155,16 +158,27 @@ def _status(findings: list[Finding]) -> int:
     return exit_status.WARNINGS if Severity.WARNING in severities else exit_status.OK
 
 
-@command("Free the packs that no checkpoint needs.")
+@command("Free disk space: garbage packs and, with --keep rules, old checkpoints.")
 @store_argument
-@click.option("--dry-run", is_flag=True, help="Only say what would be freed.")
-@click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest so many checkpoints of a run.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="Keep those whose step is a multiple of this.")
-@click.option("--keep-best", metavar="METRIC:N[:max]", callback=parse_best, help="Keep the N with the least METRIC.")
-@click.option("--keep-for", metavar="SPAN", callback=parse_age, help="Keep those saved within, for instance, 7d.")
-@click.option("--drop-abandoned", is_flag=True, help="Keep what is not on the line by --keep-for only.")
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints the --keep rules are about.")
-@click.option("--discard-rings", is_flag=True, help="Also remove rings with captures that are not durable.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted and freed; change nothing.")
+@click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="Keep the newest N checkpoints of the run.")
+@click.option(
+    "--keep-every", metavar="K", type=click.IntRange(min=1), help="Keep checkpoints whose step is a multiple of K."
+)
+@click.option(
+    "--keep-best",
+    metavar="METRIC:N[:max]",
+    callback=parse_best,
+    help="Keep the N checkpoints with the lowest (:max: highest) METRIC.",
+)
+@click.option(
+    "--keep-for", metavar="AGE", callback=parse_age, help="Keep checkpoints younger than AGE, for example 7d."
+)
+@click.option("--drop-abandoned", is_flag=True, help="Delete abandoned checkpoints unless --keep-for keeps them.")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to which the --keep rules apply.")
+@click.option(
+    "--discard-rings", is_flag=True, help="Also remove rings of killed processes with captures that are not durable."
+)
 @ring_folder_option
 def gc(
     store: str,
@@ -178,32 +192,32 @@ def gc(
     discard_rings: bool,
     ring_folder: Path,
 ) -> Report:
-    """Free the packs of STORE that no checkpoint needs, and remove what killed processes left behind.
+    """Free the packs of STORE that no checkpoint needs, and remove leftover files of killed processes.
 
-    Safe beside processes that save and load. A pack is freed when nothing in it is needed any more. A pack that is
-    mostly garbage is freed after the rest was copied. Some freed packs are kept for later saves to overwrite, which is
-    faster than new files. 'asymcheck du' says what holds a pack.
+    Other processes may save and load at the same time. A pack is freed when it holds only garbage. If a pack is mostly
+    garbage, its live frames are first copied into another pack. Some freed packs stay in the pool, because overwriting
+    them is faster than writing new files.
 
-    With --keep rules, checkpoints of one run that none of them keeps are deleted first, for good. The newest
-    consistent one always stays, and so does one that somebody reads. Abandoned ones stay, unless --drop-abandoned.
+    With --keep rules, checkpoints of one run that no rule keeps are first deleted permanently. The newest consistent
+    checkpoint and checkpoints that a process is reading always stay. Abandoned checkpoints stay without
+    --drop-abandoned.
 
-    Rings in memory that killed processes left are removed when all that is complete in them is durable. Others are
-    named and stay, unless --discard-rings gives up what they hold; so are rings of stores that are no longer where
-    they were.
+    A ring of a killed process is removed if all its complete captures are durable. Other rings are listed, and stay
+    without --discard-rings.
     """
     retention = None
     if (keep_last, keep_every, keep_best, keep_for) != (None,) * 4:
         retention = Retention(keep_last, keep_every, keep_best, keep_for, keep_abandoned=not drop_abandoned)
     elif drop_abandoned:
-        raise click.UsageError("--drop-abandoned goes with a rule that says what stays, such as --keep-last")
+        raise click.UsageError("--drop-abandoned requires a --keep rule, such as --keep-last")
     if retention is not None and is_uri(store):
         raise click.UsageError(
-            "--keep rules are for a store on a local drive: in a location, 'asymcheck delete' deletes what is to go, "
-            "or the training that pushes there, with asymcheck.Push(keep=...)"
+            "--keep rules work on a local store only. At a remote location, use 'asymcheck delete', or "
+            "asymcheck.Push(keep=...) in the training that pushes to it"
         )
     source = click.get_current_context().get_parameter_source
     if retention is None and source("run") is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--run goes with --keep rules: without any, what all runs need stays")
+        raise click.UsageError("--run requires a --keep rule, such as --keep-last; without rules, gc works on all runs")
     with open_existing(store) as opened:
         pruned = None if retention is None else opened.prune(retention, run=run, dry_run=dry_run)
         done = opened.gc(dry_run=dry_run) if pruned is None else pruned.collected
@@ -212,45 +226,45 @@ def gc(
     document = {"store": store, "dry_run": dry_run, "verdicts": verdicts, "collected": done, "rings": rings}
     lines = [
         *(_verdict(verdict, dry_run=dry_run) for verdict in verdicts),
-        _sentence(done, dry_run=dry_run),
-        *(collected_ring(ring, store, dry_run=dry_run) for ring in rings),
+        _summary(done, dry_run=dry_run),
+        *(describe_collected_ring(ring, store, dry_run=dry_run) for ring in rings),
     ]
     return Report(document, partial(click.echo, "\n".join(lines)))
 
 
 def _verdict(verdict: Verdict, *, dry_run: bool) -> str:
     item = verdict.checkpoint
-    name = f"{item.run} step {item.step} (generation {item.generation}, save {output.save(item.save_id)})"
+    name = f"{item.run} step {item.step} (generation {item.generation}, save {output.short_save_id(item.save_id)})"
     if verdict.stays:
         return f"{'would keep' if dry_run else 'kept'} {name}: {', '.join(verdict.reasons)}"
     return f"{'would delete' if dry_run else 'deleted'} {name}, {output.size(item.state_bytes)}"
 
 
-def _sentence(done: Collected, *, dry_run: bool) -> str:
+def _summary(done: Collected, *, dry_run: bool) -> str:
     freed = f"{output.count(done.freed_packs, 'pack')}, {output.size(done.freed_bytes)}"
     if done.repacked_packs:
-        copied = f"{output.size(done.copied_bytes)} that {'is' if dry_run else 'was'} needed of them"
-        freed += f" ({output.count(done.repacked_packs, 'pack')} after a copy of {copied})"
+        repacked = output.count(done.repacked_packs, "pack")
+        freed += f" ({repacked} after copying {output.size(done.copied_bytes)} of live data)"
+    remaining = f"{output.count(done.kept_packs, 'pack')} still needed"
     if dry_run:
-        return f"would free {freed}; {output.count(done.kept_packs, 'pack')} needed"
-    kept = f", {done.pooled_packs} of them kept to be overwritten" if done.pooled_packs else ""
-    left = "1 pack in use was left" if done.busy_packs == 1 else f"{done.busy_packs} packs in use were left"
-    busy = f"; {left}" if done.busy_packs else ""
-    swept = f"; {output.count(done.removed_temporaries, 'leftover file')} removed" if done.removed_temporaries else ""
-    return f"freed {freed}{kept}; {output.count(done.kept_packs, 'pack')} needed{busy}{swept}"
+        return f"would free {freed}; {remaining}"
+    pooled = f" ({done.pooled_packs} kept in the pool for reuse)" if done.pooled_packs else ""
+    busy = f"; skipped {output.count(done.busy_packs, 'pack')} in use" if done.busy_packs else ""
+    removed = f"; removed {output.count(done.removed_temporaries, 'leftover file')}" if done.removed_temporaries else ""
+    return f"freed {freed}{pooled}; {remaining}{busy}{removed}"
 
 
 @command("Delete the checkpoints of a step.")
 @store_argument
 @click.argument("step", type=click.IntRange(min=0))
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoints.")
-@click.option("--generation", type=int, default=None, help="Only the one of this generation [default: of all].")
-@click.option("--yes", is_flag=True, help="Do not ask; must be given where there is nobody to ask.")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoints.")
+@click.option("--generation", type=int, default=None, help="Delete only in this generation [default: all generations].")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -> Report:
-    """Delete the checkpoints of STEP from STORE, for good, after asking.
+    """Delete the checkpoints of STEP from STORE permanently, after confirmation.
 
-    They are gone at once; their bytes stay until 'asymcheck gc' frees what no other checkpoint needs.
-    The status is 2 when the answer is no, and then nothing was deleted.
+    Their disk space stays in use until 'asymcheck gc' frees it. Without confirmation, nothing is deleted and the
+    status is 2.
     """
     with Store.open(store, read_only=True) as opened:
         chosen = opened.delete(step, run=run, generation=generation, dry_run=True)
@@ -260,39 +274,39 @@ def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -
     with Store.open(store) as opened:
         deleted = opened.delete(step, run=run, generation=generation)
     lines = [f"deleted {_name(item)}" for item in deleted]
-    lines.append(f"asymcheck gc {shlex.quote(store)} frees the bytes that no other checkpoint needs")
+    lines.append(f"to free the disk space, run: asymcheck gc {shlex.quote(store)}")
     return Report({"store": store, "deleted": deleted}, partial(click.echo, "\n".join(lines)))
 
 
 def _is_confirmed(chosen: list[Checkpoint]) -> bool:
-    """Ask on the terminal."""
     if not sys.stdin.isatty():
-        raise InvalidInputError("nobody can be asked here; give --yes to delete " + "; ".join(map(_name, chosen)))
+        names = "; ".join(map(_name, chosen))
+        raise InvalidInputError(f"cannot ask for confirmation without a terminal; pass --yes to delete {names}")
     for item in chosen:
         click.echo(_name(item), err=True)
-    question = "Delete it for good?" if len(chosen) == 1 else f"Delete these {len(chosen)} checkpoints for good?"
+    subject = "this checkpoint" if len(chosen) == 1 else f"these {len(chosen)} checkpoints"
     try:
-        return click.confirm(question, err=True)
+        return click.confirm(f"Delete {subject} permanently?", err=True)
     except click.Abort:
-        # The end of the input, or an interrupt: no answer is no.
+        # End of input or interrupt counts as no.
         click.echo(err=True)
         return False
 
 
 def _name(item: Checkpoint) -> str:
-    saved = f"save {output.save(item.save_id)}, {output.moment(item.created_ns)} UTC"
+    saved = f"save {output.short_save_id(item.save_id)}, {output.timestamp(item.created_ns)} UTC"
     return f"{item.run} step {item.step} (generation {item.generation}, {saved}), {output.size(item.state_bytes)}"
 
 
-@command("Make the catalog again from packs and manifests.")
+@command("Rebuild the catalog from packs and manifests.")
 @store_argument
-def rebuild(store: str) -> Report:
-    """Make the catalog of STORE again from its packs and manifests alone, which are the truth.
+def rebuild_catalog(store: str) -> Report:
+    """Rebuild the catalog of STORE from its packs and manifests.
 
-    Nothing else is changed, and no frame is read. Safe beside processes that use the store. The status is 6 when a
-    pack was left out.
+    Nothing else is changed, and no frame is read. Other processes may use the store at the same time. The status is 6
+    if a damaged pack was skipped.
     """
-    with open_existing(store) as opened, output.progress("rebuild"):
+    with open_existing(store) as opened, output.progress("rebuild-catalog"):
         rebuilt = opened.rebuild_catalog()
     status = exit_status.WARNINGS if rebuilt.left_out else exit_status.OK
     return Report({"store": store, "rebuilt": rebuilt}, partial(_show_rebuilt, rebuilt), status)
@@ -300,9 +314,9 @@ def rebuild(store: str) -> Report:
 
 def _show_rebuilt(rebuilt: Rebuilt) -> None:
     for reason in rebuilt.left_out:
-        click.echo(f"left out: {reason}")
+        click.echo(f"skipped: {reason}")
     packs, partitions = output.count(rebuilt.packs, "pack"), output.count(rebuilt.partitions, "partition")
-    entered = f"{packs}, {partitions} and {output.count(rebuilt.manifests, 'manifest')}"
-    changed = "1 entry was changed" if rebuilt.changed == 1 else f"{rebuilt.changed} entries were changed"
-    pins = f"; kept {output.count(rebuilt.kept_pins, 'pin')} of living processes" if rebuilt.kept_pins else ""
-    click.echo(f"the catalog knows {entered}; {changed}{pins}")
+    content = f"{packs}, {partitions} and {output.count(rebuilt.manifests, 'manifest')}"
+    changed = "1 entry changed" if rebuilt.changed == 1 else f"{rebuilt.changed} entries changed"
+    pins = f"; kept {output.count(rebuilt.kept_pins, 'pin')} of running processes" if rebuilt.kept_pins else ""
+    click.echo(f"catalog rebuilt: {content}; {changed}{pins}")

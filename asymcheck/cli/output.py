@@ -1,4 +1,4 @@
-"""What all commands print with: tables, sizes, times, JSON, and a progress bar that is quiet in a pipe."""
+"""Output of the commands: tables, sizes, times, JSON and progress bars."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rich.text import Text
 from asymcheck.inspect.disk_usage import CheckpointBytes
 from asymcheck.types import Checkpoint, readable_size
 
-# In a pipe nothing is cut or wrapped: the reader there is a program, or a file.
+# Output into a pipe or file is neither cut nor wrapped.
 _PIPE_WIDTH = 10_000
 _TABLE_WIDTH = 80
 _MINUTE = 60
-_LINE = "\n  "
+_LIST_ITEM = "\n  "
 _SAVE_SHOWN = 12
 _NAMES_SHOWN = 3
 size = readable_size
-_SPANS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+_DURATION_UNITS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-def shown(text: str) -> str:
-    """Return a text with escapes for what cannot be printed: names come from files, and a terminal obeys some."""
+def printable(text: str) -> str:
+    """Escape control characters, because names from files could control the terminal."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -42,37 +42,39 @@ def shown(text: str) -> str:
 
 
 def console() -> Console:
-    """Return a new console on the current standard output, which tests redirect."""
+    """Return a console on the current standard output."""
     return Console(
         width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=not sys.stdout.isatty()
     )
 
 
 def print_table(rows: Sequence[Mapping[str, object]], *, numbers: Collection[str] = ()) -> None:
-    """Print rows, each a mapping of headings to cells; a column that is None in every row is left out.
+    """Print rows as a table, without the columns that are None in every row.
 
-    The columns with the headings ``numbers`` are aligned on the right, and never wrapped.
+    Args:
+        rows: the rows, each a mapping of headings to cells.
+        numbers: headings of the columns to align on the right, and never to wrap.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
     headings = [heading for heading in rows[0] if any(row[heading] is not None for row in rows)] if rows else []
     for heading in headings:
-        # Folded, not cut: names of tensors differ at their ends.
+        # Columns are folded instead of cut, because names of tensors differ at their ends.
         is_number = heading in numbers
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(shown(str(row[heading]))) for heading in headings))
-    page = console()
-    # In less, columns are a character wide; so the terminal wraps the lines.
-    page.width = max(page.width, _TABLE_WIDTH)
-    page.print(table)
+        table.add_row(*(Text(printable(str(row[heading]))) for heading in headings))
+    target = console()
+    # On a narrow terminal, rich would make columns one character wide. The terminal wraps the lines instead.
+    target.width = max(target.width, _TABLE_WIDTH)
+    target.print(table)
 
 
 def print_entry(heading: str, details: Sequence[str]) -> None:
     """Print a heading with indented lines below it, wrapped to the terminal."""
-    click.secho(shown(heading.replace(_LINE, " ")), bold=True)
+    click.secho(printable(heading.replace(_LIST_ITEM, " ")), bold=True)
     indent = " " * 4
     for line in details:
-        text = shown(line.replace(_LINE, " "))
+        text = printable(line.replace(_LIST_ITEM, " "))
         click.echo(
             textwrap.fill(
                 text, console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
@@ -81,7 +83,7 @@ def print_entry(heading: str, details: Sequence[str]) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document; dataclasses become objects, numbers that JSON lacks become null."""
+    """Print one JSON document. Dataclasses become objects; NaN and infinities become null."""
     click.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
 
 
@@ -100,36 +102,36 @@ def _jsonable(value: object) -> object:
 
 
 def note(text: str) -> None:
-    """Say something beside the result, on standard error."""
-    # Lists in messages are indented lines; a line break without that is one in a name.
-    lines = _LINE.join(map(shown, text.split(_LINE)))
+    """Print a message on standard error."""
+    # Lists in messages are indented lines. Any other line break belongs to a name, and is escaped.
+    lines = _LIST_ITEM.join(map(printable, text.split(_LIST_ITEM)))
     click.echo(f"asymcheck: {lines}", err=True)
 
 
-def save(save_id: str) -> str:
-    """Return the first digits of a save id, as many as tell saves apart and can be given back to a command."""
+def short_save_id(save_id: str) -> str:
+    """Return the first digits of a save id, enough for ``save:DIGITS``."""
     return save_id[:_SAVE_SHOWN]
 
 
 def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
-    """Return whether some checkpoints differ by their save ids only."""
+    """Tell whether some checkpoints differ only by their save ids."""
     counts = Counter((item.run, item.step, item.generation) for item in items)
     return any(count > 1 for count in counts.values())
 
 
-def moment(nanoseconds: int) -> str:
-    """Return a time for people, in UTC."""
+def timestamp(nanoseconds: int) -> str:
+    """Format a time in UTC."""
     when = dt.datetime.fromtimestamp(nanoseconds / 1e9, tz=dt.timezone.utc)
     return when.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def duration(nanoseconds: int) -> str:
-    """Return a span of time for people, for instance ``3 h 20 min``."""
+    """Format a duration, for example ``3 h 20 min``."""
     sign, seconds = ("-", -nanoseconds / 1e9) if nanoseconds < 0 else ("", nanoseconds / 1e9)
     if round(seconds, 1) < _MINUTE:
         return f"{sign}{seconds:.1f} s"
     whole = round(seconds)
-    for length, unit, part, smaller in _SPANS:
+    for length, unit, part, smaller in _DURATION_UNITS:
         if whole >= length:
             rest = whole % length // part
             return f"{sign}{whole // length} {unit}" + (f" {rest} {smaller}" if rest else "")
@@ -137,18 +139,24 @@ def duration(nanoseconds: int) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """Return a number of things, for instance ``1 checkpoint`` or ``2 checkpoints``."""
+    """Format a number of things, for example ``1 checkpoint`` or ``2 checkpoints``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def few(names: Sequence[str]) -> str:
-    """Return the first names of a list that may be long."""
-    return ", ".join(map(shown, names[:_NAMES_SHOWN])) + (" …" if len(names) > _NAMES_SHOWN else "")
+def metrics(values: Mapping[str, float], shown: int) -> str:
+    """Format the first ``shown`` metrics of a checkpoint."""
+    first = list(values.items())[:shown]
+    return ", ".join(f"{name} {value:.6g}" for name, value in first) + (" …" if len(values) > shown else "")
+
+
+def abbreviated(names: Sequence[str]) -> str:
+    """Return the first names of a list."""
+    return ", ".join(map(printable, names[:_NAMES_SHOWN])) + (" …" if len(names) > _NAMES_SHOWN else "")
 
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes, speed and time left on a terminal; yield a function of bytes done and total bytes."""
+    """Show a progress bar if standard error is a terminal; yield its callback ``(done_bytes, total_bytes)``."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return

@@ -1,4 +1,4 @@
-"""Commands that report on a store from its manifests and indexes: log, du and diff."""
+"""Commands that report on a store: log, du and diff."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 import click
 
 from asymcheck.cli import exit_status, output
-from asymcheck.cli.options import Report, command, places_option, store_argument
-from asymcheck.cli.places import Places, places_of
+from asymcheck.cli.locations import Locations, list_locations
+from asymcheck.cli.options import Report, command, show_remote_option, store_argument
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.inspect.diff import CheckpointDiff, TensorChange, TensorNorms
 from asymcheck.inspect.disk_usage import CheckpointBytes, DiskUsage
@@ -23,28 +23,32 @@ _SAVES_SHOWN = 3
 
 @command("List the checkpoints of a run, newest first.")
 @store_argument
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run.")
-@click.option(
-    "--all", "everything", is_flag=True, help="Also what is abandoned, incomplete or damaged, marked as such."
-)
-@places_option
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to list.")
+@click.option("--all", "everything", is_flag=True, help="Also show abandoned, incomplete and damaged checkpoints.")
+@show_remote_option
 def log(store: str, run: str, everything: bool, remote: str | None) -> Report:
-    """Show the checkpoints of a run of STORE along its line of training, newest first.
+    """Show the history of a run in STORE: the checkpoints on the line of training, newest first.
 
-    A line of dashes shows where training went on from an earlier checkpoint.
-    When a head record is lost, the line is not known: then --all shows what there is, and the status is 6.
-    Reads manifests and head records only, never a tensor; 'asymcheck verify' checks the bytes.
+    Entries that begin with dashes show where training continued from an earlier checkpoint.
+
+    If a head record is lost, the line is unknown. Then --all lists all checkpoints, and the status is 6.
+
+    Reads manifests and head records only; 'asymcheck verify' checks the tensor data.
     """
     with Store.open(store, read_only=True) as opened:
         history = opened.history(run, everything=everything)
-        places = None if remote is None else places_of(opened, remote, run)
-    there = None if places is None else sorted(places.there)
-    document = {"store": store, "history": history, "remote": places and places.location, "there": there}
+        locations = None if remote is None else list_locations(opened, remote, run)
+    document = {
+        "store": store,
+        "history": history,
+        "remote": locations and locations.remote_location,
+        "there": locations and sorted(locations.remote),
+    }
     status = exit_status.WARNINGS if history.line_problem else exit_status.OK
-    return Report(document, partial(_show_history, history, places), status)
+    return Report(document, partial(_show_history, history, locations), status)
 
 
-def _show_history(history: History, places: Places | None) -> None:
+def _show_history(history: History, locations: Locations | None) -> None:
     if not (history.entries or history.openings or history.hidden_abandoned or history.hidden_incomplete):
         click.echo("no checkpoints yet")
         return
@@ -56,7 +60,7 @@ def _show_history(history: History, places: Places | None) -> None:
         while openings and openings[0].generation > entry.checkpoint.generation:
             _show_opening(openings.pop(0))
         marks = ["newest" if entry is newest else _mark(entry, history)]
-        marks += [] if places is None else [places.of(entry.checkpoint)]
+        marks += [] if locations is None else [locations.describe(entry.checkpoint)]
         _show_entry(entry, ", ".join(filter(None, marks)))
     for opening in openings:
         _show_opening(opening)
@@ -65,15 +69,15 @@ def _show_history(history: History, places: Places | None) -> None:
         for number, word in ((history.hidden_abandoned, "abandoned"), (history.hidden_incomplete, "incomplete"))
         if number
     ]
-    if places is not None and places.only_there:
-        steps = ", ".join(str(one.step) for one in places.only_there)
-        click.echo(f"only in {places.location}: step {steps}")
+    if locations is not None and locations.remote_only:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in locations.remote_only)
+        click.echo(f"only at {locations.remote_location}: step {steps}")
     if hidden:
-        click.echo(f"{' and '.join(hidden)} not shown; --all shows them")
+        click.echo(f"{' and '.join(hidden)} not shown; pass --all to show them")
 
 
 def _mark(entry: HistoryEntry, history: History) -> str:
-    """Say what is the matter with a checkpoint; nothing when it can be restored and leads to the present."""
+    """Return the problems of a checkpoint, or nothing for a complete checkpoint on the line."""
     marks = [] if entry.checkpoint.complete else ["incomplete or damaged"]
     if history.line_problem:
         marks.append("line unknown")
@@ -84,61 +88,58 @@ def _mark(entry: HistoryEntry, history: History) -> str:
 
 def _show_entry(entry: HistoryEntry, mark: str) -> None:
     item = entry.checkpoint
-    name = f"step {item.step}  generation {item.generation}  save {output.save(item.save_id)}"
+    name = f"step {item.step}  generation {item.generation}  save {output.short_save_id(item.save_id)}"
     details = [entry.problem] if entry.problem else []
     if item.complete:
         details.append(f"{output.size(item.state_bytes)}{_after(entry)}, by {entry.writer}")
-        shown = [f"{name} {value:.6g}" for name, value in list(item.metrics.items())[:_METRICS_SHOWN]]
-        more = [f"… {len(item.metrics) - _METRICS_SHOWN} more"] if len(item.metrics) > _METRICS_SHOWN else []
-        if shown:
-            details.append(", ".join([*shown, *more]))
-    output.print_entry(f"{name}  {output.moment(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
+        details += [output.metrics(item.metrics, _METRICS_SHOWN)] if item.metrics else []
+    output.print_entry(f"{name}  {output.timestamp(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
 
 
 def _after(entry: HistoryEntry) -> str:
     if entry.since_before_ns is None:
         return ""
-    # A step may have been saved more than once: then the number alone would mean this very checkpoint.
     before = "an earlier save of " if entry.step_before == entry.checkpoint.step else ""
-    # An older step that was saved later, or a clock that was set back.
+    # The time is negative if an older step was saved later, or if the clock was set back.
     order = "before" if entry.since_before_ns < 0 else "after"
     return f", {output.duration(abs(entry.since_before_ns))} {order} {before}step {entry.step_before}"
 
 
 def _show_opening(opening: GenerationStart) -> None:
-    what = f"--- generation {opening.generation}"
+    heading = f"--- generation {opening.generation}"
     if opening.problem:
-        output.print_entry(f"{what}: its head record cannot be read", [opening.problem])
+        output.print_entry(f"{heading}: its head record cannot be read", [opening.problem])
         return
     origin = (
-        "began from nothing"
+        "started from scratch"
         if opening.parent_step is None
-        else f"went on from step {opening.parent_step}, generation {opening.parent_generation}"
+        else f"continued from step {opening.parent_step} of generation {opening.parent_generation}"
     )
     lost = "" if opening.abandoned is None else f"; {output.count(opening.abandoned, 'checkpoint')} abandoned"
     mark = "" if opening.on_line else " (not on the line)"
-    when = "" if opening.opened_ns is None else f"{output.moment(opening.opened_ns)} UTC, by {opening.writer}"
+    when = "" if opening.opened_ns is None else f"{output.timestamp(opening.opened_ns)} UTC, by {opening.writer}"
     output.print_entry(
-        f"{what} {origin}{lost if opening.abandoned or opening.parent_step is not None else ''}{mark}", [when]
+        f"{heading} {origin}{lost if opening.abandoned or opening.parent_step is not None else ''}{mark}", [when]
     )
 
 
 @command("Show disk usage per checkpoint and tensor role.")
 @store_argument
-@click.option("--run", default=None, help="List the checkpoints of this run only; the totals are of the whole store.")
+@click.option("--run", default=None, help="List the checkpoints of this run only. The totals are for the whole store.")
 def du(store: str, run: str | None) -> Report:
     """Show the disk usage of STORE per checkpoint, per tensor role, and in total.
 
     \b
-    state    bytes of the tensors
-    stored   bytes on disk of the frames that hold them, each counted once
-    own      those that no other checkpoint needs: garbage once it is deleted
-    shared   the rest of stored
+    size        bytes of the tensors
+    stored      bytes on disk of the frames that hold them
+    exclusive   part of stored that no other checkpoint needs
+    shared      part of stored that other checkpoints need, too
 
-    A pack is freed as a whole, so garbage is locked while its pack holds a live frame. What a save in progress has
-    written looks like garbage.
-    Reads manifests and the indexes of packs only. The status is 1 when a manifest cannot be read or a partition is
-    missing, and 6 when only packs are damaged: then the figures are what could be counted.
+    Deleting a checkpoint turns its exclusive bytes into garbage. A pack is freed as a whole, so its garbage is locked
+    while the pack holds a live frame. Data of a save in progress counts as garbage.
+
+    Reads manifests and pack indexes only. The status is 1 if a manifest cannot be read or a partition is missing, and 6
+    if only packs are damaged.
     """
     with Store.open(store, read_only=True) as opened:
         accounting = opened.disk_usage(run)
@@ -155,10 +156,10 @@ def _show_accounting(accounting: DiskUsage) -> None:
         click.echo("no checkpoints yet")
     if accounting.roles:
         roles = [
-            {"role": role.role, "state": output.size(role.state_bytes), "stored": output.size(role.stored_bytes)}
+            {"role": role.role, "size": output.size(role.state_bytes), "stored": output.size(role.stored_bytes)}
             for role in accounting.roles
         ]
-        output.print_table(roles, numbers=("state", "stored"))
+        output.print_table(roles, numbers=("size", "stored"))
     output.print_table(_totals(accounting), numbers=["bytes"])
     for problem in _problems(accounting):
         click.echo(problem)
@@ -170,20 +171,20 @@ def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
         {
             "run": item.run,
             "step": item.step,
-            "gen": item.generation,
-            "save": output.save(item.save_id) if is_repeated else None,
-            "state": output.size(item.state_bytes),
+            "generation": item.generation,
+            "save": output.short_save_id(item.save_id) if is_repeated else None,
+            "size": output.size(item.state_bytes),
             "stored": output.size(item.stored_bytes),
-            "own": output.size(item.own_bytes),
+            "exclusive": output.size(item.own_bytes),
             "shared": output.size(item.shared_bytes),
-            "is": _standing(item),
+            "status": _status_of(item),
         }
         for item in items
     ]
-    output.print_table(rows, numbers=("step", "gen", "state", "stored", "own", "shared"))
+    output.print_table(rows, numbers=("step", "generation", "size", "stored", "exclusive", "shared"))
 
 
-def _standing(item: CheckpointBytes) -> str:
+def _status_of(item: CheckpointBytes) -> str:
     if not item.complete or item.missing_partitions:
         return "damaged" if item.complete else "incomplete or damaged"
     return "" if item.on_line else "abandoned"
@@ -192,65 +193,82 @@ def _standing(item: CheckpointBytes) -> str:
 def _totals(accounting: DiskUsage) -> list[dict[str, str]]:
     rows: list[tuple[str, int, str]] = [
         ("packs", accounting.pack_bytes, output.count(accounting.packs, "pack")),
-        ("  live", accounting.live_bytes, "frames that a checkpoint needs"),
+        ("  live", accounting.live_bytes, "frames that checkpoints need"),
         (
             "  freeable",
             accounting.freeable_bytes,
             f"{output.count(accounting.freeable_packs, 'pack')} that gc would free",
         ),
         ("  locked", accounting.locked_bytes, "garbage in packs with live frames"),
-        ("  overhead", accounting.overhead_bytes, "headers, indexes, old tails"),
+        ("  overhead", accounting.overhead_bytes, "headers, indexes, unused ends of files"),
         ("  unreadable", accounting.unreadable_bytes, "packs that cannot be read"),
-        ("pool", accounting.pooled_bytes, f"{output.count(accounting.pooled_packs, 'freed pack')}, to be overwritten"),
-        ("unfinished", accounting.unfinished_bytes, "packs being written, or left by a killed save"),
+        ("pool", accounting.pooled_bytes, f"{output.count(accounting.pooled_packs, 'freed pack')}, kept for reuse"),
+        ("unfinished", accounting.unfinished_bytes, "packs of running or killed saves"),
         ("manifests", accounting.manifest_bytes, output.count(accounting.manifests, "manifest")),
         ("catalog", accounting.catalog_bytes, ""),
     ]
     optional = ("  unreadable", "unfinished")
     return [
-        {"in all": name, "bytes": output.size(size), "": what}
-        for name, size, what in rows
+        {"total": name, "bytes": output.size(size), "content": content}
+        for name, size, content in rows
         if size or name not in optional
     ]
 
 
 def _problems(accounting: DiskUsage) -> list[str]:
-    found = []
+    problems = []
     if accounting.unreadable_manifests:
         unreadable = output.count(accounting.unreadable_manifests, "manifest")
-        found.append(f"{unreadable} cannot be read: gc frees nothing while what they need is unknown")
+        problems.append(
+            f"{unreadable} cannot be read: gc frees nothing, because it does not know the needed partitions"
+        )
     missing = sum(item.missing_partitions > 0 for item in accounting.checkpoints)
     if missing:
-        refer = "1 checkpoint refers" if missing == 1 else f"{missing} checkpoints refer"
-        found.append(f"{refer} to partitions that lie in no readable pack")
+        subject = "1 checkpoint needs" if missing == 1 else f"{missing} checkpoints need"
+        problems.append(f"{subject} partitions that are in no readable pack")
     if accounting.damaged_packs:
-        found.append(f"{output.count(accounting.damaged_packs, 'pack')} with a damaged header or index; gc keeps them")
-    return [*found, "run 'asymcheck verify' for all the damage"] if found else []
+        damaged = output.count(accounting.damaged_packs, "pack")
+        problems.append(f"{damaged} with a damaged header or index; gc keeps them")
+    return [*problems, "run 'asymcheck verify' for details of the damage"] if problems else []
 
 
-@command("Say what changed from one checkpoint to another.")
+@command("Compare two checkpoints.")
 @store_argument
 @click.argument("a")
 @click.argument("b")
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="The run of A and B, where they do not name one.")
-@click.option("--tensors", "pattern", default="*", help="Only what has a name that matches this glob, as 'model.*'.")
-@click.option("--norms/--no-norms", default=True, help="Read what changed and say by how much [default: yes].")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of A and B, unless they name a run.")
+@click.option(
+    "--tensors", "pattern", default="*", help="Compare only names that match this glob, for example 'model.*'."
+)
+@click.option(
+    "--norms/--no-norms",
+    default=True,
+    help="Read changed tensors and compute norms of the difference [default: --norms].",
+)
 def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool) -> Report:
-    """Show what changed from checkpoint A to checkpoint B of STORE.
+    """Compare checkpoints A and B of STORE.
 
     \b
     A and B are each one of
-      STEP             the checkpoint of this step that a restore would take
-      save:DIGITS      the one whose save id begins with these digits (see 'asymcheck log')
+      STEP             the checkpoint of this step that a restore would choose
+      save:DIGITS      the checkpoint whose save id begins with DIGITS (see 'asymcheck log')
       RUN@STEP, RUN@save:DIGITS
 
-    Tensors whose digests are equal are not read. Of the others every byte is read and checked, a few partitions at a
-    time. Norms are in float64: of integers and bool, too; those of complex numbers in complex128. Elements that are
-    infinite or not a number are counted and left out of the norms. There are no norms of states of random number
-    generators, of float4, and where the shape changed.
-    With --no-norms nothing is read but manifests; then a tensor that shares its partitions with others may be
-    'undecided'.
-    The status is 0 whether they differ or not.
+    \b
+    Columns of the tables:
+      shared        bytes that A and B have in common on disk
+      |A|, |B−A|    L2 norms of A and of the difference
+      relative      |B−A| / |A|
+      max change    largest absolute difference of an element
+      changed       number of elements that differ
+
+    Tensors with equal digests are not read. All other tensors are read and checked, a few partitions at a time. Norms
+    are computed in float64 (complex128 for complex numbers), without infinities and NaN, which are counted separately.
+    Random number generator states, float4 tensors and tensors of different shapes have no norms.
+
+    --no-norms reads manifests only. A tensor that shares its partition with other tensors may then be 'undecided'.
+
+    The status is 0 whether A and B differ or not.
     """
     with Store.open(store, read_only=True) as opened, output.progress("diff") as progress:
         difference = opened.diff(a, b, run=run, tensors=pattern, norms=norms, progress=progress)
@@ -260,26 +278,25 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool) -> Rep
 def _show_difference(difference: CheckpointDiff) -> None:
     _show_side("A", difference.a, difference.other_saves_a)
     _show_side("B", difference.b, difference.other_saves_b)
-    # First of all: the tables may have hundreds of rows.
-    _show_sums(difference)
+    # The summary comes before the tables, which may have hundreds of rows.
+    _show_summary(difference)
     if difference.tensors:
-        # Tensors of several ranks may have the same names.
         is_shared = any(change.rank for change in difference.tensors)
         _show_tensors(difference.tensors, is_shared=is_shared)
         _show_norms(difference.tensors, is_shared=is_shared)
     if difference.values:
         output.print_table(
-            [{"value": one.name, "in A": one.a or "(none)", "in B": one.b or "(none)"} for one in difference.values]
+            [{"value": item.name, "A": item.a or "(none)", "B": item.b or "(none)"} for item in difference.values]
         )
 
 
 def _show_side(letter: str, item: Checkpoint, others: tuple[str, ...]) -> None:
     details = []
     if others:
-        listed = ", ".join(f"save:{output.save(other)}" for other in others[:_SAVES_SHOWN])
+        listed = ", ".join(f"save:{output.short_save_id(other)}" for other in others[:_SAVES_SHOWN])
         more = " …" if len(others) > _SAVES_SHOWN else ""
         details.append(f"step {item.step} was saved {len(others) + 1} times, also as {listed}{more}")
-    save = f"save {output.save(item.save_id)}  {output.moment(item.created_ns)} UTC"
+    save = f"save {output.short_save_id(item.save_id)}  {output.timestamp(item.created_ns)} UTC"
     output.print_entry(f"{letter}  {item.run}  step {item.step}  generation {item.generation}  {save}", details)
 
 
@@ -291,12 +308,12 @@ def _show_tensors(changes: tuple[TensorChange, ...], *, is_shared: bool) -> None
             "change": change.change,
             "dtype": _from_to(change.dtype_a, change.dtype_b),
             "shape": _from_to(_shape(change.shape_a), _shape(change.shape_b)),
-            "bytes": output.size(change.bytes_a if change.change == "removed" else change.bytes_b),
+            "size": output.size(change.bytes_a if change.change == "removed" else change.bytes_b),
             "shared": output.size(change.shared_bytes),
         }
         for change in changes
     ]
-    output.print_table(rows, numbers=("rank", "bytes", "shared"))
+    output.print_table(rows, numbers=("rank", "size", "shared"))
 
 
 def _from_to(a: str | None, b: str | None) -> str:
@@ -311,7 +328,7 @@ def _show_norms(changes: tuple[TensorChange, ...], *, is_shared: bool) -> None:
     compared = [(change, change.norms) for change in changes if change.norms is not None]
     if not compared:
         return
-    has_odd = any(norms.nonfinite_a or norms.nonfinite_b for _, norms in compared)
+    has_nonfinite = any(norms.nonfinite_a or norms.nonfinite_b for _, norms in compared)
     rows = [
         {
             "rank": change.rank if is_shared else None,
@@ -319,9 +336,9 @@ def _show_norms(changes: tuple[TensorChange, ...], *, is_shared: bool) -> None:
             "|A|": _number(norms.l2_a),
             "|B−A|": _number(norms.l2_difference),
             "relative": _number(norms.relative),
-            "largest": _number(norms.largest),
-            "differ": norms.differing,
-            "not finite": _nonfinite(norms) if has_odd else None,
+            "max change": _number(norms.largest),
+            "changed": norms.differing,
+            "non-finite": _nonfinite(norms) if has_nonfinite else None,
         }
         for change, norms in compared
     ]
@@ -332,7 +349,7 @@ def _show_norms(changes: tuple[TensorChange, ...], *, is_shared: bool) -> None:
             of_rank = f" of rank {change.rank}" if is_shared else ""
             notes.setdefault(norms.note, []).append(f"{change.name}{of_rank}")
     for note, names in notes.items():
-        click.echo(f"no norms of {', '.join(map(output.shown, names))}: {note}")
+        click.echo(f"no norms of {', '.join(map(output.printable, names))}: {note}")
 
 
 def _number(value: float | None) -> str:
@@ -343,12 +360,12 @@ def _nonfinite(norms: TensorNorms) -> str:
     return f"{norms.nonfinite_a} → {norms.nonfinite_b}" if norms.nonfinite_a or norms.nonfinite_b else ""
 
 
-def _show_sums(difference: CheckpointDiff) -> None:
+def _show_summary(difference: CheckpointDiff) -> None:
     words = {
         "added": "added",
         "removed": "removed",
         "shape": "changed in shape",
-        "layout": "cut otherwise",
+        "layout": "changed in sharding",
         "dtype": "changed in dtype",
         "value": "changed in value",
         "undecided": "undecided",

@@ -1,4 +1,4 @@
-"""Commands that copy checkpoints: push and pull to and from a location, restore and convert to and from files."""
+"""Commands that copy checkpoints: push, pull, restore and convert."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from asymcheck.convert.convert import Exported
 
 
-def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
+def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--all", "everything", is_flag=True, help="All complete checkpoints on the line of training."),
-        click.option("--run", default=None, help="Whose [default: 'default'; with --all: all]."),
+        click.option(
+            "--all", "everything", is_flag=True, help="Copy all complete checkpoints on the line of training."
+        ),
+        click.option("--run", default=None, help="Run to copy [default: 'default'; with --all: all runs]."),
         step_option,
     ):
         function = option(function)
@@ -42,19 +44,19 @@ def _selection(function: Callable[..., Any]) -> Callable[..., Any]:
 @command("Copy checkpoints to HDFS or a shared file system.")
 @store_argument
 @click.argument("location")
-@_selection
+@_selection_options
 def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool) -> Report:
-    """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
+    """Copy checkpoints of STORE to LOCATION, where they survive the loss of this node.
 
-    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow
-    knows. Data that the location has already is not sent again; an interrupted push goes on where it was.
+    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow supports.
+    Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.
 
     \b
     Examples:
       asymcheck push checkpoints hdfs://namenode:8020/runs/gpt2
       asymcheck push checkpoints 'hdfs://namenode:8020/runs/gpt2?dfs.replication=2' --all
     """
-    _check_one(step, everything=everything)
+    _check_step_or_all(step, everything=everything)
     with Store.open(store, read_only=True) as opened, output.progress("push") as progress:
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
     return Report(done, partial(_show_moved, done, "sent"))
@@ -63,20 +65,20 @@ def push(store: str, location: str, step: int | str | None, run: str | None, eve
 @command("Copy checkpoints from HDFS or a shared file system.")
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
-@_selection
+@_selection_options
 def pull(location: str, store: Path, step: int | str | None, run: str | None, everything: bool) -> Report:
-    """Copy checkpoints from LOCATION into STORE, every byte verified; STORE is made when there is none.
+    """Copy checkpoints from LOCATION into STORE, and verify every byte. STORE is created if it does not exist.
 
-    'asymcheck restore LOCATION --to FILE' and Store.open(LOCATION) read a checkpoint without that.
+    To read a checkpoint without copying it, use 'asymcheck restore LOCATION --to FILE' or Store.open(LOCATION).
 
     \b
     Examples:
       asymcheck pull hdfs://namenode:8020/runs/gpt2 checkpoints
       asymcheck pull file:///mnt/shared/gpt2 checkpoints --step 900
     """
-    _check_one(step, everything=everything)
+    _check_step_or_all(step, everything=everything)
     if not is_uri(location):
-        raise InvalidInputError(f"location {location!r}: give a URI; a store on this machine needs no pull")
+        raise InvalidInputError(f"location {location!r} is not a URI; a local store needs no pull")
     if not is_store(store):
         _check_selection(location, step, run, everything=everything)
     with Store.open(store, create=True) as opened, output.progress("pull") as progress:
@@ -85,14 +87,14 @@ def pull(location: str, store: Path, step: int | str | None, run: str | None, ev
 
 
 def _check_selection(location: str, step: int | str | None, run: str | None, *, everything: bool) -> None:
-    """Make sure that there is something to fetch: to open the store for writing makes one."""
-    there = RemoteTier(parse_location(location), StoreConfig())
-    with contextlib.closing(there), warnings.catch_warnings():
-        warnings.simplefilter("ignore", SkippedCheckpointWarning)  # the pull says it
-        selected(there, None if run is None else check_run(run), step, everything=everything)
+    """Check that the location has the selected checkpoints, before the pull creates a store."""
+    tier = RemoteTier(parse_location(location), StoreConfig())
+    with contextlib.closing(tier), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedCheckpointWarning)  # the pull warns again
+        selected(tier, None if run is None else check_run(run), step, everything=everything)
 
 
-def _check_one(step: int | str | None, *, everything: bool) -> None:
+def _check_step_or_all(step: int | str | None, *, everything: bool) -> None:
     if everything and step is not None:
         raise click.UsageError("--all copies every step: leave out --step")
 
@@ -100,42 +102,50 @@ def _check_one(step: int | str | None, *, everything: bool) -> None:
 def _show_moved(done: Moved, verb: str) -> None:
     for name in done.committed:
         click.echo(f"{verb} {name}")
-    plain = f" ({output.size(done.plain_bytes)} plain)" if done.plain_bytes > done.moved_bytes else ""
+    plain = f" ({output.size(done.plain_bytes)} uncompressed)" if done.plain_bytes > done.moved_bytes else ""
     moved = f"{output.size(done.moved_bytes)}{plain} in {output.count(done.packs, 'pack')}"
-    there = f"; {output.count(done.present, 'checkpoint')} there already" if done.present else ""
-    reused = f"; {output.count(done.reused_partitions, 'partition')} there already" if done.reused_partitions else ""
-    click.echo(f"{output.count(len(done.committed), 'checkpoint')} {verb}, {moved}{reused}{there}")
+    present = [
+        output.count(number, noun)
+        for number, noun in ((done.reused_partitions, "partition"), (done.present, "checkpoint"))
+        if number
+    ]
+    already_present = f"; already present: {', '.join(present)}" if present else ""
+    click.echo(f"{output.count(len(done.committed), 'checkpoint')} {verb}, {moved}{already_present}")
 
 
-@command("Write a checkpoint to a .safetensors or .pt file, or a model folder.")
+@command("Write a checkpoint to a .safetensors or .pt file, or to a model folder.")
 @store_argument
 @click.option(
     "--to",
     "target",
     required=True,
     type=click.Path(path_type=Path),
-    help="*.safetensors, *.pt (.pth, .bin), or a folder: the layout of Hugging Face.",
+    help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
 )
 @step_option
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Whose checkpoint.")
-@click.option("--part", default=None, help="Only what lies under this key, for instance 'model', by its names there.")
-@click.option("--tensors", default="*", help="Only tensors whose whole name matches this glob.")
-@click.option("--rank", type=int, default=None, help="Only what this rank saved [default: all, as whole tensors].")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
+@click.option(
+    "--part", default=None, help="Write only this part of the state, for example 'model', without the prefix in names."
+)
+@click.option("--tensors", default="*", help="Write only tensors whose full name matches this glob.")
+@click.option(
+    "--rank", type=int, default=None, help="Write only the shards of this rank [default: whole tensors of all ranks]."
+)
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
     callback=parse_size,
     default=None,
-    help="Most bytes of tensors in one file of a folder, for instance 200MB or 2GiB [default: 5GB].",
+    help="Maximum size of one file in a model folder, for example 200MB or 2GiB [default: 5GB].",
 )
 @click.option(
     "--files-from",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=None,
-    help="Copy the small files (config.json, tokenizer …) of this model folder into the new one.",
+    help="Copy small files (config.json, tokenizer …) from this model folder.",
 )
 @ring_options
-@click.option("--remote", default=None, help="Read from this location what is missing or damaged in STORE.")
+@click.option("--remote", default=None, help="Read data that is missing or damaged in STORE from this remote location.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file or folder.")
 def restore(
     store: str,
@@ -152,87 +162,88 @@ def restore(
     remote: str | None,
     overwrite: bool,
 ) -> Report:
-    """Write a checkpoint of STORE to a file or folder, every byte verified.
+    """Write a checkpoint of STORE to a file or folder, and verify every byte.
 
-    Memory stays bounded however large the checkpoint is, and the file gets its name when it is complete. Safetensors
-    hold tensors only; a .pt file, read with torch.load(weights_only=True), holds plain values as well.
+    The checkpoint is streamed, so memory use is bounded. The output appears under its name when it is complete. A
+    .safetensors file holds tensors only. A .pt file also holds plain values, for torch.load(weights_only=True).
 
-    The parts of a tensor that several ranks saved are put together, unless --rank names one rank.
+    Shards of several ranks are assembled to whole tensors, unless --rank selects one rank.
 
-    STORE may also be a remote location, such as hdfs://namenode:8020/runs/gpt2: nothing else is needed on this machine.
+    STORE may also be a remote location, such as hdfs://namenode:8020/runs/gpt2.
 
-    With --tier dram it is one that a killed process left complete in memory, durable or not: nothing but its ring is
-    read, and the ring stays as it is. The ring of a living process is refused. The rings of all
-    ranks are needed.
+    --tier memory exports a complete capture from the ring of a killed process, durable or not. Only the ring is read,
+    and it is not changed. The rings of all ranks are needed. A ring of a running process is refused.
 
     \b
     Examples:
       asymcheck restore checkpoints --to weights.safetensors --part model
       asymcheck restore checkpoints --to my-model --part model --files-from gpt2
       asymcheck restore checkpoints --step 900 --to step-900.pt
-      asymcheck restore checkpoints --tier dram --to last.pt
+      asymcheck restore checkpoints --tier memory --to last.pt
       asymcheck restore hdfs://namenode:8020/runs/gpt2 --to last.pt
     """
     from asymcheck.convert.convert import SHARD_BYTES, Output, export_checkpoint
 
-    if rank is not None and tier == "dram":
-        raise click.UsageError("--tier dram puts together what all ranks left in memory: leave out --rank")
-    if remote is not None and tier == "dram":
-        raise click.UsageError("--tier dram reads nothing but what is left in memory: leave out --remote")
-    place = Output(target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from)
+    if rank is not None and tier == "memory":
+        raise click.UsageError("--tier memory assembles the captures of all ranks: leave out --rank")
+    if remote is not None and tier == "memory":
+        raise click.UsageError("--tier memory reads ring files only: leave out --remote")
+    destination = Output(
+        target, overwrite=overwrite, max_shard_bytes=max_shard_size or SHARD_BYTES, files_from=files_from
+    )
     with Store.open(store, read_only=True, remote=remote) as opened, output.progress("restore") as progress:
         done = export_checkpoint(
             opened,
-            place,
+            destination,
             step=step,
             run=run,
             part=part,
             tensors=tensors,
             rank=rank,
-            ring_folder=ring_folder if tier == "dram" else None,
+            ring_folder=ring_folder if tier == "memory" else None,
             progress=progress,
         )
     if max_shard_size is not None and done.format != "folder":
-        output.note(f"{target} is one file, so --max-shard-size has no effect")
+        output.note(f"--max-shard-size has no effect: {target} is a single file")
     return _report_export(done)
 
 
 def _report_export(done: Exported) -> Report:
-    """Note passed-over checkpoints and what may be missing; report what was written."""
     for reason in done.skipped:
-        output.note(f"passed over {reason}")
+        output.note(f"skipped {reason}")
     for hint in done.hints:
         output.note(hint)
     return Report(done, partial(_show_export, done), exit_status.WARNINGS if done.skipped else exit_status.OK)
 
 
 def _show_export(done: Exported) -> None:
-    at = f"{done.checkpoint.run} step {done.checkpoint.step}"
-    click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {at}")
+    source = f"{done.checkpoint.run} step {done.checkpoint.step}"
+    click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {source}")
     if done.left_out:
-        values = "value that is no tensor" if len(done.left_out) == 1 else "values that are no tensors"
-        click.echo(f"left out: {len(done.left_out)} {values} ({output.few(done.left_out)}); a .pt file keeps them")
+        values = output.count(len(done.left_out), "plain value")
+        click.echo(f"left out {values} ({output.abbreviated(done.left_out)}); write a .pt file to keep plain values")
 
 
-@command("Convert a .safetensors or .pt file or a model folder to a store, or back.")
+@command("Convert a .safetensors file, .pt file or model folder to a store, or back.")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--step", type=int, default=None, help="Step to save as [default: 0], or to read [default: the newest].")
-@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save to or to read.")
-@click.option("--part", default=None, help="Of a store, only what lies under this key, as 'asymcheck restore' has it.")
-@click.option("--overwrite", is_flag=True, help="Replace DST when it is a file or a model folder.")
+@click.option("--step", type=int, default=None, help="Step to save [default: 0] or to read [default: newest].")
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save or to read.")
+@click.option("--part", default=None, help="If SRC is a store: write only this part of the state, for example 'model'.")
+@click.option("--overwrite", is_flag=True, help="Replace DST if it is a file or a model folder.")
 def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, overwrite: bool) -> Report:
-    """Convert SRC to DST, one of which is a store; memory stays bounded however large they are.
+    """Convert SRC to DST. One of them must be a store.
 
-    The other is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save; SRC may
-    also be a folder of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3). Nothing in them is executed. The
-    content of another program's file comes back unchanged, with one exception: a safetensors file whose metadata names
-    no format gets the format pt, which transformers asks for. 'asymcheck restore' has more options for exports. Bytes
-    that the store has already are not stored again.
+    The other one is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save. SRC may
+    also be a folder of torch.distributed.checkpoint or of DeepSpeed (ZeRO 1 to 3). No code in SRC is executed.
+
+    Data is streamed, so memory use is bounded. Data that the store already has is not stored again. An imported file is
+    exported unchanged, with one exception: if the metadata of a safetensors file has no format entry, the export adds
+    format=pt, which transformers requires. 'asymcheck restore' has more options for exports.
 
     \b
     Examples:
-      asymcheck convert gpt2/ store            the model folder becomes step 0 of the store
+      asymcheck convert gpt2/ store            saves the model folder as step 0 of the store
       asymcheck convert tuned.pt store --step 1
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
@@ -247,46 +258,45 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
             raise NotFoundError(f"{src} does not exist")
     if is_store(src):
         if is_store(dst):
-            raise InvalidInputError(f"{dst} is a store as well; copy the directory to copy a store")
+            raise InvalidInputError(f"{src} and {dst} are both stores; to copy a store, copy its directory")
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
-            place = Output(dst, overwrite=overwrite)
-            done = export_checkpoint(opened, place, step=step, run=run, part=part, progress=progress)
+            destination = Output(dst, overwrite=overwrite)
+            done = export_checkpoint(opened, destination, step=step, run=run, part=part, progress=progress)
         return _report_export(done)
     if format_of(dst) != "folder":
         raise InvalidInputError(
-            f"{dst}: one of SRC and DST must be a store, and {src} is none; the name of a new store has no suffix"
+            f"neither {src} nor {dst} is a store; one must be a store, and the name of a new store has no suffix"
         )
     if part is not None:
-        raise InvalidInputError(f"--part chooses from a checkpoint, and {src} is no store; leave it out")
+        raise InvalidInputError(f"--part requires a store as SRC, and {src} is not a store; leave out --part")
     left_out: list[str] = []
-    # What cannot be read is refused before there is a store.
+    # SRC is opened first, so that an unreadable SRC leaves no new store.
     with (
         output.progress("convert") as progress,
         foreign_state(src, progress, left_out) as state,
         Store.open(dst, create=True) as opened,
     ):
-        there = [item for item in opened.checkpoints(run) if item.step == (step or 0)]
+        earlier = sum(item.step == (step or 0) for item in opened.checkpoints(run))
         saved = opened.save(state, step=step or 0, run=run)
-        new = _new(opened, saved)
-    if there:
+        written = _written(opened, saved)
+    if earlier:
         output.note(
-            f"{dst} had step {saved.step} of run {run!r} already, and has {len(there) + 1} of it now; this one is "
-            f"save:{output.save(saved.save_id)}, and another --step keeps them apart"
+            f"{dst} already had step {saved.step} of run {run!r}, and now has {earlier + 1} checkpoints of this step. "
+            f"The new one is save:{output.short_save_id(saved.save_id)}; pass another --step to keep them apart"
         )
     if left_out:
         output.note(
-            f"left out of {src}: {output.few(left_out)}, neither the model's weights nor small files beside them; "
-            "keep the folder"
+            f"did not convert {output.abbreviated(left_out)} in {src}: neither model weights nor small files. Keep the "
+            "folder if you need them"
         )
     return Report(
-        saved, partial(click.echo, f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {new}")
+        saved, partial(click.echo, f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {written}")
     )
 
 
-def _new(store: Store, saved: Checkpoint) -> str:
-    """Say how much was written of a checkpoint; tensors of a few bytes are in every manifest anew."""
+def _written(store: Store, saved: Checkpoint) -> str:
     if not saved.written_bytes and saved.state_bytes:
         _, tensors = store.tensors(f"save:{saved.save_id}", run=saved.run)
         if all(tensor.inline for tensor in tensors):
-            return "all of it in the manifest"
-    return f"of which {output.size(saved.written_bytes or 0)} were new"
+            return "all in the manifest"
+    return f"{output.size(saved.written_bytes or 0)} newly stored"

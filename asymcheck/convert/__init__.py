@@ -1,1 +1,1 @@
-"""Import and export of other formats: safetensors, Hugging Face folders, torch files, DCP and DeepSpeed folders."""
+"""Import and export of foreign formats: safetensors, Hugging Face folders, torch files, DCP and DeepSpeed folders."""

@@ -1,4 +1,4 @@
-"""Checkpoints to and from files of other formats."""
+"""Export checkpoints to files of other formats, and import such files."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from asymcheck.storage.local_files import translated
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Progress
 
-SHARD_BYTES = 5_000_000_000  # most bytes of tensors in one file of a folder, as transformers has it by default
-_REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
+SHARD_BYTES = 5_000_000_000  # default maximum of tensor bytes in one file of a model folder, as in transformers
+_REMEDY = "load the file in your own program, and save the result with Store.save()"
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
+    """Result of an export."""
 
     path: Path
     format: str  # ``safetensors``, ``folder`` or ``torch``
     checkpoint: Checkpoint
-    tensors: int  # tied ones count once
+    tensors: int  # tied tensors count once
     nbytes: int
-    left_out: tuple[str, ...]  # names of values that the format has no place for
-    skipped: tuple[str, ...]  # newer checkpoints that were passed over, with the reasons
-    hints: tuple[str, ...]  # reasons why other programs may not read it as expected, and remedies
+    left_out: tuple[str, ...]  # names of plain values that the format cannot store
+    skipped: tuple[str, ...]  # newer checkpoints that were skipped, with reasons
+    hints: tuple[str, ...]  # reasons why other programs may not read the output as expected, with remedies
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The target of an export."""
+    """Target of an export."""
 
     path: Path  # ``*.safetensors``, ``*.pt`` (``.pth``, ``.bin``), or a folder in the layout of Hugging Face
     overwrite: bool = False
-    max_shard_bytes: int = SHARD_BYTES  # most bytes of tensors in one file of a folder
-    files_from: Path | None = None  # A folder whose small files (configuration, tokenizer) are copied into the new one
+    max_shard_bytes: int = SHARD_BYTES  # maximum of tensor bytes in one file of a folder
+    files_from: Path | None = None  # model folder whose small files (configuration, tokenizer) are copied
 
     def sink(self, part: str | None) -> SafetensorsSink | TorchSink:
-        """Return the sink that writes a part of a state, given by its dotted name; None means the whole state."""
+        """Return the sink that writes the part with this dotted name; None means the whole state."""
         kind = check_target(self.path)
         if self.files_from is not None and kind != "folder":
             raise InvalidInputError(
-                f"{self.path} is one file, so there is no place beside it for the files of {self.files_from}"
+                f"cannot copy files from {self.files_from}: target {self.path} is a single file; give a folder"
             )
         draft = Draft(self.path, overwrite=self.overwrite)
         if kind == "torch":
@@ -66,7 +66,7 @@ class Output:
         return SafetensorsSink(draft, part, max_shard_bytes=shard_bytes, files=files)
 
 
-def export_checkpoint(  # noqa: PLR0913 - each says something else of what is read
+def export_checkpoint(  # noqa: PLR0913 - options of the command
     store: Store,
     output: Output,
     *,
@@ -78,24 +78,24 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
     ring_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a checkpoint to a file or folder, every byte verified, in bounded memory.
+    """Write a checkpoint to a file or folder in bounded memory, and verify every byte.
 
     Args:
         store: the store with the checkpoint.
         output: the target.
         step: a step or ``save:DIGITS``; by default the newest consistent checkpoint.
         run: the run of the checkpoint.
-        part: dotted name of a part of the state, for instance ``model``; names of tensors are relative to it.
+        part: dotted name of a part of the state, for example ``model``; tensor names are relative to the part.
         tensors: a glob of names in the whole state.
         rank: export only the shards of this rank; by default, whole tensors of all ranks.
-        ring_folder: read only what killed processes left complete in the rings of this folder.
-        progress: called with the bytes that are done and the bytes of all tensors.
+        ring_folder: read only complete captures of killed processes from the rings in this folder.
+        progress: callback with the bytes done and the bytes of all tensors.
 
     Raises:
-        InvalidInputError: the path is taken, the part does not exist, or the format lacks a dtype. Nothing was written.
+        InvalidInputError: the path exists, the part does not exist, or the format lacks a dtype. Nothing was written.
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`Store.load`.
         LockTimeoutError: a ring is in use.
-        OutOfSpaceError: the disk has too little room; nothing was written.
+        OutOfSpaceError: the disk has too little free space; nothing was written.
     """
     sink = output.sink(part)
     if ring_folder is None:
@@ -116,8 +116,8 @@ def export_checkpoint(  # noqa: PLR0913 - each says something else of what is re
     )
 
 
-class _Meter:
-    """Counts the bytes that are read, for a progress bar."""
+class _ProgressMeter:
+    """Counter of read bytes for a progress bar."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -125,7 +125,7 @@ class _Meter:
         self.total = 0
 
     def add(self, count: int) -> None:
-        # Reads before the total is known are headers. The count is not exact when several threads read.
+        # Headers are read before the total is known. The count is approximate if several threads read.
         self._done += count if self.total else 0
         if self._progress is not None and self.total:
             self._progress(min(self._done, self.total), self.total)
@@ -133,21 +133,25 @@ class _Meter:
 
 @contextlib.contextmanager
 def foreign_state(path: Path, progress: Progress | None = None, left_out: list[str] | None = None) -> Iterator[object]:
-    """Yield the content of a file of another format as a state, whose tensors are read while it is saved.
+    """Yield the content of a foreign file as a state whose tensors are read during the save.
 
-    A torch file or a folder of torch's DCP keeps its structure. In a folder of DeepSpeed, the fp32 weights, the other
-    tensors of the module and the state of the optimizer are assembled to whole tensors. The tensors of a safetensors
-    file or a Hugging Face folder go under ``model``. Metadata and the small files of the folder go under
-    ``safetensors``, so that :func:`export_checkpoint` can restore them. Names of other files are added to ``left_out``.
+    A torch file or a DCP folder keeps its structure. The fp32 weights, buffers and optimizer state of a DeepSpeed
+    folder are assembled to whole tensors. The tensors of a safetensors file or a Hugging Face folder go under
+    ``model``. Metadata and small files go under ``safetensors``, so that :func:`export_checkpoint` can restore them.
+
+    Args:
+        path: the file or folder.
+        progress: callback with the bytes done and the bytes of all tensors.
+        left_out: list to which the names of files that are not imported are added.
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: its format is unknown.
+        InvalidInputError: the format is unknown.
         ForeignFileError: the file breaks the rules of its format, or holds values that cannot be stored. Reading a
-            tensor raises it, too, when somebody writes to the file meanwhile.
+            tensor also raises this error if the file changed in the meantime.
     """
     kind = _kind_of(path)
-    meter = _Meter(progress)
+    meter = _ProgressMeter(progress)
     files: dict[Path, SourceFile] = {}
     with contextlib.ExitStack() as stack:
 
@@ -165,27 +169,28 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
             if left_out is not None:
                 left_out += folder.ignored
             small = {name: opened(path / name) for name in folder.others}
-            beside = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
-            state = _state_of(path, folder.tensors, folder.metadata, beside, opened)
+            small_files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
+            state = _state_of(path, folder.tensors, folder.metadata, small_files, opened)
         elif kind == "safetensors":
             header = read_header(path, opened(path))
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
         elif kind == "torch":
             state = read_torch_file(opened(path))
         else:
-            raise InvalidInputError(f"{path}: give a .safetensors, .pt, .pth or .bin file, or a folder")
+            raise InvalidInputError(
+                f"cannot import {path}: unknown format; give a .safetensors, .pt, .pth or .bin file, or a folder"
+            )
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():
             file.check()
-        # Before the save, because the caller may make a store for it first.
+        # The check runs before the caller creates a store.
         with refused(path, str, _REMEDY, UnsupportedValueError):
             flatten(state)
         yield state
 
 
 def _kind_of(path: Path) -> str:
-    """Return one of the formats of :func:`format_of`, ``dcp`` or ``deepspeed``."""
     with translated("look at", path):
         if not path.exists():
             raise NotFoundError(f"{path} does not exist")
@@ -193,12 +198,11 @@ def _kind_of(path: Path) -> str:
             return "dcp"
         if is_deepspeed_folder(path):
             return "deepspeed"
-        # An existing folder is a folder, whatever its suffix.
         return "folder" if path.is_dir() else format_of(path)
 
 
 def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
-    """Save the content of a file of another format, in bounded memory; see :func:`foreign_state`."""
+    """Save the content of a foreign file in bounded memory; see :func:`foreign_state`."""
     with foreign_state(path) as state:
         return store.save(state, step=step, run=run)
 
@@ -219,7 +223,7 @@ def _state_of(
 
 
 def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorBytes]) -> dict[str, str]:
-    """Return further names of tied tensors, with their first names, from the metadata of an export."""
+    """Return the aliases of tied tensors with their first names, from the metadata of an export."""
     try:
         tied = json.loads(metadata.get(TIED, "{}"))
     except (ValueError, RecursionError):
@@ -227,6 +231,6 @@ def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorByt
     if not isinstance(tied, dict) or not all(
         isinstance(first, str) and first in model and name not in model for name, first in tied.items()
     ):
-        problem = f"the metadata entry {TIED} names tensors that are not in the file, or are there already"
+        problem = f"the metadata entry {TIED} names missing tensors, or aliases that are tensors themselves"
         raise ForeignFileError(path, problem, "remove the entry, or export the file again")
     return tied

@@ -1,8 +1,8 @@
-"""Folders of torch's DCP, as ``dcp.save(checkpoint_id=…)`` writes them; their tensors are read when captured.
+"""Read folders of torch.distributed.checkpoint (DCP), as ``dcp.save(checkpoint_id=…)`` writes them.
 
-The file ``.metadata`` is a pickle, and nothing in it is executed. This is the only module with an unpickler: where the
-pickle names a class of DCP's descriptions, the unpickler puts a stand-in that only stores its arguments, and it refuses
-every other name. Therefore no class, torch's included, is called with the content of the file.
+The file ``.metadata`` is a pickle, and no code in it is executed. This is the only module with an unpickler. The
+unpickler replaces DCP's metadata classes by stand-ins that only store their state, and refuses all other names.
+Therefore no class of torch is called with content of the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asymcheck.state.leaves import TensorBytes, flat_bytes
 from asymcheck.storage.local_files import translated
 
 _METADATA = ".metadata"
-# A tensor that is not stored in row-major order is a view of the mapped file.
+# A tensor in row-major order is TensorBytes; other tensors are views of the mapped file.
 _Piece = TensorBytes | torch.Tensor
 _REWRITE = "save the checkpoint again, or load it with torch.distributed.checkpoint"
 _REMEDY = (
-    "fetch the folder again if it is damaged, or load it with torch.distributed.checkpoint, and store what that "
-    "gives with Store.save()"
+    "fetch the folder again if it is damaged, or load it with torch.distributed.checkpoint and save the result with "
+    "Store.save()"
 )
 _ERRORS = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
@@ -41,50 +41,50 @@ _ERRORS = (
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Tell whether a folder is one of DCP."""
+    """Tell whether a folder was written by DCP."""
     if (path / _METADATA).is_file():
         return True
     if any(path.glob("*.distcp")):
-        what = f"it has files of torch.distributed.checkpoint, but no {_METADATA}, which a save writes last"
-        raise ForeignFileError(path, what, "fetch the folder again, or give one whose save was finished")
+        problem = f"an unfinished torch.distributed.checkpoint: no {_METADATA}, which a save writes last"
+        raise ForeignFileError(path, problem, "fetch the folder again, or give the folder of a finished save")
     return False
 
 
 def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
-    """Return the state in a folder of DCP, nested as it was; ``opened`` opens its files, which stay open.
+    """Return the nested state in a DCP folder; ``opened`` opens its files.
 
     Raises:
-        ForeignFileError: it is damaged, or holds objects other than tensors, containers and plain values.
+        ForeignFileError: the folder is damaged, or holds objects other than tensors, containers and plain values.
     """
     folder = _read_metadata(path / _METADATA)
 
     def read(name: str) -> object:
         if name in folder.tensors:
-            return _tensor(name, folder.tensors[name], lambda place: opened(path / place.file))
-        place = folder.values[name]
-        return read_torch_slice(opened(path / place.file), place.offset, place.length)
+            return _tensor(name, folder.tensors[name], lambda entry: opened(path / entry.file))
+        entry = folder.values[name]
+        return read_torch_slice(opened(path / entry.file), entry.offset, entry.length)
 
-    # The state is built of names first: mappings by number inside of values are not lists that DCP took apart.
+    # Lists are restored in a tree of names, so that mappings with integer keys inside of values are not changed.
     state: dict[Key, Any] = {}
     for name in (*folder.tensors, *folder.values):
-        *above, last = folder.paths[name]
-        place = state
-        for key in above:
-            place = place.setdefault(key, {})
-        place[last] = name
-    return _filled(with_lists(state), read)
+        *parents, last = folder.paths[name]
+        container = state
+        for key in parents:
+            container = container.setdefault(key, {})
+        container[last] = name
+    return _replace_names(with_lists(state), read)
 
 
-def _filled(state: Any, read: Callable[[str], object]) -> object:  # noqa: ANN401 - a nested state of names
+def _replace_names(state: Any, read: Callable[[str], object]) -> object:  # noqa: ANN401 - a nested state of names
     if type(state) is dict:
-        return {key: _filled(item, read) for key, item in state.items()}
-    return [_filled(item, read) for item in state] if type(state) is list else read(state)
+        return {key: _replace_names(item, read) for key, item in state.items()}
+    return [_replace_names(item, read) for item in state] if type(state) is list else read(state)
 
 
 def with_lists(value: Any) -> Any:  # noqa: ANN401 - a nested state
-    """Return a state that DCP took apart with its lists restored; a list with missing numbers stays a mapping.
+    """Return a state that DCP has flattened with its lists restored.
 
-    Numbers are missing where an empty mapping or list was, because DCP stores nothing for these.
+    A list that contained an empty mapping or list stays a mapping, because DCP does not store empty containers.
     """
     if type(value) is not dict:
         return value
@@ -94,7 +94,7 @@ def with_lists(value: Any) -> Any:  # noqa: ANN401 - a nested state
     return items
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     """A file of ``torch.save`` inside a file of the folder."""
 
     file: str
@@ -107,24 +107,24 @@ class _Tensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[Box, _Place]]
+    pieces: list[tuple[Box, _Entry]]
 
 
 class _Folder(NamedTuple):
-    """The content of a folder by DCP's names, and the place of each name in the nested state."""
+    """Content of a folder by DCP's names, and the path of each name in the nested state."""
 
     tensors: dict[str, _Tensor]
-    values: dict[str, _Place]
+    values: dict[str, _Entry]
     paths: dict[str, tuple[Key, ...]]
 
 
-def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Place], SourceFile]) -> _Piece:
+def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Entry], SourceFile]) -> _Piece:
     pieces: list[tuple[Box, _Piece]] = []
-    for box, place in tensor.pieces:
-        file = opened(place)
-        piece = read_torch_slice(file, place.offset, place.length)
+    for box, entry in tensor.pieces:
+        file = opened(entry)
+        piece = read_torch_slice(file, entry.offset, entry.length)
         if not isinstance(piece, (TensorBytes, torch.Tensor)) or _form(piece) != (tensor.dtype, box.shape):
-            raise ForeignFileError(file.path, f"{box} of {name} is not what the metadata says", _REWRITE)
+            raise ForeignFileError(file.path, f"{box} of {name} contradicts the metadata", _REWRITE)
         pieces.append((box, piece))
     return pieces[0][1] if len(pieces) == 1 else _Joined(tensor.dtype, tensor.shape, pieces)
 
@@ -132,12 +132,12 @@ def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Place], SourceFile]) 
 def _form(piece: _Piece) -> tuple[str | None, tuple[int, ...]]:
     if isinstance(piece, TensorBytes):
         return piece.dtype, piece.shape
-    # Sparse tensors, which files from before torch 1.6 may hold, have no bytes that could be read.
+    # Files from before torch 1.6 may hold sparse tensors, which are not supported.
     return TORCH_NAMES.get(piece.dtype) if piece.layout == torch.strided else None, tuple(piece.shape)
 
 
 class _Joined(TensorBytes):
-    """A tensor whose pieces are stored in several places."""
+    """A tensor that is stored in several pieces."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, _Piece]]) -> None:
         super().__init__(dtype, shape)
@@ -152,21 +152,21 @@ class _Joined(TensorBytes):
         ]
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target``; of each piece, only the bytes that belong there are read."""
+        """Fill ``target``, and read only the needed bytes of each piece."""
         flat = np.frombuffer(target, dtype=np.uint8)
         for crossing, piece in self._pieces:
             for region in crossing.regions(start, start + len(target)):
-                # The bytes are contiguous in the piece: they are whole rows of it, or part of one row.
+                # The bytes are contiguous in the piece: whole rows, or a part of one row.
                 if isinstance(piece, memoryview):
-                    found = piece[region.target : region.target + region.nbytes]
+                    data = piece[region.target : region.target + region.nbytes]
                 else:
-                    found = memoryview(bytearray(region.nbytes))
-                    piece.read(region.target, found)
-                Region(0, region.source, region.shape, region.target_strides, region.source_strides).copy(found, flat)
+                    data = memoryview(bytearray(region.nbytes))
+                    piece.read(region.target, data)
+                Region(0, region.source, region.shape, region.target_strides, region.source_strides).copy(data, flat)
 
 
 class _StandIn:
-    """Stores what a pickle says of an object."""
+    """Object that stores the state of a pickled object."""
 
     def __init__(self, *_arguments: object) -> None:
         self.state: Any = None
@@ -174,7 +174,7 @@ class _StandIn:
     def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def field(self, name: str) -> Any:  # noqa: ANN401 - whatever the file says
+    def field(self, name: str) -> Any:  # noqa: ANN401 - any content of the file
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -208,16 +208,15 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - as the base class has it
-        """Return a stand-in, for names of DCP's descriptions only."""
-        found = _STAND_INS.get((module, name))
-        if found is None:
-            raise TruncatedError(f"it names {module}.{name}, which is no description of DCP and is never run")
-        return found
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - signature of the base class
+        """Return the stand-in of a metadata class of DCP, and refuse all other names."""
+        stand_in = _STAND_INS.get((module, name))
+        if stand_in is None:
+            raise TruncatedError(f"it names {module}.{name}, which is not metadata of DCP and is never executed")
+        return stand_in
 
 
 def _read_metadata(path: Path) -> _Folder:
-    """Read what a folder of DCP holds."""
     try:
         with translated("read", path), path.open("rb") as file:
             metadata: object = _Unpickler(file).load()
@@ -228,63 +227,65 @@ def _read_metadata(path: Path) -> _Folder:
 
 def _folder_of(metadata: object) -> _Folder:
     if type(metadata) is not _MetadataStandIn:
-        raise TruncatedError("it holds no metadata of DCP")
-    places = {
-        (index.field("fqn"), None if index.field("offset") is None else tuple(index.field("offset"))): _place(info)
+        raise TruncatedError("it does not hold metadata of DCP")
+    entries = {
+        (index.field("fqn"), None if index.field("offset") is None else tuple(index.field("offset"))): _entry(info)
         for index, info in metadata.field("storage_data").items()
     }
     tensors: dict[str, _Tensor] = {}
-    values: dict[str, _Place] = {}
+    values: dict[str, _Entry] = {}
     for name, description in metadata.field("state_dict_metadata").items():
         if type(description) is _TensorStandIn:
-            tensors[name] = _described(name, description, places)
+            tensors[name] = _described(name, description, entries)
         else:
-            values[name] = places[name, None]
-    planned = metadata.field("planner_data")
-    known = planned if isinstance(planned, dict) else {}
-    paths = {name: tuple(known.get(name, (name,))) for name in (*tensors, *values)}
+            values[name] = entries[name, None]
+    planner_data = metadata.field("planner_data")
+    planned = planner_data if isinstance(planner_data, dict) else {}
+    paths = {name: tuple(planned.get(name, (name,))) for name in (*tensors, *values)}
     _check_paths(list(paths.values()))
     return _Folder(tensors, values, paths)
 
 
 def _check_paths(paths: Sequence[tuple[Key, ...]]) -> None:
-    """Check that each path leads to a place of its own; of two values in one place, one would be lost."""
+    """Check that no two values have the same path, because one of them would be lost."""
     for path in paths:
         if not 0 < len(path) <= TREE_DEPTH_MAX or not all(type(key) in (str, int) for key in path):
-            raise TruncatedError("a name of its state is no name")
-    taken = set(paths)
-    if len(taken) < len(paths) or any(path[:length] in taken for path in paths for length in range(1, len(path))):
-        raise TruncatedError("two parts of its state have one place")
+            raise TruncatedError("a name of its state is invalid")
+    distinct = set(paths)
+    if len(distinct) < len(paths) or any(path[:length] in distinct for path in paths for length in range(1, len(path))):
+        raise TruncatedError("two values of its state have the same path")
 
 
-def _place(info: _StandIn) -> _Place:
+def _entry(info: _StandIn) -> _Entry:
     if info.field("transform_descriptors"):
-        raise TruncatedError(f"its tensors went through {info.field('transform_descriptors')}")
+        raise TruncatedError(
+            f"its files are transformed by {info.field('transform_descriptors')}, which is not supported"
+        )
     file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
     if type(file) is not str or Path(file).name != file or not _is_natural(offset) or not _is_natural(length):
-        raise TruncatedError(f"it names {file!r:.100}, which is no file of the folder")
-    return _Place(file, offset, length)
+        raise TruncatedError(f"it names {file!r:.100}, which is not a file of the folder")
+    return _Entry(file, offset, length)
 
 
 def _described(
-    name: str, description: _StandIn, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+    name: str, description: _StandIn, entries: Mapping[tuple[str, tuple[int, ...] | None], _Entry]
 ) -> _Tensor:
     shape = tuple(description.field("size"))
-    # The dtype is the first part of the state of the properties, which releases before 2.3 kept as attributes.
+    # Properties are pickled as a tuple that begins with the dtype; before torch 2.3, as attributes.
     state = description.field("properties").state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     pieces = []
     for chunk in description.field("chunks"):
         box = Box(shape, tuple(chunk.field("offsets")), tuple(chunk.field("sizes")))
         if not all(map(_is_natural, (*box.whole, *box.offset, *box.shape))) or not box.is_valid:
-            raise TruncatedError(f"a part of {name} does not lie within it")
-        pieces.append((box, places[name, box.offset]))
+            raise TruncatedError(f"a piece of {name} is outside of the tensor")
+        pieces.append((box, entries[name, box.offset]))
     boxes = [box for box, _ in pieces]
     whole = Box.of_whole(shape)
-    # As many elements as the whole and none missing, so that no two pieces overlap.
-    is_all = sum(box.elements for box in boxes) == whole.elements and tile(whole, boxes).missing is None
-    if type(dtype) is not str or not is_all:
-        raise TruncatedError(f"the parts of {name} are not all of it")
+    # If the number of elements is right and none is missing, no two pieces overlap.
+    is_complete = sum(box.elements for box in boxes) == whole.elements and tile(whole, boxes).missing is None
+    if type(dtype) is not str or not is_complete:
+        raise TruncatedError(f"the pieces of {name} do not cover the tensor")
     return _Tensor(dtype, shape, pieces)
 
 

@@ -1,10 +1,10 @@
-"""Export targets: where a checkpoint may be written to, and how a complete export takes the place of an older one.
+"""Export targets: check the path, write a draft, and rename the complete draft to the target.
 
-An export grows beside its target under a hidden name, and gets its name when it is complete. The hidden names say
-which process they belong to, so that the next export removes what killed processes have left::
+A draft has a hidden name beside its target. The name identifies the writing process, so that the next export removes
+drafts of killed processes::
 
-    .model.4711-8815-0123456789abcdef-01234567.partial       a draft of `model`, or what a draft has replaced
-    .model.4711-8815-0123456789abcdef-01234567.partial.old   the folder `model` itself, while a draft takes its place
+    .model.4711-8815-0123456789abcdef-01234567.partial       a draft of `model`, or the replaced old version
+    .model.4711-8815-0123456789abcdef-01234567.partial.old   the old folder `model`, while the draft replaces it
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asymcheck.validation import check_no_uri
 _FILES = Files()
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth", ".bin")
-# The suffix of a file. One that begins with a digit is part of a name like llama-3.1.
-_A_SUFFIX = re.compile(r"\.[^\W\d_]\w*")
+# A suffix that begins with a digit belongs to a name such as llama-3.1.
+_FILE_SUFFIX = re.compile(r"\.[^\W\d_]\w*")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHOWN = 6
 _PARTIAL: Final = ".partial"
@@ -42,16 +42,16 @@ _OWNED = re.compile(rf"([0-9]+)-([0-9]+)-([0-9a-f]+)-[0-9a-f]+({re.escape(_PARTI
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a name stands for: ``safetensors``, ``torch``, ``unknown``, or else ``folder``.
+    """Return the format of a path: ``safetensors``, ``torch``, ``folder`` or ``unknown``.
 
-    An existing folder is a ``folder`` unless its suffix is a known one.
+    An existing folder is a ``folder``, unless its suffix is that of a file format.
     """
     suffix = path.suffix.lower()
     if suffix == _SAFETENSORS:
         return "safetensors"
     if suffix in _TORCH:
         return "torch"
-    return "unknown" if _A_SUFFIX.fullmatch(suffix) and not os.path.isdir(path) else "folder"
+    return "unknown" if _FILE_SUFFIX.fullmatch(suffix) and not os.path.isdir(path) else "folder"
 
 
 def is_store(path: Path) -> bool:
@@ -62,46 +62,51 @@ def is_store(path: Path) -> bool:
 
 
 def check_target(path: Path) -> str:
-    """Return the format of a target.
+    """Check that an export may write to a path, and return its format.
 
     Raises:
-        InvalidInputError: nothing can be written there, or only by replacing something that must stay.
+        InvalidInputError: the path cannot be written, or an export must not replace it.
     """
     check_no_uri(path)
     kind = format_of(path)
     if kind == "unknown":
         raise InvalidInputError(
-            f"{path}: there is no writing {path.suffix} files; give a name that ends in "
-            f"{', '.join((_SAFETENSORS, *_TORCH))}, or one without suffix for a folder"
+            f"cannot write {path}: {path.suffix} files are not supported; give a name that ends in "
+            f"{', '.join((_SAFETENSORS, *_TORCH))}, or a name without suffix for a folder"
         )
     resolved = Path(os.path.realpath(path))
     # A target is replaced as a whole, which is impossible for the working directory.
     if path.name in ("", "..") or Path.cwd().is_relative_to(resolved):
-        raise InvalidInputError(f"{path} is no name for something new; give one, for instance {path / 'my-model'}")
+        raise InvalidInputError(
+            f"cannot write {path}: the path must name a new file or folder; give for example {path / 'my-model'}"
+        )
     store = next((above for above in (resolved, *resolved.parents) if os.path.exists(above / DESCRIPTOR_NAME)), None)
     if store is not None:
-        what = "is a store" if store == resolved else f"lies in the store {store}"
-        raise InvalidInputError(f"{path} {what}, where only asymcheck's own files belong; name another place")
+        location = "a store" if store == resolved else f"inside the store {store}"
+        raise InvalidInputError(f"cannot write {path}: the path is {location}; choose a path outside of the store")
     if os.path.isdir(path) and kind != "folder":
-        raise InvalidInputError(f"{path} is a folder, and a {path.suffix} file is to be written; give another name")
+        raise InvalidInputError(
+            f"cannot write {path}: a folder has this name; choose another name for the {path.suffix} file"
+        )
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise InvalidInputError(f"{path} is no file and no folder, so it is not replaced; give another name")
+        raise InvalidInputError(f"cannot replace {path}: it is neither a file nor a folder; choose another name")
     if os.path.islink(path) and kind == "folder":
         raise InvalidInputError(
-            f"{path} is a link, and no folder can take its place; name what it leads to: {resolved}"
+            f"cannot replace {path}: a folder cannot replace a symbolic link; give the target of the link: {resolved}"
         )
     if os.path.isfile(path) and kind == "folder":
         raise InvalidInputError(
-            f"{path} is a file, and a name without .safetensors or .pt stands for a folder; give another name"
+            f"cannot write folder {path}: a file has this name; choose another name, or a name that ends in "
+            ".safetensors or .pt"
         )
     return kind
 
 
 class TargetFile:
-    """A file that tensors are written to, in any order, by several threads."""
+    """A file to which several threads write tensors in any order."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        """Open ``path``, create it when it is missing, and make it at least ``size`` bytes long."""
+        """Open or create ``path``, and extend the file to at least ``size`` bytes."""
         self.path = path
         with _written(path), translated("create", path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -113,12 +118,12 @@ class TargetFile:
         _FILES.pwrite(self._descriptor, [memoryview(data)], start, self.path)
 
     def read(self, start: int, length: int) -> bytes:
-        """Read back a range."""
+        """Read a range of the file."""
         with translated("read", self.path):
             return os.pread(self._descriptor, length, start)
 
     def region(self, row: TensorRow, start: int) -> Region:
-        """Return the place of a tensor, which begins at byte ``start``."""
+        """Return the region of a tensor that begins at byte ``start``."""
         return Region(self, row, start)
 
     def sync(self) -> None:
@@ -135,25 +140,25 @@ class TargetFile:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The place of one tensor in a file."""
+    """Region of one tensor in a file."""
 
     file: TargetFile
     row: TensorRow
     start: int
 
     def put(self, start: int, data: memoryview) -> None:
-        """Write the tensor's bytes from ``start`` on."""
+        """Write bytes of the tensor from ``start`` on."""
         self.file.write(self.start + start, data)
 
 
 class Draft:
-    """A file or folder that gets its name when it is complete, so that nobody sees a half-written one."""
+    """A new file or folder that is renamed to its target once it is complete."""
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
-        """Prepare for ``target``, and remove what killed processes have left of it.
+        """Prepare a draft of ``target``, and remove drafts of killed processes.
 
         Raises:
-            InvalidInputError: it exists and ``overwrite`` is not given, or the folder above it does not exist.
+            InvalidInputError: the target exists and ``overwrite`` is not set, or its parent folder does not exist.
         """
         self.target = target
         self._overwrite = overwrite
@@ -162,55 +167,57 @@ class Draft:
         self._bytes = 0
         with translated("look at", target):
             if not target.absolute().parent.is_dir():
-                raise InvalidInputError(f"{target.parent} is not a folder; create it first")
+                raise InvalidInputError(f"cannot write {target}: {target.parent} is not a folder; create it first")
             _clear(target)
             self._check_free()
 
     def _check_free(self) -> None:
         is_taken = self.target.is_symlink() or self.target.exists()
         if is_taken and not (self.target.is_dir() and not any(self.target.iterdir())) and not self._overwrite:
-            raise InvalidInputError(f"{self.target} exists; give another name, or --overwrite to replace it")
+            raise InvalidInputError(f"{self.target} exists; choose another name, or pass --overwrite to replace it")
         if is_taken and self.target.is_dir() and not _is_model_folder(self.target):
             raise InvalidInputError(
-                f"{self.target} is a folder with more in it than a model, so it is not replaced; give another name"
+                f"cannot replace {self.target}: the folder is not a model folder, or has sub-folders; "
+                "choose another name"
             )
 
     def check_kept(self, names: Collection[str]) -> None:
-        """Check that a new folder with files called ``names`` has every configuration, tokenizer and text of the old.
+        """Check that the new folder, with files ``names``, keeps all files of the old folder except weights.
 
         Raises:
-            InvalidInputError: files would be lost that are not weights.
+            InvalidInputError: files other than weights would be lost.
         """
         if not self.target.is_dir():
             return
         with translated("list", self.target):
-            there = sorted(entry.name for entry in self.target.iterdir())
-        lost = [name for name in there if not name.endswith(_WEIGHTS) and name not in names]
+            existing = sorted(entry.name for entry in self.target.iterdir())
+        lost = [name for name in existing if not name.endswith(_WEIGHTS) and name not in names]
         if lost:
             listed = ", ".join(lost[:_SHOWN]) + (" …" if len(lost) > _SHOWN else "")
             raise InvalidInputError(
-                f"{self.target} is not replaced: the new folder would be without its {listed}. Take them along with "
-                f"asymcheck restore --files-from {shlex.quote(str(self.target))}, move them away, or give another name"
+                f"cannot replace {self.target}: the new folder would lack {listed}. Copy these files with "
+                f"asymcheck restore --files-from {shlex.quote(str(self.target))}, move them, or choose another name"
             )
 
     def file(self, name: str = "", size: int = 0) -> TargetFile:
-        """Begin a file: the target itself, or one called ``name`` in the target folder."""
+        """Create the target file, or the file ``name`` in the target folder."""
         if name:
             with _written(self.path), translated("create", self.path):
                 self.path.mkdir(exist_ok=True)
-        # The files stay sparse until their bytes come, so the free space does not account for earlier ones.
+        # Earlier files are still sparse, so the free space does not include them.
         self._bytes += size
         free = _FILES.free_bytes(self.target.absolute().parent)
         if self._bytes > free:
             raise OutOfSpaceError(
-                f"{self.target} needs {self._bytes} bytes at least, but only {free} are free; nothing was written"
+                f"cannot write {self.target}: at least {self._bytes} bytes are needed, but only {free} are free; "
+                "free disk space, or choose another drive"
             )
         file = TargetFile(self.path / name if name else self.path, size)
         self._files.append(file)
         return file
 
     def publish(self) -> None:
-        """Make everything durable and give it its name."""
+        """Make the draft durable and rename it to the target."""
         try:
             for file in self._files:
                 file.sync()
@@ -230,7 +237,7 @@ class Draft:
         if not self.target.is_dir() or self.target.is_symlink():
             self.path.rename(self.target)
             return
-        # A folder cannot be replaced in one step: the old one stays until the new one has its name.
+        # A folder cannot be replaced atomically: the old folder stays until the draft has its name.
         old = self.path.with_name(self.path.name.removesuffix(_PARTIAL) + _OLD)
         self.target.rename(old)
         try:
@@ -238,41 +245,41 @@ class Draft:
         except BaseException:
             old.rename(self.target)
             raise
-        # Under this name, the next export removes the old folder rather than give it back.
+        # Under this name, the next export removes the old folder instead of renaming it back.
         old.rename(self.path)
 
     def discard(self) -> None:
-        """Remove what was written, or what the export has replaced."""
+        """Remove the draft, or the old version that the draft has replaced."""
         for file in self._files:
             file.close()
         self._files.clear()
-        # An older checkpoint may be written in place of a damaged one.
+        # An older checkpoint may now be written instead of a damaged one.
         self._bytes = 0
         _remove(self.path)
 
 
 class DraftSink:
-    """The base of sinks that write a checkpoint, or one part of it, to a draft."""
+    """Base of sinks that write a checkpoint, or one part of it, to a draft."""
 
     def __init__(self, draft: Draft, part: str | None) -> None:
-        """Write to ``draft`` the part with this dotted name; None means the whole state."""
+        """Write the part with this dotted name to ``draft``; None means the whole state."""
         self._draft, self._part = draft, part
-        self.tensors = 0  # tensors written; tied ones count once
+        self.tensors = 0  # number of tensors written; tied tensors count once
         self.nbytes = 0  # bytes of these tensors
-        self.left_out: list[str] = []  # names of values that the format has no place for
-        self.hints: list[str] = []  # reasons why other programs may not read it as expected, and remedies
+        self.left_out: list[str] = []  # names of plain values that the format cannot store
+        self.hints: list[str] = []  # reasons why other programs may not read the output as expected, with remedies
 
     def finish(self) -> None:
-        """Give the file or the folder its name."""
+        """Rename the complete file or folder to its target."""
         self._draft.publish()
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the draft."""
         self._draft.discard()
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Tell whether a folder may be replaced as a whole: it is empty, or holds weights and files, but no folders."""
+    """Tell whether an export may replace a folder: the folder is empty, or has weights and no sub-folders."""
     entries = list(folder.iterdir())
     weights = any(entry.name.endswith(_WEIGHTS) for entry in entries)
     return not entries or (weights and all(entry.is_file() for entry in entries))
@@ -280,21 +287,19 @@ def _is_model_folder(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Replace the advice in errors of writing ``path``, which is not part of a store.
+    """Replace the advice in errors of writing ``path``, which is outside of a store.
 
     Raises:
-        InvalidInputError: this user may not write there.
+        InvalidInputError: the user has no permission to write.
     """
     try:
         yield
     except ReadOnlyStoreError as error:
-        raise InvalidInputError(
-            f"{path.parent} cannot be written here ({error.__cause__}); name another place"
-        ) from error
+        raise InvalidInputError(f"cannot write to {path.parent}: {error.__cause__}; choose another folder") from error
 
 
 def make_temporary_folder(kind: str) -> Path:
-    """Return a new folder in the temporary directory; remove those of this ``kind`` whose processes were killed."""
+    """Create a folder in the temporary directory; remove folders of this ``kind`` of killed processes."""
     target = Path(tempfile.gettempdir()) / kind
     _clear(target)
     folder = _draft_of(target)
@@ -303,30 +308,29 @@ def make_temporary_folder(kind: str) -> Path:
 
 
 def _draft_of(target: Path) -> Path:
-    """Return the path of a new draft of ``target``, whose name identifies this process."""
     owner = this_process()
-    mark = f"{owner.pid}-{owner.start_ticks}-{_place(owner)}-{os.urandom(4).hex()}"
+    mark = f"{owner.pid}-{owner.start_ticks}-{_host_digest(owner)}-{os.urandom(4).hex()}"
     return target.with_name(f".{target.name}.{mark}{_PARTIAL}")
 
 
 def _clear(target: Path) -> None:
-    """Remove drafts of ``target`` whose processes were killed; rename it back if one of them had set it aside.
+    """Remove drafts of ``target`` of killed processes; rename an old folder back if its replacement was interrupted.
 
-    Drafts of living processes stay, and so do those of other machines and containers, whose processes are unknown here.
+    Drafts of running processes stay. So do drafts of other hosts and containers, whose processes are not visible.
     """
     for name in _FILES.list(target.absolute().parent):
         kind = _kind_of(name, target.name)
-        left = target.with_name(name)
+        leftover = target.with_name(name)
         if kind == _OLD and not os.path.lexists(target):
-            # Another process may have done so just now.
-            with translated("rename", left), contextlib.suppress(FileNotFoundError):
-                left.rename(target)
+            # Another process may rename the folder at the same time.
+            with translated("rename", leftover), contextlib.suppress(FileNotFoundError):
+                leftover.rename(target)
         elif kind is not None:
-            _remove(left)
+            _remove(leftover)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder as far as possible; it may be missing."""
+    """Remove a file or folder if it exists, and ignore errors."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -335,15 +339,15 @@ def _remove(path: Path) -> None:
 
 
 def _kind_of(name: str, target: str) -> str | None:
-    """Return the suffix of a name that a killed process left of ``target``; None for all other names."""
+    """Return the suffix of a draft name of ``target`` if its process was killed; None for all other names."""
     prefix, own = f".{target}.", this_process()
-    found = _OWNED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if found is None or found[3] != _place(own):
+    match = _OWNED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if match is None or match[3] != _host_digest(own):
         return None
-    owner = Owner(int(found[1]), int(found[2]), own.boot_id, own.pid_namespace)
-    return found[4] if is_dead(owner) else None
+    owner = Owner(int(match[1]), int(match[2]), own.boot_id, own.pid_namespace)
+    return match[4] if is_dead(owner) else None
 
 
-def _place(owner: Owner) -> str:
-    """Return a digest of boot and PID namespace: only of processes that share both can be told whether they live."""
+def _host_digest(owner: Owner) -> str:
+    """Return a digest of boot id and PID namespace. Only processes that share both are visible to each other."""
     return sum8(f"{owner.boot_id} {owner.pid_namespace}".encode()).hex()

@@ -1,22 +1,22 @@
-"""The safetensors file format: its header, read with suspicion and written deterministically.
+"""Read, check and write the header of safetensors files.
 
-A file is 8 bytes (little-endian length of the header), the header (a JSON object), and the tensors' bytes::
+A file has 8 bytes (little-endian length of the header), the header (a JSON object), and the bytes of the tensors::
 
     {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
 
-Offsets count from the end of the header. Sorted by offset the tensors follow each other from 0 to the end of the file,
-without a gap and without an overlap. No tensor data is read here, so the `safetensors` package is not needed.
+Offsets count from the end of the header. Sorted by offset, the tensors cover the rest of the file without gap or
+overlap. The `safetensors` package is not needed, because this module reads no tensor data.
 
-This module accepts all that the package accepts, except for
+This module accepts everything that the package accepts, except for
 
-- a key twice in one object, at any depth: which of the two counts depends on the reader;
-- a header that begins with a space: the format's text forbids it, so that no other format fits the same bytes;
-- a tensor given as a list ``["U8", [1], [0, 1]]``, which its JSON library happens to take for an object;
-- a size of 2^63 or more beside a size of 0: no framework and no manifest can hold such a shape;
-- types of less than a byte (F4, F6_E2M3, F6_E3M2): asymcheck stores tensors of whole bytes an element.
+- a duplicate key in an object, at any depth: readers differ in which of the two they use;
+- a header that begins with a space: the specification forbids it, so that no other format fits the same bytes;
+- a tensor given as a list ``["U8", [1], [0, 1]]``, which the JSON library of the package accepts by accident;
+- a size of 2^63 or more together with a size of 0: no framework and no manifest can hold such a shape;
+- types smaller than a byte (F4, F6_E2M3, F6_E3M2): asymcheck stores whole bytes per element.
 
-The other way round only harmless spellings are accepted: -0 for 0, and, in fields that neither reads, numbers beyond
-a float and lists nested more than 128 deep.
+In return, this module accepts a few harmless spellings that the package refuses: -0 for 0, and, in unused fields,
+numbers beyond the range of a float and lists nested more than 128 deep.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
 from asymcheck.format.record import parse_json
 from asymcheck.format.registry import DTYPE_BYTES
 
-HEADER_BYTES_MAX: Final = 100_000_000  # the longest header that the format allows
+HEADER_BYTES_MAX: Final = 100_000_000  # limit of the format
 
 METADATA_KEY: Final = "__metadata__"
 
@@ -59,9 +59,9 @@ DTYPE_TAGS: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""The format's name of each dtype that asymcheck stores, in the order in which the `safetensors` package writes them.
+"""Name of each dtype in the format, in the order in which the `safetensors` package writes tensors.
 
-Sizes descend, so every tensor is aligned to its element once the header is padded to 8 bytes.
+Element sizes descend, so every tensor is aligned if the header is padded to 8 bytes.
 """
 
 _DTYPE_NAMES = {tag: name for name, tag in DTYPE_TAGS.items()}
@@ -80,7 +80,7 @@ _SHORT.maxlevel = 2
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a safetensors file: where its bytes lie and what they mean."""
+    """Location, dtype and shape of a tensor in a safetensors file."""
 
     path: Path
     name: str
@@ -92,14 +92,14 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """Header of a file."""
+    """Header of a safetensors file."""
 
-    tensors: tuple[FileTensor, ...]  # in the order of their bytes in the file
+    tensors: tuple[FileTensor, ...]  # ordered by offset
     metadata: dict[str, str]
 
 
 class NewTensor(NamedTuple):
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: str
@@ -108,25 +108,29 @@ class NewTensor(NamedTuple):
 
 
 def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file, which ``file`` is when it is open already.
+    """Read and check the header of a safetensors file.
 
-    Memory is bounded by the header's real length: at most the file's, at most 100 MB, and at most 48 times that
-    while its JSON is parsed.
+    Memory use is bounded by the header's real length, which is at most the size of the file and at most 100 MB. Parsing
+    takes at most 48 times that length.
+
+    Args:
+        path: the file.
+        file: the same file, if it is already open.
 
     Raises:
         ForeignFileError: the file breaks a rule of the format, or uses a dtype that asymcheck does not store.
         NotFoundError: the file does not exist.
-        StorageError: the operating system refused to read it.
+        StorageError: the operating system refused to read the file.
     """
     with SourceFile(path) if file is None else contextlib.nullcontext(file) as opened:
         text, file_bytes = _read_text(opened), opened.size
     try:
         header = parse_json(text, "the header")
     except StructureError as error:
-        # Not chained: the cause holds the whole text, up to 100 MB, for as long as somebody keeps the error.
+        # The error is not chained, because its cause would keep the whole text, up to 100 MB, in memory.
         raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
     if not isinstance(header, dict):
-        raise ForeignFileError(path, "the header is no JSON object", _FETCH_AGAIN)
+        raise ForeignFileError(path, "the header is not a JSON object", _FETCH_AGAIN)
     metadata = _metadata(path, header.pop(METADATA_KEY, None))
     data_start = _LENGTH_BYTES + len(text)
     tensors = [_tensor(path, name, entry, data_start) for name, entry in header.items()]
@@ -136,16 +140,15 @@ def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader
 
 
 def _read_text(file: SourceFile) -> bytes:
-    """Return the text of the header, whose length is compared with the size of the file before it is read."""
     path = file.path
     if file.size < _LENGTH_BYTES:
-        raise ForeignFileError(path, f"truncated: {file.size} bytes are no safetensors file", _FETCH_AGAIN)
+        raise ForeignFileError(path, f"truncated: {file.size} bytes are too few for a safetensors file", _FETCH_AGAIN)
     length = int.from_bytes(file.read_bytes(0, _LENGTH_BYTES), "little")
     if length > HEADER_BYTES_MAX:
-        raise ForeignFileError(path, f"a header of {length} bytes, at most {HEADER_BYTES_MAX} are allowed", _CHECK)
+        raise ForeignFileError(path, f"the header has {length} bytes, at most {HEADER_BYTES_MAX} are allowed", _CHECK)
     if length > file.size - _LENGTH_BYTES:
-        what = f"truncated: a header of {length} bytes in a file of {file.size} bytes"
-        raise ForeignFileError(path, what, _FETCH_AGAIN)
+        problem = f"truncated: a header of {length} bytes in a file of {file.size} bytes"
+        raise ForeignFileError(path, problem, _FETCH_AGAIN)
     if file.read_bytes(_LENGTH_BYTES, min(length, 1)) != b"{":
         raise ForeignFileError(path, "the header does not begin with '{'", _CHECK)
     return file.read_bytes(_LENGTH_BYTES, length)
@@ -160,20 +163,20 @@ def _metadata(path: Path, value: object) -> dict[str, str]:
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
-    """One entry of the header; other fields than the three are passed over, as the reference does."""
+    """Parse one entry of the header. Unknown fields are ignored, as in the reference implementation."""
     if not isinstance(entry, dict):
-        raise _refused(path, name, "is no JSON object")
+        raise _refused(path, name, "is not a JSON object")
     dtype = _dtype(path, name, entry.get("dtype"))
     shape = _sizes(path, name, entry.get("shape"), "shape")
     offsets = _sizes(path, name, entry.get("data_offsets"), "data_offsets")
     nbytes = tensor_bytes(dtype, shape)
     if nbytes is None:
-        raise _refused(path, name, f"has a shape of more bytes than 64 bits can count: {shown(shape)}")
+        raise _refused(path, name, f"has a shape whose size overflows 64 bits: {shown(shape)}")
     if len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end
-        raise _refused(path, name, f"has data_offsets that are no begin and end: {shown(offsets)}")
+        raise _refused(path, name, f"has data_offsets that are not [begin, end]: {shown(offsets)}")
     if offsets[1] - offsets[0] != nbytes:
-        what = f"has {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shown(shape)} takes {nbytes}"
-        raise _refused(path, name, what)
+        problem = f"has {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shown(shape)} takes {nbytes}"
+        raise _refused(path, name, problem)
     return FileTensor(path, name, dtype, shape, data_start + offsets[0], nbytes)
 
 
@@ -181,35 +184,36 @@ def _dtype(path: Path, name: str, tag: object) -> str:
     if isinstance(tag, str) and tag in _DTYPE_NAMES:
         return _DTYPE_NAMES[tag]
     if isinstance(tag, str) and tag in _SUB_BYTE_TAGS:
-        what = f"tensor {shown(name)} is {tag}, whose elements are smaller than a byte: asymcheck does not store these"
-        raise ForeignFileError(path, what, "write it as U8 with the packed bytes, or as F8_E4M3, and try again")
+        problem = f"tensor {shown(name)} is {tag}, whose elements are smaller than a byte, which is not supported"
+        raise ForeignFileError(path, problem, "write it as U8 with the packed bytes, or as F8_E4M3")
     raise _refused(path, name, f"has the unknown dtype {shown(tag)}")
 
 
 def _sizes(path: Path, name: str, value: object, field: str) -> tuple[int, ...]:
-    """A list of whole numbers that 63 bits hold. `type` because True is an int to `isinstance`."""
+    # `type` is compared, because True is an instance of int.
     if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _SIZE_MAX for size in value):
-        raise _refused(path, name, f"has a {field} that is no list of whole numbers from 0 to 2^63-1: {shown(value)}")
+        raise _refused(path, name, f"has a {field} that is not a list of integers from 0 to 2^63-1: {shown(value)}")
     return tuple(value)
 
 
 def _check_cover(path: Path, tensors: Sequence[FileTensor], data_start: int, file_bytes: int) -> None:
-    """Each byte after the header belongs to one tensor. Empty tensors may lie between others, not inside them."""
+    """Check that each byte after the header belongs to one tensor, and that no empty tensor is inside another."""
     end = data_start
     for tensor in tensors:
         if tensor.start != end:
-            how = "overlaps the one before it" if tensor.start < end else "leaves a gap before it"
-            raise _refused(path, tensor.name, f"{how}: it begins at byte {tensor.start} of the file, not at {end}")
+            problem = "overlaps the previous tensor" if tensor.start < end else "leaves a gap after the previous tensor"
+            raise _refused(path, tensor.name, f"{problem}: it begins at byte {tensor.start} instead of {end}")
         end += tensor.nbytes
     if end != file_bytes:
-        how = "truncated" if end > file_bytes else "bytes that belong to no tensor at its end"
-        raise ForeignFileError(path, f"{how}: {end} bytes by its header, really {file_bytes}", _FETCH_AGAIN)
+        problem = "truncated" if end > file_bytes else "trailing bytes that belong to no tensor"
+        raise ForeignFileError(path, f"{problem}: {end} bytes expected, {file_bytes} found", _FETCH_AGAIN)
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor, or None when they, or a product on the way to them, exceed 2^63-1.
+    """Return the bytes of a tensor, or None if the bytes or an intermediate product exceed 2^63-1.
 
-    Products are taken from left to right, so (2^62, 4, 0) is too much and (0, 2^62, 4) is nothing, as in the reference.
+    Sizes are multiplied from left to right, as in the reference implementation: (2^62, 4, 0) overflows, (0, 2^62, 4)
+    has 0 bytes.
     """
     elements = 1
     for size in shape:
@@ -221,15 +225,14 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int | None:
 
 
 def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Return the first bytes of a safetensors file, up to its data, and where in the file each tensor's bytes go.
+    """Return the header of a safetensors file with its length prefix, and the offset of each tensor in the file.
 
-    The starts are in the order of ``tensors``; the bytes lie by descending size of element, then by name, without gaps.
-    The same tensors and metadata give the same bytes, in whatever order they come, and those that the `safetensors`
-    package writes.
+    The offsets are in the order of ``tensors``. Tensors are stored by descending element size, then by name, without
+    gaps. The result does not depend on the order of ``tensors``, and equals the output of the `safetensors` package.
 
     Raises:
-        InvalidInputError: a dtype that safetensors lacks, a name twice or ``__metadata__``, ``nbytes`` that are not
-            those of dtype and shape, a text that is no Unicode, or a header beyond the format's limit.
+        InvalidInputError: the format lacks a dtype, a name is duplicate or ``__metadata__``, ``nbytes`` contradicts
+            dtype and shape, a text is not valid Unicode, or the header is too long.
     """
     order = sorted(range(len(tensors)), key=lambda i: (_WRITE_ORDER.get(tensors[i].dtype, -1), tensors[i].name))
     header: dict[str, object] = {} if metadata is None else {METADATA_KEY: _checked_metadata(metadata)}
@@ -244,12 +247,12 @@ def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str] | No
     try:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
-        what = f"a name or metadata holds half a surrogate pair: {shown(error.object[error.start : error.end])}"
-        raise InvalidInputError(f"{what}; rename it") from error
+        characters = shown(error.object[error.start : error.end])
+        raise InvalidInputError(f"a name or metadata holds half a surrogate pair: {characters}; rename it") from error
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
-        what = f"a safetensors header of {len(text)} bytes, the format allows {HEADER_BYTES_MAX}"
-        raise InvalidInputError(f"{what}; write the tensors into several files")
+        problem = f"the safetensors header has {len(text)} bytes, but the format allows {HEADER_BYTES_MAX}"
+        raise InvalidInputError(f"{problem}; write the tensors into several files")
     data_start = _LENGTH_BYTES + len(text)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [data_start + offset for offset in offsets]
 
@@ -257,27 +260,27 @@ def encode_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str] | No
 def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for pair in metadata.items():
         if not all(type(text) is str for text in pair):
-            raise InvalidInputError(f"safetensors metadata {shown(pair)} is not text by text; give strings only")
+            raise InvalidInputError(f"safetensors metadata {shown(pair)} is not a pair of strings; give strings only")
     return dict(sorted(metadata.items()))
 
 
 def _check_new(tensor: NewTensor, taken: Mapping[str, object]) -> None:
     if tensor.dtype not in DTYPE_TAGS:
-        what = f"safetensors cannot hold {tensor.dtype}, the dtype of tensor {shown(tensor.name)}"
-        raise InvalidInputError(f"{what}; export to a .pt file instead, or convert the tensor")
+        problem = f"safetensors cannot hold {tensor.dtype}, the dtype of tensor {shown(tensor.name)}"
+        raise InvalidInputError(f"{problem}; export to a .pt file instead, or convert the tensor")
     if tensor.name == METADATA_KEY:
-        raise InvalidInputError(f"safetensors keeps the name {METADATA_KEY} for itself; rename the tensor")
+        raise InvalidInputError(f"the name {METADATA_KEY} is reserved in safetensors; rename the tensor")
     if tensor.name in taken:
         raise InvalidInputError(f"two tensors are named {shown(tensor.name)}; rename one")
     if any(size < 0 for size in tensor.shape) or tensor_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
-        what = f"tensor {shown(tensor.name)}: {tensor.nbytes} bytes are not those of {tensor.dtype}"
-        raise InvalidInputError(f"{what} of shape {shown(tensor.shape)}; give what the tensor has")
+        problem = f"tensor {shown(tensor.name)}: {tensor.nbytes} bytes contradict {tensor.dtype}"
+        raise InvalidInputError(f"{problem} of shape {shown(tensor.shape)}; give the bytes of the tensor")
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: quoted, control characters escaped, cut where it is long or deep."""
+    """Format a value for an error message: quoted, escaped and shortened."""
     return _SHORT.repr(value)
 
 
-def _refused(path: Path, name: str, what: str) -> ForeignFileError:
-    return ForeignFileError(path, f"tensor {shown(name)} {what}", _FETCH_AGAIN)
+def _refused(path: Path, name: str, problem: str) -> ForeignFileError:
+    return ForeignFileError(path, f"tensor {shown(name)} {problem}", _FETCH_AGAIN)

@@ -1,4 +1,4 @@
-"""Files of other formats as sources of tensors, which are read from the file when they are captured."""
+"""Foreign files whose tensors are read lazily, during the save."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ _FILES = Files()
 
 
 class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
-    """A file that tensors are read from, and that must not change meanwhile.
+    """A file that several threads read tensors from.
 
-    Threads share it. Close it, or use it in a ``with`` block. Reads raise ForeignFileError when the file ends too soon,
-    or has changed since it was opened.
+    Reads raise ForeignFileError if the file is too short, or has changed since it was opened.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
-        """Open ``path``; ``on_read`` is called with the number of bytes of each read.
+        """Open ``path``.
+
+        Args:
+            path: the file.
+            on_read: callback with the number of bytes of each read.
 
         Raises:
             NotFoundError: the file does not exist.
-            ForeignFileError: it is not a regular file.
+            ForeignFileError: ``path`` is not a regular file.
         """
         self.path = path
         self._on_read = on_read
         try:
             with translated("open", path):
-                # Without O_NONBLOCK, opening a named pipe waits for a writer, perhaps for ever.
+                # Without O_NONBLOCK, opening a named pipe blocks until a writer opens it.
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise NotFoundError(f"{path} does not exist") from error
@@ -43,42 +46,46 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
         self._changed_ns = status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise ForeignFileError(path, "not a regular file", "give the file itself")
+            raise ForeignFileError(path, "not a regular file", "give a regular file")
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes of the file from ``start`` on."""
         count = _FILES.pread(self._descriptor, [target], start, self.path)
         self.check()
         if count < len(target):
-            raise ForeignFileError(self.path, f"it ends before byte {start + len(target)}", "fetch or write it again")
+            raise ForeignFileError(
+                self.path, f"the file ends before byte {start + len(target)}", "fetch or write the file again"
+            )
         if self._on_read is not None:
             self._on_read(count)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """Return a range of the file."""
+        """Read a range of the file."""
         data = bytearray(length)
         self.read(start, memoryview(data))
         return bytes(data)
 
     def check(self) -> None:
-        """Check that everything read up to now belongs to one state of the file."""
+        """Check that the file has not changed since it was opened."""
         status = self._status()
         if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
-            raise ForeignFileError(self.path, "changed while it was read", "convert it again when nobody writes it")
+            raise ForeignFileError(
+                self.path, "the file changed while it was read", "convert it again when no process writes it"
+            )
 
     def _status(self) -> os.stat_result:
         with translated("look at", self.path):
             return os.fstat(self._descriptor)
 
     def mapped(self, start: int, length: int) -> memoryview:
-        """Return a range of the file as memory; call :meth:`check` after reading it."""
+        """Map a range of the file into memory; call :meth:`check` after reading the range."""
         first = start - start % mmap.ALLOCATIONGRANULARITY
-        # A private mapping, because torch takes only writable memory.
+        # The mapping is private and writable, because torch requires writable memory.
         whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
         return memoryview(whole)[start - first :]
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:
-        """Return the tensor whose elements are stored in row-major order from byte ``start`` on."""
+        """Return a lazy tensor whose elements are stored in row-major order from byte ``start`` on."""
         return _FileTensor(self, start, dtype, shape)
 
     def close(self) -> None:
@@ -102,7 +109,7 @@ class _FileTensor(TensorBytes):
 
 @contextlib.contextmanager
 def refused(path: Path, problem: Callable[[Exception], str], remedy: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of a foreign library that reads ``path`` into ForeignFileError, with the text of ``problem``."""
+    """Turn errors of a library that reads ``path`` into ForeignFileError."""
     try:
         yield
     except errors as error:
@@ -110,6 +117,6 @@ def refused(path: Path, problem: Callable[[Exception], str], remedy: str, *error
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of a foreign library, without the final punctuation."""
+    """Return the first line of an error message, without final punctuation."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(" .;") if text else type(error).__name__

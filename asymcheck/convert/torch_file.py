@@ -1,8 +1,8 @@
-"""Files of ``torch.save``, read with ``weights_only=True`` and written without their tensors in memory.
+"""Read files of ``torch.save`` with ``weights_only=True``, and write them without their tensors in memory.
 
-Torch itself says where the bytes of each tensor are: a storage that is loaded under ``FakeTensorMode`` knows its
-offset, and a file that is saved under ``skip_data`` has room for its storages, to be filled later (both are described
-in torch's notes on serialization). This is the only module that calls ``torch.save`` and ``torch.load``.
+Torch reports where the bytes of each tensor are stored. A storage that is loaded under ``FakeTensorMode`` has its
+offset, and ``skip_data`` reserves space for the storages of a saved file (see torch's notes on serialization). This is
+the only module that calls ``torch.save`` and ``torch.load``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from asymcheck.state.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.state.leaves import TensorBytes, flat_bytes
 from asymcheck.storage.local_files import translated
 
-_REMEDY = "load it in a program of your own, and store what that gives with Store.save()"
-_FETCH = "fetch or write it again"
-_REWRITE = "load it with torch.load() and write it again with torch.save()"
-_UNCOMPRESSED = f"pack it again without compression (zip -0), or {_REWRITE}"
+_REMEDY = "load the file in your own program, and save the result with Store.save()"
+_FETCH = "fetch or write the file again"
+_REWRITE = "load the file with torch.load() and write it again with torch.save()"
+_UNCOMPRESSED = f"pack the archive again without compression (zip -0), or {_REWRITE}"
 _NEWER = "install a newer torch, or use .safetensors"
 
 _LOCAL_MAGIC = b"PK\x03\x04"
@@ -54,16 +54,16 @@ _DESCRIPTOR = b"PK\x07\x08"
 _ENCRYPTED = 1
 _CHUNK = 8 << 20
 _INFLATED_BYTES_MAX: Final = 1 << 28
-"""Limit for a compressed record that is read whole. Pickles are far smaller: each tensor has its own record."""
+"""Maximum size of a compressed record. Pickles are far smaller, because each tensor has its own record."""
 
 _FOLDER = "archive/"
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
 _COPIED = (_PICKLE, "version", ".data/version")
-# With these records torch computes the places of storages; without them it looks into the file.
+# Torch would compute the offsets of storages from these records. Without them, torch reads the offsets from the file.
 _LEFT_OUT = (".format_version", ".storage_alignment")
 
-# Below this size, memory for a tensor that is never touched costs less than a mapping, of which a process has 65,530.
+# Smaller tensors get ordinary memory, because a process can have only 65,530 mappings.
 _MAPPED_BYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
 _PROBE_BYTES = 1 << 16
@@ -82,31 +82,37 @@ _LOAD_ERRORS = (
 
 
 def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
-    """Return the state in a file of ``torch.save``; its tensors are read from ``file`` when they are captured.
+    """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
-    Nothing in the file is executed. A file in the format before torch 1.6 is read into memory. An object of a class
-    whose dotted name is in ``stand_ins`` becomes an object of the class given there.
+    No code in the file is executed. A file in the format before torch 1.6 is read into memory.
+
+    Args:
+        file: the file.
+        stand_ins: replacement classes, by the dotted names of classes in the file.
 
     Raises:
-        ForeignFileError: torch cannot read it, or it holds objects other than tensors, containers and plain values.
+        ForeignFileError: torch cannot read the file, or it holds objects other than tensors, containers and plain
+            values.
     """
     if not stand_ins:
         return read_torch_slice(file, 0, file.size)
     safe_globals = getattr(torch.serialization, "safe_globals", None)
     if safe_globals is None:
-        raise ForeignFileError(file.path, f"torch {torch.__version__} reads no classes that are named to it", _NEWER)
+        raise ForeignFileError(
+            file.path, f"torch {torch.__version__} has no safe_globals(), which reading this file requires", _NEWER
+        )
     with safe_globals([(kind, name) for name, kind in stand_ins.items()]):
         return read_torch_slice(file, 0, file.size)
 
 
 def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
-    """Do what :func:`read_torch_file` does for a file of ``torch.save`` that is a range of another file."""
+    """Return the state in a file of ``torch.save`` that is a range of another file."""
     source: Any = _RangedFile(file, start, length)
     magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
-    # A pickle begins with this mark and its protocol. For any other file, torch would advise to trust it.
+    # A pickle begins with this mark. For other files, the error of torch would advise to trust the file.
     if magic != _LOCAL_MAGIC and not magic.startswith(_PICKLE_MARK):
-        raise ForeignFileError(file.path, "it is no file of torch.save(), or was cut short", _FETCH)
+        raise ForeignFileError(file.path, "not a file of torch.save(), or truncated", _FETCH)
     with (
         refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
@@ -114,16 +120,16 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         if magic != _LOCAL_MAGIC:
             return torch.load(source, map_location="cpu", weights_only=True)
         archive = _Archive(file.path, source)
-        known: dict[tuple[object, ...], object] = {}
+        tensors: dict[tuple[object, ...], object] = {}
 
         def replaced(leaf: object) -> object:
-            return _in_file(leaf, file, start, archive, known) if isinstance(leaf, torch.Tensor) else leaf
+            return _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf
 
-        return _mapped(archive.load_faked(), replaced)
+        return _map_leaves(archive.load_faked(), replaced)
 
 
 class _RangedFile(io.RawIOBase):
-    """A range of a file, cut off at the end of the file, as the file object that libraries want."""
+    """File object for a range of a file."""
 
     def __init__(self, file: SourceFile, start: int, length: int) -> None:
         self._file, self._start = file, start
@@ -152,25 +158,25 @@ class _RangedFile(io.RawIOBase):
 
 
 class _Archive:
-    """The zip file that ``torch.save`` writes: its pickle, and where its storages are stored.
+    """Zip archive that ``torch.save`` writes: its pickle and the offsets of its storages.
 
-    Under ``FakeTensorMode`` torch computes the places of storages from the layout that its own writer uses. In a file
-    that another program has packed again, as ``zip`` does, these places are wrong, without any error. Therefore torch
-    loads an outline: the same pickle with empty storages. The place of a storage in the outline identifies its record,
-    whose real place follows from the directory of the file.
+    Under ``FakeTensorMode``, torch computes the offsets of storages from the layout of its own writer. If another
+    program, such as ``zip``, has packed the archive again, these offsets are wrong, without any error. Therefore torch
+    loads an outline: the same pickle with empty storages. The offset of a storage in the outline identifies its record,
+    and the directory of the file gives the real offset of the record.
     """
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
-        """Read everything but the storages of ``file``, which stays open while this is used.
+        """Read everything except the storages of ``file``, which must stay open.
 
         Raises:
-            ForeignFileError: the file is damaged, or comes from a machine with another byte order.
-            zipfile.BadZipFile, zlib.error, ValueError: it is damaged.
+            ForeignFileError: the file is damaged, or was written with another byte order.
+            zipfile.BadZipFile, zlib.error, ValueError: the file is damaged.
         """
         self._path, self._file = path, file
         self._size = file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file) as packed:
-            members = self._by_name(packed.infolist())
+            members = self._members_by_name(packed.infolist())
         self._check_byte_order(members)
         content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
         content[_BYTE_ORDER] = sys.byteorder.encode()
@@ -185,7 +191,7 @@ class _Archive:
         }
 
     def load_faked(self) -> object:
-        """Return the state in the file, with tensors that have no memory."""
+        """Return the state in the file, with tensors without memory."""
         self._outline.seek(0)
         with FakeTensorMode():
             return torch.load(self._outline, map_location="cpu", weights_only=True)
@@ -194,97 +200,98 @@ class _Archive:
         """Return the name, the first byte and the length of the record with the storage of a faked tensor."""
         start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None:
-            raise ForeignFileError(self._path, f"torch {torch.__version__} cannot say where its tensors lie", _NEWER)
+            raise ForeignFileError(
+                self._path, f"torch {torch.__version__} does not report the offsets of tensors", _NEWER
+            )
         name, member = self._members[start]
         if member.compress_type != zipfile.ZIP_STORED:
-            raise ForeignFileError(self._path, f"its record {name} is compressed", _UNCOMPRESSED)
+            raise ForeignFileError(self._path, f"record {name} is compressed", _UNCOMPRESSED)
         return name, self._start_of(name, member), member.compress_size
 
     def _start_of(self, name: str, member: zipfile.ZipInfo) -> int:
         start = _data_start(self._path, member, self._file)
         if start + member.compress_size > self._size:
-            raise ForeignFileError(self._path, f"it ends before the end of its record {name}", _FETCH)
+            raise ForeignFileError(self._path, f"truncated: record {name} goes beyond the end of the file", _FETCH)
         if member.flag_bits & _ENCRYPTED:
-            raise ForeignFileError(self._path, f"its record {name} is encrypted", "decrypt it first")
+            raise ForeignFileError(self._path, f"record {name} is encrypted", "decrypt the file first")
         return start
 
-    def _by_name(self, members: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-        """Return the members of the folder that torch looks into, which is the folder of the first member."""
+    def _members_by_name(self, members: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+        """Return the members of the folder that torch reads, which is the folder of the first member."""
         if members and min(member.header_offset for member in members):
-            # Python skips everything before the archive, which here could be another file of torch.
-            raise ForeignFileError(self._path, "its directory is not of what it begins with", _FETCH)
+            # Python skips data before the archive, which could be another file of torch.
+            raise ForeignFileError(self._path, "its zip directory describes another archive", _FETCH)
         folder = members[0].filename.partition("/")[0] + "/" if members else ""
         inside = [member for member in members if member.filename.startswith(folder) and not member.is_dir()]
-        found = {member.filename.removeprefix(folder): member for member in inside}
+        by_name = {member.filename.removeprefix(folder): member for member in inside}
         # Torch ignores the case of names.
-        if len({name.lower() for name in found}) < len(inside):
-            raise ForeignFileError(self._path, "two of its records have one name", _REWRITE)
-        if _PICKLE not in found:
-            raise ForeignFileError(self._path, f"it has no record {_PICKLE}, so torch.save() did not write it", _FETCH)
-        return found
+        if len({name.lower() for name in by_name}) < len(inside):
+            raise ForeignFileError(self._path, "two records have the same name", _REWRITE)
+        if _PICKLE not in by_name:
+            raise ForeignFileError(self._path, f"no record {_PICKLE}, so torch.save() did not write the file", _FETCH)
+        return by_name
 
     def _check_byte_order(self, members: dict[str, zipfile.ZipInfo]) -> None:
-        """Refuse files of other machines, whose bytes torch would swap; a file without the record is little-endian."""
-        said = self._content(_BYTE_ORDER, members[_BYTE_ORDER]) if _BYTE_ORDER in members else b"little"
-        order = said.decode(errors="replace")
+        """Refuse files of another byte order, because torch would swap bytes. The default is little-endian."""
+        content = self._content(_BYTE_ORDER, members[_BYTE_ORDER]) if _BYTE_ORDER in members else b"little"
+        order = content.decode(errors="replace")
         if order != sys.byteorder:
-            problem = f"it says that its byte order is {order!r:.40}, and that of this machine is {sys.byteorder}"
+            problem = f"its byte order is {order!r:.40}, but this machine is {sys.byteorder}-endian"
             raise ForeignFileError(self._path, problem, _REWRITE)
 
     def _content(self, name: str, member: zipfile.ZipInfo) -> bytes:
-        # Not through zipfile, which requires checksums: torch can write files without them.
+        # The zipfile module requires checksums, but torch can write files without them.
         self._file.seek(self._start_of(name, member))
         data = self._file.read(member.compress_size)
         if member.compress_type == zipfile.ZIP_STORED:
             return data
         if member.compress_type != zipfile.ZIP_DEFLATED:
-            problem = f"its record {name} is compressed in a way that torch does not read"
-            raise ForeignFileError(self._path, problem, _FETCH)
+            raise ForeignFileError(self._path, f"record {name} has a compression that torch does not support", _FETCH)
         if member.file_size > _INFLATED_BYTES_MAX:
-            problem = f"its record {name} is compressed, and has {member.file_size} bytes without"
+            problem = f"compressed record {name} has {member.file_size} uncompressed bytes"
             raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
-        # The limit matters: in a hostile file, a few bytes can expand to more than the memory.
+        # In a hostile file, a few bytes can expand to more than the memory.
         stream = zlib.decompressobj(-zlib.MAX_WBITS)
         content = stream.decompress(data, member.file_size + 1)
         if len(content) != member.file_size or not stream.eof:
-            raise ForeignFileError(self._path, f"its record {name} is not as long as its directory says", _FETCH)
+            raise ForeignFileError(self._path, f"the length of record {name} contradicts the zip directory", _FETCH)
         return content
 
 
 def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
-    """Return where the bytes of a member of a zip file begin, which only the header before them tells."""
+    """Return the offset of a member's bytes in a zip file, from the local header of the member."""
     file.seek(member.header_offset)
     header = file.read(_LOCAL.size)
     if len(header) < _LOCAL.size or not header.startswith(_LOCAL_MAGIC):
-        problem = f"{member.filename} does not lie where the directory of the zip file says"
+        problem = f"{member.filename} is not at the offset in the zip directory"
         raise ForeignFileError(path, problem, _FETCH)
     _, name, extra = _LOCAL.unpack(header)
     return int(member.header_offset + _LOCAL.size + name + extra)
 
 
 def _problem(error: Exception) -> str:
-    """Return what torch dislikes about a file; its own words are many lines of advice to trust the file."""
-    named = _PICKLED.search(str(error))
-    if named is not None:
-        return f"it holds a pickled object of {named[1]}, which is never run"
-    unread = _UNREAD.search(str(error))
-    if unread is not None:
-        return f"torch.load(weights_only=True) does not read it ({unread[1].rstrip(' .')})"
+    """Return the cause of an error of torch, without torch's advice to trust the file."""
+    pickled = _PICKLED.search(str(error))
+    if pickled is not None:
+        return f"the file holds a pickled object of {pickled[1]}, which is never executed"
+    unreadable = _UNREAD.search(str(error))
+    if unreadable is not None:
+        return f"torch.load(weights_only=True) cannot read the file ({unreadable[1].rstrip(' .')})"
     return first_line(error).partition(_ADVICE)[0].rstrip(" .")
 
 
 def _damage(error: Exception) -> str:
-    return f"it is damaged or was cut short ({first_line(error)})"
+    return f"damaged or truncated ({first_line(error)})"
 
 
-def _in_file(
-    tensor: torch.Tensor, file: SourceFile, begin: int, archive: _Archive, known: dict[tuple[object, ...], object]
+def _lazy_tensor(
+    tensor: torch.Tensor, file: SourceFile, begin: int, archive: _Archive, tensors: dict[tuple[object, ...], object]
 ) -> object:
-    """Return what reads the bytes of a faked tensor from ``file``, where the archive begins at byte ``begin``."""
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
-    if tensor.dtype not in TORCH_NAMES or not plain:
+    """Return a lazy tensor for a faked tensor of an archive that begins at byte ``begin`` of ``file``."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
+    if tensor.dtype not in TORCH_NAMES or not is_plain:
         kind = "quantized" if tensor.is_quantized else "negated by a flag" if tensor.is_neg() else tensor.layout
-        raise ForeignFileError(file.path, f"it holds a tensor of {tensor.dtype} that is {kind}", _REMEDY)
+        raise ForeignFileError(file.path, f"a tensor of {tensor.dtype} is {kind}, which is not supported", _REMEDY)
     name, start, length = archive.record_of(tensor)
     offset = int(tensor.storage_offset() * tensor.element_size())
     extent = 0  # from the first byte of the tensor to its last
@@ -292,20 +299,20 @@ def _in_file(
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
     if extent and offset + extent > length:
-        raise ForeignFileError(file.path, f"it holds a tensor that is larger than its storage {name}", _FETCH)
+        raise ForeignFileError(file.path, f"a tensor is larger than its storage {name}", _FETCH)
     start += begin + offset
-    # Equal views of one storage are a tied tensor, which has to be one object in the state.
+    # Equal views of one storage are a tied tensor, which must be the same object in the state.
     key = (start, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
-    if key not in known:
+    if key not in tensors:
         if tensor.numel() == 0 or (tensor.is_contiguous() and not tensor.is_conj()):
-            known[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
+            tensors[key] = file.tensor(start, TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
         else:
-            known[key] = _View(tensor, file, start, extent)
-    return known[key]
+            tensors[key] = _View(tensor, file, start, extent)
+    return tensors[key]
 
 
 class _View(TensorBytes):
-    """A tensor that is not one byte range of the file: a view of the mapped file."""
+    """A tensor that is not a contiguous byte range of the file, as a view of the mapped file."""
 
     def __init__(self, tensor: torch.Tensor, file: SourceFile, start: int, extent: int) -> None:
         super().__init__(TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
@@ -315,43 +322,42 @@ class _View(TensorBytes):
         self._file = file
         self._lock = threading.Lock()
         self._copy: torch.Tensor | None = None
-        self._left = self.nbytes
+        self._unread = self.nbytes
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` from a row-major copy, which is kept until all of it was read."""
+        """Fill ``target`` from a row-major copy, which is kept until all bytes were read."""
         with self._lock:
             copy = flat_bytes(self._view) if self._copy is None else self._copy
-            self._left -= len(target)
-            self._copy = copy if self._left > 0 else None
-            self._left = self._left if self._left > 0 else self.nbytes
+            self._unread -= len(target)
+            self._copy = copy if self._unread > 0 else None
+            self._unread = self._unread if self._unread > 0 else self.nbytes
         np.copyto(np.frombuffer(target, dtype=np.uint8), copy[start : start + len(target)].numpy())
         self._file.check()
 
 
-def _mapped(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
-    """Return a copy of a nested state in which ``make`` has replaced every value that is not a container."""
+def _map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
     if type(value) in (dict, OrderedDict, Counter):
-        copy = type(value)({key: _mapped(item, make) for key, item in value.items()})
+        copy = type(value)({key: _map_leaves(item, make) for key, item in value.items()})
         if hasattr(value, _METADATA):
             setattr(copy, _METADATA, getattr(value, _METADATA))
         return copy
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, make) for item in value)
+        return type(value)(_map_leaves(item, make) for item in value)
     return make(value)
 
 
 class TorchSink(DraftSink):
-    """Writes a checkpoint, or one part of it, into a file that ``torch.load(weights_only=True)`` reads.
+    """Sink that writes a file for ``torch.load(weights_only=True)``.
 
-    Numpy arrays become tensors and numpy scalars Python numbers, because ``weights_only`` refuses both.
+    Numpy arrays become tensors, and numpy scalars become Python numbers, because ``weights_only`` refuses both.
     """
 
     def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
-        """Write the file with empty storages; return their places."""
-        # Missing in the oldest versions of torch that the package supports.
+        """Write the file with empty storages; return the regions of the storages."""
+        # The oldest supported versions of torch have no skip_data.
         skip_data = getattr(torch.serialization, "skip_data", None)
         if skip_data is None:
-            raise InvalidInputError(f"torch {torch.__version__} cannot write .pt files part by part; {_NEWER}")
+            raise InvalidInputError(f"torch {torch.__version__} cannot stream tensors into .pt files; {_NEWER}")
         hollow: dict[int, torch.Tensor] = {}
         order: list[int] = []
 
@@ -361,21 +367,21 @@ class TorchSink(DraftSink):
                 return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = _mapped(pick(outline.shape, self._part).shape, make)
+        state = _map_leaves(pick(outline.shape, self._part).shape, make)
         self.tensors, self.nbytes = len(hollow), sum(outline.tensors[row].nbytes for row in hollow)
         self._file = file = self._draft.file(size=self.nbytes)
         with _writing(file), skip_data():
             torch.save(state, file.path)
         with translated("read", file.path), file.path.open("rb") as written:
             archive = _Archive(file.path, written)
-            places: list[object] = []
-            _mapped(archive.load_faked(), places.append)
-            tensors = [place for place in places if isinstance(place, torch.Tensor)]
-            starts = {row: archive.record_of(place)[1] for row, place in zip(order, tensors, strict=True)}
+            leaves: list[object] = []
+            _map_leaves(archive.load_faked(), leaves.append)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
         return {row: file.region(outline.tensors[row], start) for row, start in starts.items()}
 
     def finish(self) -> None:
-        """Enter the checksums and give the file its name."""
+        """Write the checksums, and rename the file to its target."""
         try:
             _fill_checksums(self._file)
         except BaseException:
@@ -386,24 +392,25 @@ class TorchSink(DraftSink):
 
 @contextlib.contextmanager
 def _writing(file: TargetFile) -> Iterator[None]:
-    """Turn errors of ``torch.save`` into the package's."""
     try:
         with translated("write", file.path):
             yield
     except RuntimeError as error:
-        # Torch hides the error of the operating system, so another write asks for it.
+        # Torch hides the error of the operating system. Another write raises that error again.
         with translated("look at", file.path):
             end = file.path.stat().st_size
         file.write(end, bytes(_PROBE_BYTES))
-        advice = "check the device, or name another place"
+        advice = "check the drive, or choose another path"
         raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
 
 
 def _hollow(row: TensorRow) -> torch.Tensor:
-    """Return a tensor whose memory is reserved but never touched."""
+    """Return a tensor with reserved memory that is never touched."""
     dtype = TORCH_DTYPES.get(row.dtype)
     if dtype is None:
-        raise InvalidInputError(f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks")
+        raise InvalidInputError(
+            f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
+        )
     length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
     if length < _MAPPED_BYTES:
         return torch.empty(row.shape, dtype=dtype, device="cpu")
@@ -412,12 +419,12 @@ def _hollow(row: TensorRow) -> torch.Tensor:
 
 
 def _fill_checksums(file: TargetFile) -> None:
-    """Enter the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
+    """Write the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
 
     Torch ignores checksums, but ``unzip`` and Python's ``zipfile`` check them.
     """
     with zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
-        place = archive.start_dir
+        position = archive.start_dir
         for member in archive.infolist():
             start = _data_start(file.path, member, content)
             end = start + member.file_size
@@ -426,15 +433,15 @@ def _fill_checksums(file: TargetFile) -> None:
                 for offset in range(start, end, _CHUNK):
                     value = zlib.crc32(file.read(offset, min(_CHUNK, end - offset)), value)
                 checksum = struct.pack("<I", value)
-                file.write(place + _CENTRAL_CRC, checksum)
+                file.write(position + _CENTRAL_CRC, checksum)
                 if file.read(end, 4) == _DESCRIPTOR:
                     file.write(end + 4, checksum)
-            _, name, extra, comment = _CENTRAL.unpack(file.read(place, _CENTRAL.size))
-            place += _CENTRAL.size + name + extra + comment
+            _, name, extra, comment = _CENTRAL.unpack(file.read(position, _CENTRAL.size))
+            position += _CENTRAL.size + name + extra + comment
 
 
 def value_file(value: object) -> io.BytesIO:
-    """Return a plain value as a file that ``torch.load`` reads, for callers that take values in no other form."""
+    """Return a plain value as a file for ``torch.load``."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

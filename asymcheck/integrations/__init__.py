@@ -1,4 +1,4 @@
-"""Other formats and other loops, each optional: files of safetensors, torch and DCP; trainers of other libraries.
+"""Optional integrations: torch.distributed.checkpoint, DeepSpeed, Lightning and Hugging Face transformers.
 
-Nothing here is imported with the package: a library is needed by those who use it.
+Importing asymcheck imports none of them, so that their libraries stay optional.
 """

@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint: a storage writer and a storage reader, so that its callers change one line.
+"""Storage writer and storage reader for torch.distributed.checkpoint (DCP).
 
-A checkpoint is an ordinary one of the store. The coordinator chooses a save id, DCP's own exchange of plans brings it
-to the other ranks, and each rank commits its part under it. Shards of tensors and plain values keep the nesting from
-which DCP took them; nothing is pickled. A reader tells DCP that every tensor is one piece, and assembles the pieces
-that DCP asks for from the shards that were saved.
+A checkpoint is an ordinary checkpoint of the store. The coordinator chooses a save id, and DCP's exchange of plans
+sends the id to the other ranks. Each rank commits its part under this id. Tensor shards and plain values are saved in
+the nested state from which DCP has flattened them. Nothing is pickled. The reader describes every tensor to DCP as a
+single piece, and assembles the requested pieces from the saved shards.
 """
 
 from __future__ import annotations
@@ -61,59 +61,62 @@ from asymcheck.store import Store
 from asymcheck.types import Checkpoint, CheckpointRef, Part
 
 _CPU = torch.device("cpu")
-_COLLECTIVES = "ranks agree on a checkpoint in DCP's exchange of plans: leave use_collectives=True"
-_CACHED = "DCP caches its plans: give the planner enable_plan_caching=False"
+_COLLECTIVES = (
+    "cannot save without collectives: ranks agree on a save id in DCP's exchange of plans; pass use_collectives=True"
+)
+_CACHED = "cached plans are not supported; pass enable_plan_caching=False to the planner"
 _Path = tuple[Key, ...]
 
 
 class _StoreUser:
-    """The part that writer and reader share: a checkpoint is named by its store, not by a ``checkpoint_id``."""
+    """Base of writer and reader. The store, not a ``checkpoint_id``, identifies a checkpoint."""
 
     def __init__(self, store: Store, run: str) -> None:
         if not isinstance(store, Store):
-            raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
+            raise InvalidInputError(f"store {store!r:.100} is not a Store; pass the result of Store.open()")
         self._store = store
         self._run = run
-        self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved or is reading, if any
+        self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved or reads
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id`` other than the location of the store; without one, DCP does not call this."""
+        """Refuse a ``checkpoint_id`` other than the location of the store."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != str(self._store.location):
             raise InvalidInputError(
-                f"checkpoint_id={checkpoint_id!r:.100} chooses nothing in store {self._store.location}: leave it out, "
-                f"and say which checkpoint by {type(self).__name__}(store, step=…)"
+                f"checkpoint_id={checkpoint_id!r:.100} is not supported by store {self._store.location}; leave it out, "
+                f"and select the checkpoint by {type(self).__name__}(store, step=…)"
             )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the store is given, not named by a ``checkpoint_id``."""
+        """Return False, because the store is not identified by a ``checkpoint_id``."""
         return False
 
 
 class AsymcheckWriter(_StoreUser, StorageWriter):
-    """Saves what DCP plans: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
+    """Storage writer: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
 
-    Make a new one for each checkpoint: store, run and step say which it is. All ranks write to stores at one location.
-    ``dcp.async_save`` takes it as well, with its threads; a process of its own cannot share the store.
+    Create a new writer for each checkpoint. All ranks open the store at the same location. ``dcp.async_save`` is
+    supported with threads, but not with processes, because another process cannot share the store.
     """
 
     def __init__(
         self, store: Store, *, step: int, run: str = DEFAULT_RUN, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Save to ``store`` as :meth:`asymcheck.Store.save` does.
+        """Prepare a save to ``store``, with the arguments of :meth:`asymcheck.Store.save`.
 
         Raises:
-            InvalidInputError: that is no opened store.
+            InvalidInputError: ``store`` is not an opened store.
         """
         super().__init__(store, run)
         self._step = step
         self._metrics = metrics
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
-        """Refuse a second use, and a save without collectives, in which ranks cannot agree."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - signature of torch
+        """Refuse a second use, and a save without collectives."""
         if self.checkpoint is not None:
             raise InvalidInputError(
-                f"this writer has saved step {self._step} of run {self._run!r}: make a new one for each checkpoint"
+                f"this writer has already saved step {self._step} of run {self._run!r}; create a new writer for each "
+                "checkpoint"
             )
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_COLLECTIVES)
@@ -123,7 +126,7 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its part of one checkpoint, with one save id for all."""
+        """Assign each rank its part of the checkpoint, with the same save id for all ranks."""
         save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
         if not all(plan.usable for plan in plans):
             raise InvalidInputError(_CACHED)
@@ -132,10 +135,10 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save this rank's part, which is durable when this returns.
+        """Save this rank's part, and return once the part is durable.
 
         Raises:
-            InvalidInputError: the planner is not supported, because it caches plans or does not flatten mappings.
+            InvalidInputError: the planner caches plans, or does not flatten mappings.
             UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
         """
         if getattr(planner, "_enable_plan_caching", False):
@@ -151,25 +154,24 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: a checkpoint is complete as soon as the part of every rank is committed."""
+        """Do nothing, because a checkpoint is complete once every rank has committed its part."""
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
-    """Return the state that a rank saves, in the nesting from which the planner took it."""
     paths: Mapping[str, tuple[str | int, ...]] = getattr(planner, "mappings", {})
     state: dict[Key, Any] = {}
     for item in plan.items:
         name = item.index.fqn
-        *above, last = paths.get(name, (name,))
-        place = state
-        for key in above:
-            place = place.setdefault(key, {})
-        if last in place:
-            raise UnsupportedValueError(name, "this rank holds several parts of one tensor; give it one DTensor")
-        place[last] = _value(item, planner)
-    only = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
-    # With several ranks, each has only some of the items of a list.
-    return with_lists(state) if only else state  # type: ignore[return-value]  # DCP's top keys are strings
+        *parents, last = paths.get(name, (name,))
+        container = state
+        for key in parents:
+            container = container.setdefault(key, {})
+        if last in container:
+            raise UnsupportedValueError(name, "this rank holds several shards of a tensor; pass one DTensor per tensor")
+        container[last] = _value(item, planner)
+    is_single = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
+    # With several ranks, each rank may have only some items of a list.
+    return with_lists(state) if is_single else state  # type: ignore[return-value]  # DCP's top keys are strings
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> object:
@@ -177,92 +179,96 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
         look_up: Callable[[object], object] | None = getattr(planner, "lookup_object", None)
         if look_up is None:
             raise InvalidInputError(
-                f"the planner {type(planner).__name__} pickles values; derive it from DefaultSavePlanner"
+                f"planner {type(planner).__name__} pickles values, which is not supported; derive the planner from "
+                "DefaultSavePlanner"
             )
         value = look_up(item.index)
-        if not _is_one(value):
-            # The store would take it apart, so that it could not be found under this name.
+        if not _is_leaf(value):
+            # The store would flatten the value, and a load would not find it under this name.
             raise InvalidInputError(
-                f"the planner {type(planner).__name__} takes {item.index.fqn} for one value, with all that is in it; "
-                "give it flatten_state_dict=True"
+                f"planner {type(planner).__name__} does not flatten the mapping {item.index.fqn}; pass "
+                "flatten_state_dict=True"
             )
         return value
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
-        raise InvalidInputError(f"the planner {type(planner).__name__} makes no tensor of {item.index.fqn}")
+        raise InvalidInputError(
+            f"planner {type(planner).__name__} does not resolve {item.index.fqn} to a tensor; use DefaultSavePlanner"
+        )
     box = Box(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets), tuple(tensor.shape))
     return tensor.detach() if box == Box.of_whole(box.whole) else TensorShard(tensor.detach(), box.whole, box.offset)
 
 
 class AsymcheckReader(_StoreUser, StorageReader):
-    """Loads what DCP asks for: ``dcp.load(state, storage_reader=AsymcheckReader(store))``.
+    """Storage reader: ``dcp.load(state, storage_reader=AsymcheckReader(store))``.
 
-    Any number of ranks may read what any number saved, and with other placements. Checkpoints need not have been saved
-    by DCP: its name of a tensor is the dotted name in the state.
+    The number of ranks and the placements may differ from those of the save. The checkpoint need not have been saved by
+    DCP: DCP's name of a tensor is the dotted name in the state.
     """
 
     def __init__(self, store: Store, *, step: int | None = None, run: str = DEFAULT_RUN) -> None:
-        """Read from ``store`` the checkpoint of ``step``; without one, the newest consistent one.
+        """Prepare to read the checkpoint of ``step``, by default the newest consistent checkpoint.
 
         Raises:
-            InvalidInputError: that is no opened store.
+            InvalidInputError: ``store`` is not an opened store.
         """
         super().__init__(store, run)
         self._step = step
         self._ref: CheckpointRef | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's way
-        """Choose the checkpoint, and describe it.
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - signature of torch
+        """Resolve the checkpoint, and return its metadata.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`asymcheck.Store.load`.
 
         Warns:
-            SkippedCheckpointWarning: a newer checkpoint was passed over.
+            SkippedCheckpointWarning: a newer checkpoint was skipped.
         """
-        restored = self._store.read(self._describe, self._step, run=self._run)
+        restored = self._store.read(self._metadata, self._step, run=self._run)
         for reason in restored.skipped:
-            warn_user(f"run {self._run!r}: passed over {reason}", SkippedCheckpointWarning)
+            warn_user(f"run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
         self.checkpoint = restored.checkpoint
         metadata = restored.state
-        assert isinstance(metadata, Metadata)  # noqa: S101 - what _describe made
+        assert isinstance(metadata, Metadata)  # noqa: S101 - result of _metadata
         return metadata
 
-    def _describe(self, _tier: ReadTier, resolved: Resolved) -> Metadata:
+    def _metadata(self, _tier: ReadTier, resolved: Resolved) -> Metadata:
         self._ref = resolved.ref
         parts = ShardSet(resolved.manifests)
         leaves = _leaves_of(parts)
         described = {name: _describe(parts, leaf) for name, (_, leaf) in leaves.items()}
         return Metadata(described, planner_data={name: path for name, (path, _) in leaves.items()})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - torch's way
-        """Do nothing: all ranks read in the same way."""
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - signature of torch
+        """Do nothing, because all ranks read in the same way."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the checkpoint that this rank has found to its plan."""
+        """Add the resolved checkpoint of this rank to its plan."""
         return dataclasses.replace(plan, storage_data=self._ref)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse different checkpoints, which ranks find when another one is saved at the same time."""
-        found = {plan.storage_data for plan in plans}
-        if len(found) > 1:
-            named = ", ".join(sorted(map(str, found)))
-            raise InconsistentCheckpointError(f"ranks found different checkpoints ({named}): give all the same step=")
+        """Refuse plans of different checkpoints, which a concurrent save may cause."""
+        refs = {plan.storage_data for plan in plans}
+        if len(refs) > 1:
+            listed = ", ".join(sorted(map(str, refs)))
+            raise InconsistentCheckpointError(
+                f"ranks resolved different checkpoints ({listed}); pass the same step= on all ranks"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of this rank's plan, every byte verified.
+        """Read the items of this rank's plan, and verify every byte.
 
         Raises:
             InconsistentCheckpointError, PartialRestoreError: see :meth:`asymcheck.Store.load`.
         """
         ref = self._ref
-        assert ref is not None  # noqa: S101 - metadata comes first
+        assert ref is not None  # noqa: S101 - DCP reads the metadata first
 
         def read(tier: ReadTier, resolved: Resolved) -> None:
             if resolved.ref != ref:
-                message = f"{ref} is gone, and {resolved.ref} in its place: load again"
-                raise InconsistentCheckpointError(message)
+                raise InconsistentCheckpointError(f"{ref} was replaced by {resolved.ref} during the load; load again")
             _read(tier, resolved, plan, planner)
 
         self._store.read(read, ref.step, run=self._run)
@@ -272,16 +278,15 @@ class AsymcheckReader(_StoreUser, StorageReader):
 
 
 def _leaves_of(parts: ShardSet) -> dict[str, tuple[_Path, object]]:
-    """Return the values of a checkpoint and their paths by DCP's names; the first rank with a name decides."""
-    found: dict[str, tuple[_Path, object]] = {}
+    """Return the paths and values of a checkpoint by DCP's names. The first rank with a name decides."""
+    leaves: dict[str, tuple[_Path, object]] = {}
     for shape in parts.shapes():
         for path, leaf in _leaves(shape, ()):
-            found.setdefault(join_name(path), (path, leaf))
-    return found
+            leaves.setdefault(join_name(path), (path, leaf))
+    return leaves
 
 
 def _describe(parts: ShardSet, leaf: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Describe a tensor as one piece, whatever shards were saved."""
     if not isinstance(leaf, RowRef) or leaf.as_array:
         return BytesStorageMetadata()
     row = parts.row(leaf.row)
@@ -291,19 +296,19 @@ def _describe(parts: ShardSet, leaf: object) -> TensorStorageMetadata | BytesSto
 
 
 def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
-    """Yield the values that DCP's rules of flattening give a name."""
-    if _is_one(value):
+    """Yield the values that DCP gives a name when it flattens a state."""
+    if _is_leaf(value):
         yield path, value
         return
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]  # what is not one is a mapping or a list
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]  # a mapping or a list
     for key, item in items:
         yield from _leaves(item, (*path, key))
 
 
-def _is_one(value: object) -> bool:
-    """Tell whether DCP leaves a value as it is."""
+def _is_leaf(value: object) -> bool:
+    """Tell whether DCP does not flatten a value."""
     if isinstance(value, list):
-        return all(_is_one(item) and not _is_tensor(item) for item in value)
+        return all(_is_leaf(item) and not _is_tensor(item) for item in value)
     return not isinstance(value, Mapping)
 
 
@@ -312,17 +317,17 @@ def _is_tensor(value: object) -> bool:
 
 
 def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Read tensors in place, and put the other values in place."""
+    """Read tensors in place, and hand plain values to the planner."""
     parts = ShardSet(resolved.manifests)
     leaves = _leaves_of(parts)
-    # A list, because two items may ask for the same box.
+    # Two items may request the same box, so this is a list.
     wanted: list[tuple[ReadItem, torch.Tensor, Demand]] = []
     values: list[tuple[ReadItem, object, dict[int, Demand]]] = []
     for item in plan.items:
         _, leaf = leaves[item.storage_index.fqn]
         if item.type == LoadItemType.BYTE_IO:
-            inside = {number: Demand.of(parts, number, parts.whole(number)) for number in rows_in(leaf)}
-            values.append((item, leaf, inside))
+            demands_of_value = {row: Demand.of(parts, row, parts.whole(row)) for row in rows_in(leaf)}
+            values.append((item, leaf, demands_of_value))
         elif isinstance(leaf, RowRef):
             target = planner.resolve_tensor(item).detach()
             box = Box(parts.row(leaf.row).global_shape, tuple(item.storage_offsets), tuple(item.lengths))
@@ -330,14 +335,14 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
             if TORCH_DTYPES[demand.row.dtype] == target.dtype:
                 demand.existing.append(target)
             wanted.append((item, target, demand))
-    demands = [*(demand for *_, demand in wanted), *(one for *_, some in values for one in some.values())]
+    demands = [*(demand for *_, demand in wanted), *(demand for *_, inner in values for demand in inner.values())]
     assembly = Assembly(demands, _CPU, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
     for item, target, demand in wanted:
         if not demand.existing:
             target.copy_(assembly.tensor(demand))
         planner.commit_tensor(item, target)
-    for item, leaf, inside in values:
-        tensors = {number: assembly.tensor(demand) for number, demand in inside.items()}
-        # DCP unpickles this file, which was made of a plain value just now.
+    for item, leaf, inner in values:
+        tensors = {row: assembly.tensor(demand) for row, demand in inner.items()}
+        # DCP unpickles this file. It is safe, because it was just created from a plain value.
         planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))

@@ -1,11 +1,11 @@
-"""DeepSpeed ZeRO 1, 2 and 3: the state of an engine on every rank.
+"""State of a DeepSpeed ZeRO 1, 2 or 3 engine on every rank.
 
-ZeRO concatenates the trained parameters of a group in fp32, and each rank has one piece of that, with the optimizer's
-state of the piece. A rank has a range of each flattened parameter, and it is stored as a :class:`asymcheck.TensorShard`
-of one dimension, without padding. Therefore the names and shapes in a checkpoint depend neither on the number of ranks
+ZeRO concatenates the trained parameters of a group in fp32. Each rank has one piece of this flat tensor, with its
+optimizer state. A rank therefore has a range of each flattened parameter, which is saved as a one-dimensional
+:class:`asymcheck.TensorShard` without padding. Names and shapes in a checkpoint depend neither on the number of ranks
 nor on the stage.
 
-The package ``deepspeed`` is not imported here, because an engine has everything that is needed.
+This module does not import ``deepspeed``, because the engine provides everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asymcheck.state.shards import TensorShard
 from asymcheck.store import Store
 
 _STAGES = (1, 2, 3)
-_SHARDED_STAGE = 3  # in this stage ranks have parts of the low-precision parameters, too
+_SHARDED_STAGE = 3  # in this stage, the low-precision parameters are sharded, too
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _KEYS = frozenset(
     {"weights", "frozen", "shapes", "buffers", "optimizer", "groups"}
@@ -38,38 +38,38 @@ _State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """The range of a flattened parameter that this rank has; its elements are contiguous in a flat tensor."""
+    """Range of a flattened parameter that this rank has, as a contiguous range of a flat tensor."""
 
     name: str
     shape: torch.Size  # of the whole parameter
     start: int  # first element in the flattened parameter
     flat: torch.Tensor
     first: int  # first element in the flat tensor
-    count: int  # elements; 0 where all is on other ranks
-    group: int = 0  # number of the optimizer's parameter group
+    count: int  # number of elements; 0 if this rank has none
+    group: int = 0  # index of the optimizer's parameter group
 
-    def of(self, flat: torch.Tensor) -> TensorShard:
-        """Return the range of a tensor with the layout of the flat one."""
+    def shard_of(self, flat: torch.Tensor) -> TensorShard:
+        """Return the range as a shard of a tensor with the layout of the flat tensor."""
         whole = (math.prod(self.shape),)
         return TensorShard(flat.detach().view(-1).narrow(0, self.first, self.count), whole, (self.start,))
 
-    def fill(self, flat: torch.Tensor, found: object) -> None:
-        """Fill the range of such a tensor from a restored value, which is a tensor, or the range itself."""
-        if isinstance(found, TensorShard):
-            found = found.local
-        target = self.of(flat)
-        if not isinstance(found, torch.Tensor):
-            raise StateMismatchError(f"{self.name}: {type(found).__name__} is stored where a tensor is expected")
-        if found.numel() != self.count:
-            found = found.view(-1)[self.start : self.start + self.count]
-        if found.data_ptr() != target.local.data_ptr():
-            target.local.copy_(found)
+    def fill(self, flat: torch.Tensor, restored: object) -> None:
+        """Copy a restored value, which is a whole tensor or this range, into such a tensor."""
+        if isinstance(restored, TensorShard):
+            restored = restored.local
+        target = self.shard_of(flat)
+        if not isinstance(restored, torch.Tensor):
+            raise StateMismatchError(f"{self.name}: the checkpoint has {type(restored).__name__} instead of a tensor")
+        if restored.numel() != self.count:
+            restored = restored.view(-1)[self.start : self.start + self.count]
+        if restored.data_ptr() != target.local.data_ptr():
+            target.local.copy_(restored)
 
 
 class EngineState:
-    """The state of a DeepSpeed engine, for :class:`asymcheck.Checkpointer` on each rank.
+    """State of a DeepSpeed engine, for :class:`asymcheck.Checkpointer` on each rank.
 
-    Use it so::
+    Example::
 
         engine, *_ = deepspeed.initialize(model=model, config=config)
         state = {"engine": EngineState(engine), "rng": asymcheck.RngState()}
@@ -79,15 +79,15 @@ class EngineState:
             engine.step()
             ckpt.step(engine.global_steps)
 
-    It holds the fp32 weights and the optimizer's state in parts, frozen parameters, buffers, the options of parameter
-    groups, the schedule of learning rates, the loss scale and the engine's counters.
+    The state contains shards of the fp32 weights and of the optimizer state, frozen parameters, buffers, options of
+    parameter groups, the learning rate schedule, the loss scale and the counters of the engine.
     """
 
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - the package has no types
-        """Describe ``engine``, which stays the caller's.
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - deepspeed has no types
+        """Wrap ``engine``.
 
         Raises:
-            InvalidInputError: it is not an engine of ZeRO 1, 2 or 3, or has parts that are not supported.
+            InvalidInputError: ``engine`` is not an engine of ZeRO 1, 2 or 3, or uses an unsupported feature.
         """
         _check(engine)
         self._engine = engine
@@ -95,26 +95,26 @@ class EngineState:
         engine.module.register_forward_pre_hook(lambda *_: self.settle())
 
     def state_dict(self) -> _State:
-        """Return the state; tensors in it are the engine's own.
+        """Return the state, with the tensors of the engine themselves.
 
         Raises:
             InvalidInputError: gradients are being accumulated, which would not be saved.
-            UnsupportedValueError: the optimizer has state that is not one value for each element.
+            UnsupportedValueError: the optimizer has tensor state that is not elementwise.
         """
         engine = self._engine
         if engine.micro_steps % engine.gradient_accumulation_steps():
             raise InvalidInputError(
-                f"{engine.micro_steps} micro steps were done, of which {engine.gradient_accumulation_steps()} make a "
-                "step: save and restore when engine.step() has taken one, for gradients being summed up are not saved"
+                f"cannot save accumulated gradients: {engine.micro_steps} micro steps are done, and "
+                f"{engine.gradient_accumulation_steps()} make a step; save and restore after a full step"
             )
-        trained, fixed = list(_trained(engine)), list(_fixed(engine))
+        trained, frozen = list(_trained_ranges(engine)), list(_frozen_ranges(engine))
         scheduler = engine.lr_scheduler
         return {
-            "weights": {one.name: one.of(one.flat) for one in trained},
-            "frozen": {one.name: one.of(one.flat) for one in fixed},
-            "shapes": {one.name: one.shape for one in (*trained, *fixed)},
+            "weights": {part.name: part.shard_of(part.flat) for part in trained},
+            "frozen": {part.name: part.shard_of(part.flat) for part in frozen},
+            "shapes": {part.name: part.shape for part in (*trained, *frozen)},
             "buffers": dict(_buffers(engine.module)),
-            "optimizer": {one.name: self._elementwise(one) for one in trained},
+            "optimizer": {part.name: self._elementwise(part) for part in trained},
             "groups": groups_of(self.optimizer),
             "scalars": self._scalars(trained),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -122,46 +122,46 @@ class EngineState:
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
         }
 
-    def _elementwise(self, one: _Range) -> dict[str, TensorShard]:
+    def _elementwise(self, part: _Range) -> dict[str, TensorShard]:
         return {
-            key: one.of(value)
-            for key, value in self.optimizer.state.get(one.flat, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == one.flat.shape
+            key: part.shard_of(value)
+            for key, value in self.optimizer.state.get(part.flat, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == part.flat.shape
         }
 
     def _scalars(self, trained: list[_Range]) -> list[_State]:
-        """Return, for each group, the optimizer's state that is not elementwise, such as the number of steps."""
-        found: list[_State] = [{} for _ in self.optimizer.param_groups]
-        for one in trained:
-            for key, value in self.optimizer.state.get(one.flat, {}).items():
+        """Return the optimizer state of each group that is not elementwise, such as the number of steps."""
+        scalars: list[_State] = [{} for _ in self.optimizer.param_groups]
+        for part in trained:
+            for key, value in self.optimizer.state.get(part.flat, {}).items():
                 if not isinstance(value, torch.Tensor) or value.ndim == 0:
-                    found[one.group].setdefault(key, value)
-                elif value.shape != one.flat.shape:
+                    scalars[part.group].setdefault(key, value)
+                elif value.shape != part.flat.shape:
                     raise UnsupportedValueError(
-                        f"optimizer.{one.name}.{key}",
-                        f"{list(value.shape)} for {list(one.flat.shape)} parameters; ranks can share only state that "
-                        "is one value for each",
+                        f"optimizer.{part.name}.{key}",
+                        f"shape {list(value.shape)} for {list(part.flat.shape)} parameters; use an optimizer with "
+                        "elementwise state",
                     )
-        return found
+        return scalars
 
     def load_state_dict(self, state_dict: _State) -> None:
-        """Restore this rank's share of a state.
+        """Restore this rank's part of a state.
 
-        Stages 1 and 2 gather the low-precision parameters from all ranks in :meth:`settle`.
+        In stages 1 and 2, :meth:`settle` gathers the low-precision parameters from all ranks.
 
         Raises:
-            StateMismatchError: it belongs to another model or optimizer.
+            StateMismatchError: the state belongs to another model or optimizer.
         """
         engine = self._engine
-        for one in _trained(engine):
-            one.fill(one.flat, state_dict["weights"][one.name])
-            self._fill_optimizer(one, state_dict["optimizer"][one.name], state_dict["scalars"][one.group])
-        for one in _fixed(engine):
-            one.fill(one.flat, state_dict["frozen"][one.name])
+        for part in _trained_ranges(engine):
+            part.fill(part.flat, state_dict["weights"][part.name])
+            self._fill_optimizer(part, state_dict["optimizer"][part.name], state_dict["scalars"][part.group])
+        for part in _frozen_ranges(engine):
+            part.fill(part.flat, state_dict["frozen"][part.name])
         for name, buffer in _buffers(engine.module):
-            found = state_dict["buffers"][name]
-            if found is not buffer:
-                buffer.copy_(found)
+            restored = state_dict["buffers"][name]
+            if restored is not buffer:
+                buffer.copy_(restored)
         set_groups(self.optimizer, state_dict["groups"])
         if engine.lr_scheduler is not None and state_dict["lr_scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(state_dict["lr_scheduler"])
@@ -171,7 +171,7 @@ class EngineState:
                 setattr(scaler, name, value)
         for name in _COUNTERS:
             setattr(engine, name, state_dict["counters"][name])
-        # With another number of ranks, a step may have another number of micro steps.
+        # The number of micro steps per step may depend on the number of ranks.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self._is_stale = True
         if engine.zero_optimization_stage() == _SHARDED_STAGE or dist.get_world_size() == 1:
@@ -179,62 +179,66 @@ class EngineState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that ZeRO wraps; only its steps change the weights and its state."""
+        """The optimizer that ZeRO wraps. Only its steps change the weights and the optimizer state."""
         wrapped: torch.optim.Optimizer = self._engine.optimizer.optimizer
         return wrapped
 
     def owned(self) -> Iterator[torch.Tensor]:
-        """Yield the weights, and the elementwise state of the optimizer."""
+        """Yield the weights and the elementwise optimizer state."""
         if any(group.get("use_muon") for group in self.optimizer.param_groups):
-            # ZeRO writes its momentum before it calls the optimizer.
+            # For Muon, ZeRO changes the momentum before the optimizer step.
             return
-        for one in _trained(self._engine):
-            yield one.of(one.flat).local
-            yield from (part.local for part in self._elementwise(one).values())
+        for part in _trained_ranges(self._engine):
+            yield part.shard_of(part.flat).local
+            yield from (shard.local for shard in self._elementwise(part).values())
 
     def misfits(self, stored: Mapping[Key, Any]) -> Iterator[str]:
-        """Yield the parts of a stored state that belong to another model or optimizer."""
+        """Yield the mismatches with a stored state of another model or optimizer."""
         if not stored.keys() >= _KEYS:
-            yield f"{', '.join(sorted(_KEYS - stored.keys()))}: is not in the checkpoint, which is of no engine"
+            missing = ", ".join(sorted(_KEYS - stored.keys()))
+            yield f"{missing}: missing in the checkpoint, which has no DeepSpeed engine"
             return
-        given = {one.name: one.shape for one in (*_trained(self._engine), *_fixed(self._engine))}
+        given = {part.name: part.shape for part in (*_trained_ranges(self._engine), *_frozen_ranges(self._engine))}
         for name in given.keys() | stored["shapes"].keys():
-            here, there = given.get(name), stored["shapes"].get(name)
-            if here != there:
-                texts = ["nothing" if shape is None else str(list(shape)) for shape in (here, there)]
+            shapes = given.get(name), stored["shapes"].get(name)
+            if shapes[0] != shapes[1]:
+                texts = ["nothing" if shape is None else str(list(shape)) for shape in shapes]
                 yield f"shapes.{name}: {texts[0]} is given, but {texts[1]} is stored"
-        trained = {one.name for one in _trained(self._engine)}
+        trained = {part.name for part in _trained_ranges(self._engine)}
         for name in sorted(trained ^ stored["weights"].keys()):
-            yield f"weights.{name}: is trained here or in the checkpoint, and not in the other"
+            trained_in, frozen_in = ("model", "checkpoint") if name in trained else ("checkpoint", "model")
+            yield f"weights.{name}: trained in the {trained_in}, but frozen in the {frozen_in}"
         if len(self.optimizer.param_groups) != len(stored["groups"]):
             counts = len(self.optimizer.param_groups), len(stored["groups"])
             yield f"groups: {counts[0]} groups of parameters are given, but {counts[1]} are stored"
 
     def missing(self, stored: Mapping[Key, Any]) -> Iterator[tuple[object, TensorShard]]:
-        """Yield the state that the optimizer does not have before its first step."""
-        for one in _trained(self._engine):
-            for key, placeholder in stored.get("optimizer", {}).get(one.name, {}).items():
-                if key not in self.optimizer.state.get(one.flat, {}):
-                    yield placeholder, one.of(one.flat)
+        """Yield stored state that the optimizer does not have before its first step."""
+        for part in _trained_ranges(self._engine):
+            for key, placeholder in stored.get("optimizer", {}).get(part.name, {}).items():
+                if key not in self.optimizer.state.get(part.flat, {}):
+                    yield placeholder, part.shard_of(part.flat)
 
-    def _fill_optimizer(self, one: _Range, found: Mapping[str, object], scalars: Mapping[str, object]) -> None:
+    def _fill_optimizer(self, part: _Range, elementwise: Mapping[str, object], scalars: Mapping[str, object]) -> None:
         states = self.optimizer.state
-        if not found and not scalars:
-            # The checkpoint was taken before the first step.
-            states.pop(one.flat, None)
-            self._engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links them anew after a step
+        if not elementwise and not scalars:
+            # The checkpoint was taken before the first optimizer step.
+            states.pop(part.flat, None)
+            self._engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - ZeRO links them again after a step
             return
-        state = states[one.flat]
-        for key, part in found.items():
+        state = states[part.flat]
+        for key, value in elementwise.items():
             if key not in state:
-                dtype = part.local.dtype if isinstance(part, TensorShard) else getattr(part, "dtype", one.flat.dtype)
-                state[key] = torch.zeros_like(one.flat, dtype=dtype, requires_grad=False)
-            one.fill(state[key], part)
-        options = self.optimizer.param_groups[one.group]
+                dtype = (
+                    value.local.dtype if isinstance(value, TensorShard) else getattr(value, "dtype", part.flat.dtype)
+                )
+                state[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False)
+            part.fill(state[key], value)
+        options = self.optimizer.param_groups[part.group]
         for key, value in scalars.items():
             if isinstance(value, torch.Tensor):
-                # As torch's optimizers have it.
-                device = one.flat.device if options.get("capturable") or options.get("fused") else value.device
+                # Optimizers of torch choose the device in the same way.
+                device = part.flat.device if options.get("capturable") or options.get("fused") else value.device
                 state[key] = value.to(device, copy=True)
             else:
                 state[key] = value
@@ -242,8 +246,8 @@ class EngineState:
     def settle(self) -> None:
         """Update the low-precision parameters from the fp32 weights after a restore.
 
-        Ranks of stage 1 and 2 gather them from each other, so all ranks call it. :class:`asymcheck.Checkpointer`
-        calls it when all ranks have been restored; after :meth:`asymcheck.Store.load`, the next forward does.
+        In stages 1 and 2 this is a collective operation. :class:`asymcheck.Checkpointer` calls this method once all
+        ranks are restored. After :meth:`asymcheck.Store.load`, the next forward pass calls it.
         """
         if not self._is_stale:
             return
@@ -257,7 +261,7 @@ class EngineState:
         ):
             low.data.copy_(high.data)
         if optimizer.persistent_parameters:
-            # Parameters that every rank keeps whole are given up; the next forward gathers them again.
+            # Release parameters that every rank keeps whole. The next forward pass gathers them again.
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
 
@@ -265,15 +269,19 @@ class EngineState:
 def read_weights(
     store: Store, *, step: int | None = None, run: str = DEFAULT_RUN, part: str = "engine"
 ) -> dict[str, torch.Tensor]:
-    """Return the trained fp32 weights of a checkpoint as whole tensors; no engine is needed.
+    """Return the trained fp32 weights of a checkpoint as whole tensors, without an engine.
 
-    ``part`` is the key of the engine in the state.
+    Args:
+        store: the store.
+        step: the step; by default the newest consistent checkpoint.
+        run: the run.
+        part: key of the engine in the state.
 
     Raises:
         InvalidInputError: the state has no engine under this key.
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: see :meth:`asymcheck.Store.load`.
     """
-    # One glob for weights and shapes, which must come from the same checkpoint.
+    # One glob reads weights and shapes from the same checkpoint.
     state: Any = store.load(step, run=run, tensors=f"{part}.[ws][eh]*")
     for key in part.split("."):
         state = state[key]
@@ -285,28 +293,30 @@ def _check(engine: Any) -> None:  # noqa: ANN401 - as above
     stage = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
     if stage not in _STAGES:
         raise InvalidInputError(
-            f"{type(engine).__name__} of ZeRO stage {stage}: give a DeepSpeed engine of stage 1, 2 or 3; of stage 0, "
-            "give engine.module and engine.optimizer themselves"
+            f"{type(engine).__name__} of ZeRO stage {stage} is not supported; pass a DeepSpeed engine of stage 1, 2 or "
+            "3, or save engine.module and engine.optimizer of a stage 0 engine directly"
         )
     optimizer = engine.optimizer
-    refused = {
+    unsupported = {
         "experts (MoE)": engine.has_moe_layers,
         "pipeline stages": engine.pipeline_parallelism,
         "tensor parallelism": engine.mp_world_size > 1,
-        "an optimizer that is swapped to NVMe": getattr(optimizer, "swap_optimizer", False),
-        "parameters that are swapped to NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
-        "an optimizer that is offloaded in part": hasattr(optimizer, "backup_optimizer"),
+        "an optimizer swapped to NVMe": getattr(optimizer, "swap_optimizer", False),
+        "parameters swapped to NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
+        "a partly offloaded optimizer": hasattr(optimizer, "backup_optimizer"),
         "ZenFlow": getattr(optimizer, "zenflow", False),
         "a gradient scaler of torch.autocast": getattr(optimizer, "torch_autocast_gradscaler", None),
         "no optimizer": not hasattr(optimizer, "optimizer"),
     }
-    found = [what for what, is_there in refused.items() if is_there]
-    if found:
-        raise InvalidInputError(f"the engine has {' and '.join(found)}, which EngineState cannot describe")
+    used = [feature for feature, is_used in unsupported.items() if is_used]
+    if used:
+        raise InvalidInputError(
+            f"EngineState does not support an engine with {' and '.join(used)}; use engine.save_checkpoint() instead"
+        )
 
 
-def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
-    """Yield all trained parameters, with this rank's ranges of the fp32 weights."""
+def _trained_ranges(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
+    """Yield this rank's range of the fp32 weights for each trained parameter."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == _SHARDED_STAGE:
         for number, parameters in enumerate(optimizer.fp16_groups):
@@ -316,7 +326,7 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
                 yield _partitioned(engine, parameter, flat, first, group)
                 first += parameter.partition_numel()
         return
-    # DeepSpeed's links from parameters to ranges are not used: they are wrong with round_robin_gradients.
+    # DeepSpeed's own links from parameters to ranges are wrong with round_robin_gradients.
     groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
     for number, parameters in enumerate(groups):
         (flat,) = optimizer.param_groups[number]["params"]
@@ -328,15 +338,14 @@ def _trained(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
 
 
 def _offsets(optimizer: Any, group: int, parameters: list[Any]) -> list[int]:  # noqa: ANN401 - as above
-    """Return where the parameters of a group begin in their concatenation."""
     if hasattr(optimizer, "round_robin_bit16_offsets"):
         return list(optimizer.round_robin_bit16_offsets[group])
-    return list(itertools.accumulate((one.numel() for one in parameters), initial=0))[:-1]
+    return list(itertools.accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
 
 
-def _fixed(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
-    """Yield all parameters that are not trained; in stage 3, this rank's ranges of them."""
-    trained = {one.name for one in _trained(engine)}
+def _frozen_ranges(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
+    """Yield all frozen parameters; in stage 3, this rank's range of each."""
+    trained = {part.name for part in _trained_ranges(engine)}
     for name, parameter in engine.module.named_parameters():
         if name in trained:
             continue
@@ -347,11 +356,13 @@ def _fixed(engine: Any) -> Iterator[_Range]:  # noqa: ANN401 - as above
 
 
 def _partitioned(engine: Any, parameter: Any, flat: torch.Tensor, first: int, group: int) -> _Range:  # noqa: ANN401 - as above
-    """Describe a parameter of stage 3, of which all ranks have equal shares, the last ones with padding."""
+    """Return the range of a stage 3 parameter. All ranks have equal shards, the last ones with padding."""
     size, whole = parameter.partition_numel(), parameter.ds_numel
     ranks = engine.optimizer.dp_process_group
     if size != -(-whole // dist.get_world_size(ranks)):
-        raise InvalidInputError("parameters are partitioned over some of the ranks only (MiCS): that is not supported")
+        raise InvalidInputError(
+            "MiCS (parameters partitioned over some ranks only) is not supported; use engine.save_checkpoint()"
+        )
     start = min(whole, dist.get_rank(ranks) * size)
     return _Range(
         engine.param_names[parameter], parameter.ds_shape, start, flat, first, min(size, whole - start), group
@@ -359,7 +370,6 @@ def _partitioned(engine: Any, parameter: Any, flat: torch.Tensor, first: int, gr
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of the module's state_dict()."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
@@ -367,5 +377,5 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _numbers(scaler: object) -> dict[str, object]:
-    """Return the numeric fields of a loss scaler: its scale and its counters."""
+    """Return the scale and the counters of a loss scaler."""
     return {name: value for name, value in getattr(scaler, "__dict__", {}).items() if type(value) in (bool, int, float)}

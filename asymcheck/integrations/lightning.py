@@ -1,8 +1,8 @@
-"""The Trainer of Lightning: checkpoints in the background, and an exact resume.
+"""Callback for Lightning's Trainer: background checkpoints and exact resume.
 
-The progress of its loops is noted where Lightning's own checkpoints note it, at the end of a batch or of an epoch. The
-rest of the checkpoint is taken where the next batch or epoch begins. It includes the effects of validations in between
-on schedulers, callbacks and random numbers, and a resume does not run these validations again.
+Loop progress is recorded where Lightning's own checkpoints record it, at the end of a batch or epoch. The rest of the
+checkpoint is captured at the start of the next batch or epoch. It includes the effects of validation in between on
+schedulers, callbacks and random numbers, so that a resume does not run this validation again.
 """
 
 from __future__ import annotations
@@ -25,42 +25,48 @@ from asymcheck.types import is_stateful
 
 
 class AsymcheckCallback(SavingCallback, Callback):
-    """Saves the whole state of a fit every so many optimizer steps, and resumes from the newest checkpoint.
+    """Callback that saves the state of a fit at regular optimizer steps, and resumes from the newest checkpoint.
 
-    Use it so::
+    Example::
 
         trainer = Trainer(..., callbacks=[AsymcheckCallback(store, every=50)])
         trainer.fit(module)
 
     A checkpoint holds ``model``, ``optimizers``, ``schedulers``, ``precision``, ``callbacks``, ``loops``, ``rng`` and
-    ``datamodule``; its step is the Trainer's ``global_step``, the number of optimizer steps done. With several
-    ranks, every rank uses the callback.
+    ``datamodule``. Its step is the Trainer's ``global_step``, the number of optimizer steps done. With several ranks,
+    every rank uses the callback.
     """
 
     def __init__(self, store: Store, *, resume: int | bool = True, **options: Any) -> None:  # noqa: ANN401 - see below
-        """Save to ``store``, which stays the caller's, with the other ``options`` of :class:`SavingCallback`.
+        """Save to ``store``. The caller closes the store.
 
-        ``resume`` says what a fit begins with: True for the newest consistent checkpoint, if there is one; the number
-        of a step; or False for nothing, so that the stored checkpoints are abandoned.
+        Args:
+            store: the store.
+            resume: checkpoint from which a fit starts. True means the newest consistent checkpoint, if any, and a
+                number means this step. False means a start from scratch, which abandons the stored checkpoints.
+            options: other options of :class:`SavingCallback`.
         """
         super().__init__(store, **options)
         self._resume = resume
         self._fit: _Fit | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring everything back.
+        """Restore the state.
 
         Raises:
-            InvalidInputError: the trainer is one that cannot be resumed so; the message says why.
+            InvalidInputError: the trainer cannot be resumed exactly; the message says why.
             CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
             HeadRecordError: see :meth:`asymcheck.Checkpointer.restore`.
         """
         self._end()
         if trainer.world_size > 1 and not is_initialised():
-            raise InvalidInputError(f"the {trainer.world_size} processes of the Trainer are none of torch.distributed")
+            raise InvalidInputError(
+                f"the {trainer.world_size} processes of the Trainer do not use torch.distributed; use DDP"
+            )
         if trainer.ckpt_path is not None and self._resume is not False:
             raise InvalidInputError(
-                f"fit() was given ckpt_path={trainer.ckpt_path!r} too: leave it out, or resume=False"
+                f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
+                "leave out ckpt_path, or pass resume=False"
             )
         fit = _Fit(trainer, self)
         fit.checkpointer = self._checkpointer(fit.state(pl_module))
@@ -68,40 +74,40 @@ class AsymcheckCallback(SavingCallback, Callback):
         if self._resume is not False:
             restored = fit.checkpointer.restore(None if self._resume is True else self._resume)
             if restored is not None:
-                fit.go_on()
+                fit.restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the loaders continue where they were."""
-        self._under_way().begin()
+        self._current_fit().begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the checkpoint of the last step of the epoch before."""
-        self._under_way().reach("epoch")
+        """Capture the checkpoint of the last step of the previous epoch."""
+        self._current_fit().reach("epoch")
 
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's way
-        """Take the checkpoint of the step before."""
-        self._under_way().reach("step")
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - signature of Lightning
+        """Capture the checkpoint of the previous step."""
+        self._current_fit().reach("step")
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's way
-        """Note the progress of training, when an optimizer has stepped."""
-        self._under_way().note_batch()
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - signature of Lightning
+        """Record the loop progress after an optimizer step."""
+        self._current_fit().note_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the progress of training."""
-        self._under_way().note_epoch()
+        """Record the loop progress."""
+        self._current_fit().note_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step, unless it was saved, and wait until everything is durable."""
-        self._under_way().finish()
+        """Save the last step, unless it was saved, and wait until all checkpoints are durable."""
+        self._current_fit().finish()
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait until saves in flight are durable, but not for long for ranks that may have ended."""
+        """Wait until in-flight saves are durable. Waits for other ranks are short, because they may have ended."""
         self._end(exception)
 
-    def _under_way(self) -> _Fit:
+    def _current_fit(self) -> _Fit:
         if self._fit is None:
-            raise InvalidInputError("the callback was added while the Trainer trained; give it to Trainer(callbacks=…)")
+            raise InvalidInputError("the callback was added during training; pass it to Trainer(callbacks=…)")
         return self._fit
 
     def _end(self, failure: BaseException | None = None) -> None:
@@ -111,7 +117,7 @@ class AsymcheckCallback(SavingCallback, Callback):
 
 
 class _Fit:
-    """One call of ``fit()``: the parts of its state, and where it is."""
+    """State and progress of one call of ``fit()``."""
 
     checkpointer: Checkpointer
 
@@ -142,8 +148,8 @@ class _Fit:
             "rng": self._rng,
         }
 
-    def go_on(self) -> None:
-        """Put back what was restored, but random numbers."""
+    def restore(self) -> None:
+        """Apply the restored state, except the random numbers."""
         self._loops.put_back()
         self._callbacks.put_back()
         self._step = self._trainer.global_step
@@ -159,20 +165,20 @@ class _Fit:
             self._note()
         if self._resumed == "step":
             self._resumed = ""
-            # Lightning steps those that listen to a metric at the end of no epoch that was resumed.
-            if self._knows_what_schedulers_ask():
+            # At the end of a resumed epoch, Lightning does not step schedulers that monitor a metric.
+            if self._has_monitored_metrics():
                 self._trainer.fit_loop._restarting = False  # noqa: SLF001 - its setter does nothing with max_steps
 
-    def _knows_what_schedulers_ask(self) -> bool:
-        asked = [config.monitor for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
-        return all(name in self._trainer.callback_metrics for name in asked)
+    def _has_monitored_metrics(self) -> bool:
+        monitored = [config.monitor for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        return all(name in self._trainer.callback_metrics for name in monitored)
 
     def _note(self) -> None:
-        # A copy: loaders that can be resumed give out what they go on changing.
+        # Stateful loaders return objects that they change later, so the state is copied.
         self._progress = copy.deepcopy(self._trainer.fit_loop.state_dict())
 
     def reach(self, place: Literal["epoch", "step"]) -> None:
-        """Take a checkpoint if a step was done; put the random numbers back if training goes on from here."""
+        """Capture a checkpoint if a step was done; restore the random numbers if training resumes here."""
         if self._is_due:
             self._begin(place, self.checkpointer.step)
         elif place == "step":
@@ -182,41 +188,40 @@ class _Fit:
             self._begin_epoch()
 
     def begin(self) -> None:
-        """Let loaders whose order is that of the epoch go on within it.
+        """Restore loaders whose order depends on the epoch.
 
-        Lightning lets them go on before it says which epoch it is, so that they give rows of the first.
+        Lightning restores loaders before it sets the epoch, so that they would yield rows of the first epoch.
         """
         loop = self._trainer.fit_loop
-        if any(map(_draws_its_order, CombinedLoader(self._trainer.train_dataloader).flattened)):
+        if any(map(_has_hidden_order, CombinedLoader(self._trainer.train_dataloader).flattened)):
             raise InvalidInputError(
-                "the order of rows is drawn by a sampler that Lightning has wrapped for several ranks, and no state of "
-                "the loader has it: give the loader sampler=torch.utils.data.RandomSampler(dataset), for which "
-                "Lightning takes one whose order follows from seed and epoch, or such a one"
+                "cannot resume exactly: Lightning has wrapped the sampler for several ranks, and the order of rows "
+                "is not in the state of the loader. Pass a sampler whose order follows from seed and epoch, or "
+                "sampler=torch.utils.data.RandomSampler(dataset), which Lightning replaces by such a sampler"
             )
         if self._resumed == "step":
             loaders = self._loaders()
-            epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # that of epochs has it
+            epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # progress of epochs
             if [loader for loader, _ in loaders if _set_epoch(loader, epoch)]:
                 for loader, state in loaders:
                     loader.load_state_dict(copy.deepcopy(state))
-                fetcher: Any = loop._data_fetcher  # noqa: SLF001 - else the iterators of before are used
+                fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used
                 iter(fetcher)
 
     def _loaders(self) -> list[tuple[Any, Any]]:
-        """Return the loaders that can be resumed, each with its state."""
         states: Any = self._progress["state_dict"]
         loaders = [item for item in CombinedLoader(self._trainer.train_dataloader).flattened if is_stateful(item)]
         return list(zip(loaders, states.get("combined_loader", ()), strict=False))
 
     def _begin_epoch(self) -> None:
-        """Let the loaders begin the epoch where the one before left them, which Lightning does within an epoch only."""
+        """Restore the loaders at the start of an epoch. Lightning itself does so only within an epoch."""
         loop = self._trainer.fit_loop
         for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
-            # The Trainer, which counts, may have left it with nothing to give, but before it knew that.
+            # The Trainer counts batches, and may have stopped before the loader noticed its end.
             if next(iter(loader), self) is not self:
                 loader.load_state_dict(copy.deepcopy(state))
-        # Else the iterators of before are used; there is no other way to say so.
+        # Otherwise the old iterators are used. Lightning has no public name for this flag.
         loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
         self._rng.put_back()
 
@@ -233,35 +238,35 @@ class _Fit:
 
     def _put_loops(self, state: State) -> None:
         self._place = str(state["place"])
-        self._progress = dict(state["fit"])  # type: ignore[call-overload]  # as it was stored
+        self._progress = dict(state["fit"])  # type: ignore[call-overload]  # as saved
         self._trainer.fit_loop.load_state_dict(self._progress)
 
     def _callback_states(self) -> State:
-        states = {item.state_key: item.state_dict() for item in self._others()}
+        states = {item.state_key: item.state_dict() for item in self._other_callbacks()}
         return {key: state for key, state in states.items() if state}
 
     def _put_callbacks(self, state: State) -> None:
-        for item in self._others():
+        for item in self._other_callbacks():
             if item.state_key in state:
-                item.load_state_dict(state[item.state_key])  # type: ignore[arg-type]  # what it gave out
+                item.load_state_dict(state[item.state_key])  # type: ignore[arg-type]  # as returned by state_dict()
 
-    def _others(self) -> list[Callback]:
+    def _other_callbacks(self) -> list[Callback]:
         return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector
 
 
-def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - whatever is iterated over
-    """Tell the samplers of a loader which epoch it is; return whether one wants to know."""
+def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - any iterable
+    """Set the epoch of a loader's samplers; return whether a sampler depends on the epoch."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-    listening: list[Any] = [one for one in samplers if hasattr(one, "set_epoch")]
-    for one in listening:
-        one.set_epoch(epoch)
-    return bool(listening)
+    epoch_samplers: list[Any] = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+    for sampler in epoch_samplers:
+        sampler.set_epoch(epoch)
+    return bool(epoch_samplers)
 
 
-def _draws_its_order(loader: object) -> bool:
+def _has_hidden_order(loader: object) -> bool:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSamplerWrapper):
         return False
-    # What was wrapped is to be had in no other way.
+    # Lightning has no public name for the wrapped sampler.
     return hasattr(getattr(sampler.dataset, "_sampler", None), "generator")

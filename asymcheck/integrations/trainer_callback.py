@@ -1,4 +1,4 @@
-"""Base of the callbacks for trainers: arguments of a Checkpointer, and parts that are restored later."""
+"""Base class of trainer callbacks, and state parts with a deferred restore."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Groups = Sequence[dict[str, Any]]  # the options of an optimizer's parameter gro
 
 
 class SavingCallback:
-    """The base of callbacks that save through a Checkpointer."""
+    """Base class of callbacks that save through a Checkpointer."""
 
     def __init__(  # noqa: PLR0913 - the arguments of a Checkpointer
         self,
@@ -38,7 +38,7 @@ class SavingCallback:
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
         ranks: RanksGiven = "auto",
     ) -> None:
-        """Save to ``store``, which stays the caller's; the rest is as :class:`asymcheck.Checkpointer` has it."""
+        """Save to ``store`` with the options of :class:`asymcheck.Checkpointer`. The caller closes the store."""
         super().__init__()
         self._checkpointer = partial(
             Checkpointer,
@@ -55,37 +55,37 @@ class SavingCallback:
 
 
 class Deferred:
-    """A ``Stateful`` part whose restored state waits until the trainer has come to the place where it uses the part."""
+    """``Stateful`` part whose restored state is applied later, by :meth:`put_back`."""
 
     def __init__(self, get: Callable[[], State], put: Callable[[State], object]) -> None:
-        """Store what ``get`` returns when a checkpoint is taken; give it back to ``put``."""
+        """Save the result of ``get``, and restore it with ``put``."""
         self._get = get
         self._put = put
-        self.is_live = False  # whether ``get`` can be called yet; before that, the part counts as empty
-        self.restored: State | None = None  # the state that waits; None when nothing does
+        self.is_live = False  # whether ``get`` can be called yet; until then, the state is empty
+        self.restored: State | None = None  # the restored state until it is applied
 
     @classmethod
     def of(cls, part: Callable[[], Any]) -> Deferred:
-        """Defer the state of the object that ``part`` returns; None has an empty state."""
+        """Defer the state of the object that ``part`` returns. None has an empty state."""
         return cls(lambda: {} if part() is None else part().state_dict(), lambda state: part().load_state_dict(state))
 
     def state_dict(self) -> State:
-        """Return the state to be stored."""
+        """Return the state to save."""
         return self._get() if self.is_live else {}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Let a restored state wait."""
+        """Keep a restored state for :meth:`put_back`."""
         self.restored = state_dict
 
     def put_back(self) -> None:
-        """Put back the state that waits, once; an empty one changes nothing."""
-        waiting, self.restored = self.restored, None
-        if waiting:
-            self._put(waiting)
+        """Apply the restored state once, unless it is empty."""
+        restored, self.restored = self.restored, None
+        if restored:
+            self._put(restored)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
-    """Return a copy of the options of an optimizer's parameter groups: learning rates and the like."""
+    """Return a copy of the options of an optimizer's parameter groups, such as learning rates."""
     return [
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -93,7 +93,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Give an optimizer the options that :func:`groups_of` returned; tensors among them are changed in place."""
+    """Set the options that :func:`groups_of` returned; tensors are updated in place."""
     for group, options in zip(optimizer.param_groups, groups, strict=False):
         for name, value in options.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):

@@ -128,10 +128,12 @@ def _nothing(
     if found.in_use:
         return LockTimeoutError(
             f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
-            "what is durable (without --tier dram)"
+            "what is durable (without --tier memory)"
         )
     if skipped:
-        message = f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier dram):"
+        message = (
+            f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier memory):"
+        )
         return InconsistentCheckpointError(message, skipped)
     there = alternatives({ref.step for ref in found.captures}, found.runs - {run})
     if not found.runs:

@@ -182,7 +182,7 @@ class StoreReachability(Reachability):
         raise StructureError(
             f"store {self.tier.root}: all manifests that its catalog names are gone, and nothing was freed: put the "
             f"folder {layout.MANIFESTS} back, from where it was moved to or from a copy; only if they were removed on "
-            f"purpose, run asymcheck rebuild {self.tier.root}"
+            f"purpose, run asymcheck rebuild-catalog {self.tier.root}"
         )
 
     def _are_lost(self, gone: Collection[bytes]) -> bool:

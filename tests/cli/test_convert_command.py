@@ -27,7 +27,7 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step", 4)
     assert outcome.status == exit_status.OK
-    assert "default step 4, 3.9 KiB, of which 3.9 KiB were new" in outcome.out
+    assert "default step 4, 3.9 KiB, 3.9 KiB newly stored" in outcome.out
     outcome = call("convert", tmp_path / "store", tmp_path / "again.safetensors")
     assert "again.safetensors: 2 tensors, 3.9 KiB, from default step 4" in outcome.out
     loaded = safetensors.torch.load_file(tmp_path / "again.safetensors")
@@ -38,11 +38,11 @@ def test_what_is_in_the_manifest_is_not_called_old(call: Call, tmp_path: Path) -
     """A first save of a few bytes has written all of them, though into no pack; a second one of more has found them."""
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "small.safetensors")
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(1000)}, tmp_path / "large.safetensors")
-    for name, told in (("small", "20 B, all of it in the manifest"), ("large", "3.9 KiB, of which 3.9 KiB were new")):
+    for name, told in (("small", "20 B, all in the manifest"), ("large", "3.9 KiB, 3.9 KiB newly stored")):
         outcome = call("convert", tmp_path / f"{name}.safetensors", tmp_path / name)
         assert outcome.out == f"{tmp_path / name}: default step 0, {told}\n"
     outcome = call("convert", tmp_path / "large.safetensors", tmp_path / "large", "--step", 1)
-    assert outcome.out == f"{tmp_path / 'large'}: default step 1, 3.9 KiB, of which 0 B were new\n"
+    assert outcome.out == f"{tmp_path / 'large'}: default step 1, 3.9 KiB, 0 B newly stored\n"
 
 
 def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"model": {"w": torch.ones(3)}, "epoch": 3, "lr": 0.1}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
-    assert "left out: 2 values that are no tensors (epoch, lr); a .pt file keeps them" in outcome.out
+    assert "left out 2 plain values (epoch, lr); " in outcome.out
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors at all"])
@@ -127,7 +127,7 @@ def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
     for name in ("a", "b"):
         Store.open(tmp_path / name, create=True).close()
     outcome = call("convert", tmp_path / "a", tmp_path / "b")
-    assert (outcome.status, "is a store as well" in outcome.err) == (exit_status.USAGE, True)
+    assert (outcome.status, "are both stores" in outcome.err) == (exit_status.USAGE, True)
 
 
 def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: P
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert outcome.status == exit_status.WARNINGS
     assert "from default step 1" in outcome.out
-    assert "passed over step 2" in outcome.err
+    assert "skipped step 2" in outcome.err
 
 
 def test_completion_is_a_script_for_the_shell(call: Call) -> None:
@@ -179,7 +179,7 @@ def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Pa
     outcome = call(*(word.format(**places) for word in words))
     assert outcome.status == exit_status.OK
     assert "begin with model." in outcome.err
-    assert "--part model writes what lies under model" in outcome.err
+    assert "--part model" in outcome.err
     assert "begin with" not in outcome.out
 
 
@@ -215,7 +215,7 @@ def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert "m.safetensors: 2 tensors" in outcome.out
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "model")
-    assert (outcome.status, "is no store" in outcome.err) == (exit_status.USAGE, True)
+    assert (outcome.status, "is not a store" in outcome.err) == (exit_status.USAGE, True)
     assert not (tmp_path / "other").exists()
 
 
@@ -250,7 +250,7 @@ def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> No
     words = ("restore", trained(tmp_path), "--part", "model", "--max-shard-size", "0.2KB", "--to")
     assert call(*words, tmp_path / "o").status == exit_status.OK
     assert len(list((tmp_path / "o").glob("*.safetensors"))) == 2
-    assert "so --max-shard-size has no effect" in call(*words, tmp_path / "o.safetensors").err
+    assert "--max-shard-size has no effect" in call(*words, tmp_path / "o.safetensors").err
 
 
 def test_a_step_that_is_there_already_is_told(call: Call, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_step_that_is_there_already_is_told(call: Call, tmp_path: Path) -> Non
     assert call(*words).err == ""
     outcome = call(*words)
     assert outcome.status == exit_status.OK
-    assert "had step 0 of run 'default' already, and has 2 of it now; this one is save:" in outcome.err
+    assert "already had step 0 of run 'default', and now has 2 checkpoints" in outcome.err
     assert call(*words, "--step", "1").err == ""
 
 
@@ -281,7 +281,7 @@ def test_one_is_singular(call: Call, tmp_path: Path) -> None:
         store.save({"w": torch.ones(3), "epoch": 3}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert "m.safetensors: 1 tensor, 12 B" in outcome.out
-    assert "left out: 1 value that is no tensor (epoch)" in outcome.out
+    assert "left out 1 plain value (epoch)" in outcome.out
     assert ": 1 tensor, 12 B\n" in call("inspect", tmp_path / "store", "--step", 1).out
 
 
@@ -303,4 +303,4 @@ def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) 
     torch.save({}, folder / "optimizer.pt")
     outcome = call("convert", folder, tmp_path / "store")
     assert outcome.status == exit_status.OK
-    assert f"left out of {folder}: onnx, optimizer.pt, " in outcome.err
+    assert f"did not convert onnx, optimizer.pt in {folder}: " in outcome.err

@@ -31,7 +31,7 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
     outcome = call("delete", store, 10, "--yes")
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert outcome.out.startswith(f"deleted default step 10 (generation 1, save {save_id[:12]}, ")
-    assert outcome.out.endswith(f"\nasymcheck gc {store} frees the bytes that no other checkpoint needs\n")
+    assert outcome.out.endswith(f": asymcheck gc {store}\n")
     assert steps(store) == [20, 30, 25]
     assert call("verify", store).status == exit_status.OK
 
@@ -39,16 +39,14 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
 def test_what_is_to_be_typed_next_is_quoted(call: Call, store: Path) -> None:
     """A path may have a space in it."""
     there = store.rename(store.with_name("my store"))
-    assert call("delete", there, 10, "--yes").out.endswith(
-        f"\nasymcheck gc '{there}' frees the bytes that no other checkpoint needs\n"
-    )
+    assert call("delete", there, 10, "--yes").out.endswith(f": asymcheck gc '{there}'\n")
 
 
 def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
     """In a pipe it takes --yes; the message says what would go."""
     outcome = call("delete", store, 10)
     assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
-    assert "give --yes to delete default step 10 (generation 1, save " in outcome.err
+    assert "pass --yes to delete default step 10 (generation 1, save " in outcome.err
     assert steps(store) == [10, 20, 30, 25]
 
 
@@ -70,7 +68,7 @@ def test_on_a_terminal_it_asks(store: Path, answer: str, status: int, left: list
         os.close(terminal)
     assert done.returncode == status
     assert "default step 10 (generation 1" in done.stderr
-    assert "Delete it for good? [y/N]:" in done.stderr
+    assert "Delete this checkpoint permanently? [y/N]:" in done.stderr
     assert ("nothing was deleted" in done.stderr) == (status != 0)
     assert steps(store) == left
 

@@ -10,7 +10,7 @@ import torch
 
 import asymcheck
 from asymcheck.cli import exit_status
-from asymcheck.cli.maintenance import _sentence
+from asymcheck.cli.maintenance import _summary
 from asymcheck.gc.collect import Collected
 from tests.cli.conftest import Outcome
 
@@ -88,28 +88,28 @@ def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
         for step in range(2):
             opened.save({"shared": shared, "own": torch.full((1 << 20,), step)}, step=step)
     outcome = call("gc", store_path, "--keep-last", 1, "--dry-run")
-    assert "(1 pack after a copy of 2.0 MiB that is needed of them)" in outcome.out
+    assert "(1 pack after copying 2.0 MiB of live data)" in outcome.out
     outcome = call("gc", store_path, "--keep-last", 1)
-    assert "(1 pack after a copy of 2.0 MiB that was needed of them)" in outcome.out
+    assert "(1 pack after copying 2.0 MiB of live data)" in outcome.out
 
 
 def test_packs_in_use_are_counted() -> None:
     """One is singular."""
-    words = [_sentence(Collected(busy_packs=count), dry_run=False).partition("needed; ")[2] for count in (0, 1, 2)]
-    assert words == ["", "1 pack in use was left", "2 packs in use were left"]
+    words = [_summary(Collected(busy_packs=count), dry_run=False).partition("needed; ")[2] for count in (0, 1, 2)]
+    assert words == ["", "skipped 1 pack in use", "skipped 2 packs in use"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--drop-abandoned"], "goes with a rule"),
-        (["--run", "default"], "goes with --keep rules"),
+        (["--drop-abandoned"], "requires a --keep rule"),
+        (["--run", "default"], "requires a --keep rule"),
         (["--keep-last", 0], "x>=1"),
-        (["--keep-best", "loss"], "give a metric and how many"),
-        (["--keep-best", "loss:0"], "give a metric and how many"),
-        (["--keep-best", "loss:1:most"], "give a metric and how many"),
-        (["--keep-for", "7"], "is no span of time"),
-        (["--keep-for", "-7d"], "is no span of time"),
+        (["--keep-best", "loss"], "give a metric and a count"),
+        (["--keep-best", "loss:0"], "give a metric and a count"),
+        (["--keep-best", "loss:1:most"], "give a metric and a count"),
+        (["--keep-for", "7"], "is not a duration"),
+        (["--keep-for", "-7d"], "is not a duration"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )

@@ -72,5 +72,5 @@ def test_json_has_names_as_they_are(call: Call, hostile: Path) -> None:
 
 def test_what_can_be_printed_stays_as_it_is() -> None:
     """Escapes are for the rest."""
-    assert output.shown("ü × − 日本 'a\\b'") == "ü × − 日本 'a\\b'"
-    assert output.shown("\ud800\U000e0001\u00a0") == r"\ud800\U000e0001\xa0"
+    assert output.printable("ü × − 日本 'a\\b'") == "ü × − 日本 'a\\b'"
+    assert output.printable("\ud800\U000e0001\u00a0") == r"\ud800\U000e0001\xa0"

@@ -30,8 +30,8 @@ def test_the_line_newest_first_with_what_was_left(call: Call, store: Path) -> No
         ["step 10", "generation 1"],
     ]
     assert lines[0].endswith(" UTC  (newest)")
-    assert lines[1] == "--- generation 2 went on from step 20, generation 1; 1 checkpoint abandoned"
-    assert lines[-1] == "1 abandoned checkpoint not shown; --all shows them"
+    assert lines[1] == "--- generation 2 continued from step 20 of generation 1; 1 checkpoint abandoned"
+    assert lines[-1] == "1 abandoned checkpoint not shown; pass --all to show them"
     assert " s after step 20, by asymcheck " in outcome.out
     assert "    bad nan, loss 0.05\n" in outcome.out
 
@@ -51,7 +51,7 @@ def test_a_damaged_manifest_is_marked(call: Call, store: Path) -> None:
     manifest.write_bytes(b"x")
     assert (
         headings(call("log", store))[-1]
-        == "1 abandoned checkpoint and 1 incomplete checkpoint not shown; --all shows them"
+        == "1 abandoned checkpoint and 1 incomplete checkpoint not shown; pass --all to show them"
     )
     outcome = call("log", store, "--all")
     assert outcome.status == 0

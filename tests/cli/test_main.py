@@ -51,8 +51,8 @@ def test_the_page_says_the_same_of_each_status() -> None:
     """Whoever reads one of the two knows all that a status may mean."""
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
     shown = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
-    told = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exit_status.HELP, re.MULTILINE)
-    assert [(number, " ".join(meaning.split())) for number, meaning in told] == shown
+    listed = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exit_status.HELP, re.MULTILINE)
+    assert [(number, " ".join(meaning.split())) for number, meaning in listed] == shown
 
 
 @pytest.mark.parametrize("name", sorted(commands.commands))

@@ -18,9 +18,9 @@ Call = Callable[..., Outcome]
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_a_folder_of_rings_that_is_not_there_is_said(call: Call, store: Path, tmp_path: Path, words: list[str]) -> None:
     """Who mistypes it would be told that nothing is in memory."""
-    outcome = call("inspect", store, "--tier", "dram", "--ring-folder", tmp_path / "nowhere", *words)
+    outcome = call("inspect", store, "--tier", "memory", "--ring-folder", tmp_path / "nowhere", *words)
     assert (outcome.status, outcome.out) == (exit_status.NOT_FOUND, "")
-    assert f"{tmp_path / 'nowhere'} does not exist; --ring-folder names where" in outcome.err
+    assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
 
 
 def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_p
     folder.mkdir()
     leave_ring(there, folder)
     outcome = call("gc", there, "--ring-folder", folder)
-    assert f"or asymcheck restore '{there}' --tier dram --ring-folder '{folder}'; --discard-rings" in outcome.out
+    assert f": asymcheck restore '{there}' --tier memory --ring-folder '{folder}' --to FILE" in outcome.out
 
 
 def test_the_environment_names_the_folder_of_rings_when_it_is_used(
@@ -40,10 +40,10 @@ def test_the_environment_names_the_folder_of_rings_when_it_is_used(
     folder = tmp_path / "rings"
     folder.mkdir()
     leave_ring(store, folder)
-    assert "no rings of store" in call("inspect", store, "--tier", "dram").out
+    assert "no rings of store" in call("inspect", store, "--tier", "memory").out
     monkeypatch.setenv("ASYMCHECK_RING_FOLDER", str(folder))
     assert CaptureConfig().ring_folder == str(folder)
-    assert str(folder) in call("inspect", store, "--tier", "dram").out
+    assert str(folder) in call("inspect", store, "--tier", "memory").out
     with Store.open(store, read_only=True) as opened:
         assert len(opened.rings()) == 1
     assert "--ring-folder" not in call("inspect", store).err

@@ -20,7 +20,7 @@ Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 
 WORDS: dict[str, list[tuple[str, ...]]] = {
-    "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "dram", "--ring-folder", "{here}")],
+    "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "memory", "--ring-folder", "{here}")],
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
     "convert": [("{new}.pt",)],
@@ -28,7 +28,7 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "gc": [("--dry-run",), ("--dry-run", "--keep-last", "1"), ()],
     "push": [("file://{new}",)],
     "pull": [("{new}",)],
-    "rebuild": [()],
+    "rebuild-catalog": [()],
     "log": [(), ("--all",), ("--run", "other")],
     "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
     "doctor": [("--quick",), ("--quick", "--state-size", "1GB", "--mtbf", "3h")],
@@ -137,7 +137,7 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     if name in {"inspect", "gc"}:
         (tmp_path / "rings").mkdir()
         leave_ring(store, tmp_path / "rings")
-        words = ("--tier", "dram") if name == "inspect" else ("--dry-run",)
+        words = ("--tier", "memory") if name == "inspect" else ("--dry-run",)
         documents.append(call(name, store, *words, "--ring-folder", tmp_path / "rings", "--json"))
     damage(store)
     documents += documents_of(store)

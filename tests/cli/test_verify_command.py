@@ -32,7 +32,7 @@ def test_a_sound_store(call: Call, store: Path) -> None:
     """Nothing is found, the status is 0, and nothing is written to a pipe but the verdict."""
     outcome = call("verify", store)
     assert outcome.status == 0
-    assert outcome.out == "5 checkpoints checked: every one can be restored\n"
+    assert outcome.out == "5 checkpoints checked: all can be restored\n"
     assert outcome.err == ""
 
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
         opened.save({"x": 1}, step=40, part=Part(0, 2, "18" + "0" * 30))
     outcome = call("verify", store)
     assert outcome.status == 6
-    assert outcome.out.endswith("6 checkpoints checked: every complete one can be restored; 1 incomplete\n")
+    assert outcome.out.endswith("6 checkpoints checked: all complete checkpoints can be restored; 1 incomplete\n")
     assert "    incomplete: default step 40 (" in outcome.out
     assert "lost: " not in outcome.out
     one = call("verify", store, "--step", 40)
@@ -103,7 +103,7 @@ def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path
         opened.save({"model": {"weight": torch.full((10_000,), 7.0)}}, step=25, run="other")
     flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 4096 + 300)
     outcome = call("verify", store, "--step", 25)
-    assert (outcome.status, outcome.out) == (0, "1 checkpoint checked: every one can be restored\n")
+    assert (outcome.status, outcome.out) == (0, "1 checkpoint checked: all can be restored\n")
     assert call("verify", store, "--step", 25, "--json").json["checkpoints"] == 1
     assert call("verify", store, "--step", 25, "--run", "other").status == 1
 

@@ -33,7 +33,7 @@ def test_what_makes_no_tensors_needs_no_torch(store: Path, tmp_path: Path) -> No
         ["inspect", store],
         ["inspect", store, "--step", 10, "--where"],
         ["inspect", store, "--step", 10, "--values"],
-        ["inspect", store, "--tier", "dram"],
+        ["inspect", store, "--tier", "memory"],
         ["log", store],
         ["du", store],
         ["verify", store],
@@ -44,7 +44,7 @@ def test_what_makes_no_tensors_needs_no_torch(store: Path, tmp_path: Path) -> No
         ["verify", there],
         ["delete", store, 1, "--run", "other", "--yes"],
         ["gc", store, "--keep-last", 1],
-        ["rebuild", store],
+        ["rebuild-catalog", store],
         ["pull", there, tmp_path / "back"],
     ]
     called = [sys.executable, "-c", CALL, json.dumps([[str(word) for word in one] for one in words])]

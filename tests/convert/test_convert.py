@@ -181,10 +181,9 @@ def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) ->
     torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(ForeignFileError) as caught:
         import_checkpoint(store, tmp_path / "f.pt")
-    assert str(caught.value) == (
-        f"{tmp_path / 'f.pt'}: it holds a pickled object of argparse.Namespace, which is never run; load it in a "
-        "program of your own, and store what that gives with Store.save()"
-    )
+    assert caught.value.path == str(tmp_path / "f.pt")
+    assert "argparse.Namespace" in caught.value.problem
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
@@ -226,7 +225,7 @@ def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tm
     """No other program reads it either; torch's own words would be to trust it."""
     torch.save({"a": torch.randn(1000)}, tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:kept])
-    with pytest.raises(ForeignFileError, match=r"cut short.*; fetch or write it again"):
+    with pytest.raises(ForeignFileError, match="truncated"):
         import_checkpoint(store, tmp_path / "a.pt")
 
 
@@ -234,11 +233,11 @@ def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tm
 def test_what_torch_says_of_a_file_is_not_to_trust_it(store: Store, tmp_path: Path) -> None:
     """But what of it is not read."""
     torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
-    with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\); load it in a program") as caught:
+    with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\)") as caught:
         import_checkpoint(store, tmp_path / "a.pt")
     assert "PyTorch 2.6" not in str(caught.value)
     torch.save({"a": torch.randn(3, dtype=torch.complex64).conj().imag}, tmp_path / "b.pt")
-    with pytest.raises(ForeignFileError, match=r"a tensor of torch\.float32 that is negated by a flag; load it"):
+    with pytest.raises(ForeignFileError, match=r"torch\.float32 is negated by a flag"):
         import_checkpoint(store, tmp_path / "b.pt")
 
 
@@ -248,7 +247,7 @@ def test_a_folder_that_only_looks_like_one_of_deepspeed_is_refused(
 ) -> None:
     """By its path, not with a traceback."""
     torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(ForeignFileError, match=r"not what engine\.save_checkpoint"):
+    with pytest.raises(ForeignFileError, match=r"not written by engine\.save_checkpoint"):
         import_checkpoint(store, tmp_path)
 
 

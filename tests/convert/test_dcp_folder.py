@@ -128,7 +128,7 @@ def test_nothing_that_a_pickle_names_is_run(function: Callable[..., object], fol
     """It is refused by its name."""
     argument = f"__import__('os').mkdir({str(tmp_path / 'made')!r})" if function is eval else str(tmp_path / "made")
     (folder / _METADATA).write_bytes(pickle.dumps(_Runs(function, argument)))
-    with pytest.raises(ForeignFileError, match=f"names .*{function.__name__}.*never run"):
+    with pytest.raises(ForeignFileError, match=f"names .*{function.__name__}.*never executed"):
         _read_metadata(folder / _METADATA)
     assert not (tmp_path / "made").exists()
 
@@ -175,11 +175,11 @@ def _compressed(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_elsewhere, "no file of the folder"),
-        (_less, "not all of it"),
-        (_twice, "not all of it"),
-        (_outside, "does not lie within it"),
-        (_other_form, "not what the metadata says"),
+        (_elsewhere, "not a file of the folder"),
+        (_less, "do not cover the tensor"),
+        (_twice, "do not cover the tensor"),
+        (_outside, "outside of the tensor"),
+        (_other_form, "contradicts the metadata"),
         (_compressed, "zstd"),
     ],
 )
@@ -197,12 +197,12 @@ def test_a_folder_that_contradicts_itself_is_refused(
 @pytest.mark.parametrize(
     ("place", "problem"),
     [
-        (("none",), "one place"),
-        (("empty", "x"), "one place"),
-        (("model",), "one place"),
-        ((), "no name"),
-        ((("x",),), "no name"),
-        (("x",) * 5000, "no name"),
+        (("none",), "same path"),
+        (("empty", "x"), "same path"),
+        (("model",), "same path"),
+        ((), "is invalid"),
+        ((("x",),), "is invalid"),
+        (("x",) * 5000, "is invalid"),
     ],
     ids=["that of a value", "below a tensor", "above a tensor", "nowhere", "a tuple", "deep"],
 )

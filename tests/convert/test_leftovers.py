@@ -115,7 +115,7 @@ def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> Non
     _old_model(place)
     left = _kill(place, "m", "between the renames")
     assert [name.rpartition(".")[2] for name in left] == ["partial", "old"]
-    with pytest.raises(InvalidInputError, match="m exists; give another name"):
+    with pytest.raises(InvalidInputError, match="m exists; choose another name"):
         _export(place, "m")
     assert [path.name for path in place.iterdir()] == ["m"]
     assert _weights(place) == 1

@@ -126,7 +126,7 @@ def test_a_part_that_is_not_there_is_refused(store: Store, tmp_path: Path, part:
 def test_a_part_without_tensors_makes_no_file_of_tensors(store: Store, tmp_path: Path, part: str, name: str) -> None:
     """It would be empty, and who named the part wants what is in it."""
     store.save(NESTED, step=0)
-    with pytest.raises(InvalidInputError, match=rf"part '{part}' of the checkpoint has no tensors; a \.pt file takes"):
+    with pytest.raises(InvalidInputError, match=rf"part '{part}' of the checkpoint has no tensors; write a \.pt file"):
         export_checkpoint(store, Output(tmp_path / name), part=part)
     assert not list(tmp_path.glob("*o*.*"))
 

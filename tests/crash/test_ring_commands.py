@@ -34,7 +34,7 @@ def call(folder: Path, command: str, *words: object) -> Outcome:
 
 def restore(folder: Path, name: str, *words: object) -> Outcome:
     """Write a capture to a file in the folder of the training."""
-    return call(folder, "restore", "--tier", "dram", "--to", folder / name, *words)
+    return call(folder, "restore", "--tier", "memory", "--to", folder / name, *words)
 
 
 def damage_newest(folder: Path) -> None:
@@ -67,14 +67,14 @@ def test_a_dead_ring_is_listed_with_its_captures(folder: Path) -> None:
     """Which process, which steps, which of them the store has; and nothing is changed."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
-    found = call(folder, "inspect", "--tier", "dram", "--json")
+    found = call(folder, "inspect", "--tier", "memory", "--json")
     assert found.status == 0
     (told,) = json.loads(found.out)["rings"]
     assert (told["path"], told["is_alive"], told["nbytes"], told["run"]) == (str(ring), False, len(before), "default")
     captures = [(one["step"], one["generation"], one["is_durable"], one["is_intact"]) for one in told["captures"]]
     assert captures[-3:] == [(step, 1, False, True) for step in range(DURABLE, CAPTURED)]
     assert all(is_durable for _, _, is_durable, _ in captures[:-3])
-    text = call(folder, "inspect", "--tier", "dram").out
+    text = call(folder, "inspect", "--tier", "memory").out
     assert f"process {told['pid']}, dead" in text
     assert text.count("in memory only  intact") == CAPTURED - DURABLE
     assert ring.read_bytes() == before
@@ -82,12 +82,12 @@ def test_a_dead_ring_is_listed_with_its_captures(folder: Path) -> None:
 
 def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None:
     """Its frames are not checked, for they may change; its process goes on."""
-    found = call(tmp_path, "inspect", "--tier", "dram", "--json")
+    found = call(tmp_path, "inspect", "--tier", "memory", "--json")
     (told,) = json.loads(found.out)["rings"]
     assert (told["is_alive"], told["pid"]) == (True, living.pid)
     assert {one["is_intact"] for one in told["captures"]} == {None}
     assert max(one["step"] for one in told["captures"]) == CAPTURED - 1
-    assert f"process {living.pid}, alive" in call(tmp_path, "inspect", "--tier", "dram").out
+    assert f"process {living.pid}, running" in call(tmp_path, "inspect", "--tier", "memory").out
     assert "in memory only" not in call(tmp_path, "inspect").err
 
 
@@ -98,17 +98,19 @@ def test_damage_is_told(folder: Path, how: str) -> None:
         damage_newest(folder)
     else:
         os.truncate(rings(folder)[0], 20_000)
-    found = call(folder, "inspect", "--tier", "dram")
+    found = call(folder, "inspect", "--tier", "memory")
     assert found.status == 6
     assert ("DAMAGED: 1 of" if how == "bit" else "20000 of") in found.out
-    (told,) = json.loads(call(folder, "inspect", "--tier", "dram", "--json").out)["rings"]
+    (told,) = json.loads(call(folder, "inspect", "--tier", "memory", "--json").out)["rings"]
     broken = [one["step"] for one in told["captures"] if one["problem"]]
     assert (broken, bool(told["problem"])) == (([CAPTURED - 1], False) if how == "bit" else ([], True))
 
 
 def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
     """In one line, with the way to it; not any more when it was taken up."""
-    assert "step 4 of run default is in memory only: restore() takes it up, or asymcheck" in call(folder, "inspect").err
+    note = call(folder, "inspect").err
+    assert "step 4 of run default is in memory only" in note
+    assert "asymcheck restore" in note
     assert call(folder, "inspect", "--run", "default").err.count("\n") == 1
     assert_restored(folder, CAPTURED - 1)
     assert call(folder, "inspect").err == ""
@@ -126,7 +128,7 @@ def test_what_was_deleted_from_the_store_is_not_mentioned(zygote: Zygote, tmp_pa
 def test_no_rings_are_no_error_of_inspect(tmp_path: Path) -> None:
     """It says so."""
     Store.open(tmp_path / "store", create=True).close()
-    found = call(tmp_path, "inspect", "--tier", "dram")
+    found = call(tmp_path, "inspect", "--tier", "memory")
     assert (found.status, found.out) == (0, f"no rings of store {tmp_path / 'store'} in {tmp_path / 'memory'}\n")
 
 
@@ -173,7 +175,7 @@ def test_a_damaged_capture_gives_way_to_an_older_one(folder: Path) -> None:
     damage_newest(folder)
     done = restore(folder, "x.pt")
     assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
-    assert f"passed over step {CAPTURED - 1} (generation 1" in done.err
+    assert f"skipped step {CAPTURED - 1} (generation 1" in done.err
     named = restore(folder, "y.pt", "--step", CAPTURED - 1)
     assert (named.status, "lies in no intact frame" in named.err) == (4, True)
     assert not (folder / "y.pt").exists()
@@ -196,7 +198,7 @@ def test_the_newest_of_two_dead_rings_is_taken(folder: Path) -> None:
     assert f"step {CAPTURED - 2}" in restore(folder, "x.pt").out
     _as_ring(folder / "copy", other)
     assert len(rings(folder)) == 2
-    found = json.loads(call(folder, "inspect", "--tier", "dram", "--json").out)["rings"]
+    found = json.loads(call(folder, "inspect", "--tier", "memory", "--json").out)["rings"]
     assert sorted(one["captures"][-1]["is_intact"] for one in found) == [False, True]
     assert f"step {CAPTURED - 1}" in restore(folder, "y.pt").out
 
@@ -259,8 +261,9 @@ def test_what_is_not_durable_stays(folder: Path) -> None:
     (ring,) = rings(folder)
     done = call(folder, "gc")
     assert done.status == 0
-    assert f"left ring {ring}" in done.out
-    assert "3 captures in it not durable (step 2, 3, 4); restore() takes them up, or asymcheck restore" in done.out
+    assert f"kept ring {ring}" in done.out
+    assert "3 captures not durable (step 2, 3, 4)" in done.out
+    assert "asymcheck restore" in done.out
     assert_restored(folder, CAPTURED - 1)
 
 
@@ -289,7 +292,7 @@ def test_a_ring_that_cannot_be_read(folder: Path, how: str) -> None:
     done = call(folder, "gc")
     assert (rings(folder) == []) == (how == "unmade"), done.out
     if how == "cut":
-        assert "nothing can take up what it holds; --discard-rings removes it" in done.out
+        assert "The captures cannot be recovered. To remove the ring: " in done.out
         call(folder, "gc", "--discard-rings")
         assert rings(folder) == []
 
@@ -311,7 +314,7 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
     Store.open(deleted / "any", create=True).close()
     words = ("gc", deleted / "any", "--ring-folder", folder_for_rings(deleted))
     named = run_command(*words)
-    assert f"of store {deleted / 'store'}, which is not there any more: 3 captures in it not durable" in named.out
+    assert f"of store {deleted / 'store'}, which does not exist any more: 3 captures not durable" in named.out
     assert len(rings(deleted)) == 1
     assert "removed ring" in run_command(*words, "--discard-rings").out
     assert rings(deleted) == []
@@ -346,7 +349,7 @@ def test_a_ring_of_another_user_is_never_touched(folder: Path, monkeypatch: pyte
         return really(path, *rest, **more)
 
     monkeypatch.setattr(os, "open", watched)
-    assert "no rings" in call(folder, "inspect", "--tier", "dram").out
+    assert "no rings" in call(folder, "inspect", "--tier", "memory").out
     assert restore(folder, "x.pt").status == 3
     assert "ring" not in call(folder, "gc", "--discard-rings").out
     assert opened

@@ -79,9 +79,9 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
 
 
 def check_files_from_memory(where: Path) -> None:
-    """``restore --tier dram`` puts together what both ranks left, as it does afterwards from the store."""
+    """``restore --tier memory`` puts together what both ranks left, as it does afterwards from the store."""
     outcome = run_command(
-        *("restore", where / "whole" / "store", "--tier", "dram", "--ring-folder", where / "whole" / "memory"),
+        *("restore", where / "whole" / "store", "--tier", "memory", "--ring-folder", where / "whole" / "memory"),
         *("--to", where / "memory.safetensors"),
     )
     assert outcome.status == 0, outcome.err
@@ -92,7 +92,7 @@ def check_files_from_memory(where: Path) -> None:
     assert outcome.status == 0, outcome.err
     assert (where / "memory.safetensors").read_bytes() == (where / "store.safetensors").read_bytes()
     outcome = run_command(
-        *("restore", where / "part" / "store", "--tier", "dram", "--ring-folder", where / "part" / "memory"),
+        *("restore", where / "part" / "store", "--tier", "memory", "--ring-folder", where / "part" / "memory"),
         *("--to", where / "part.safetensors"),
     )
     assert outcome.status == exit_status.UNREADABLE

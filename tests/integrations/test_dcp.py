@@ -112,7 +112,7 @@ def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, valu
     flat = {"t": torch.ones(3), "pair": (torch.zeros(2), 7), "numbers": [1, [2, 3]], "none": None}
     with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        with pytest.raises(CheckpointException, match=r"takes value for one value.*flatten_state_dict=True"):
+        with pytest.raises(CheckpointException, match=r"mapping value.*flatten_state_dict=True"):
             dcp.save({"value": value}, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
         assert store.checkpoints() == []
         dcp.save(flat, storage_writer=AsymcheckWriter(store, step=0), planner=planner)
@@ -189,7 +189,7 @@ def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
         assert store.checkpoints() == []
         # The place of the store is what frameworks may give: it is right.
         dcp.save(example(), storage_writer=writer, checkpoint_id=store_path)
-        with pytest.raises(CheckpointException, match="has saved step 1 of run 'default': make a new one"):
+        with pytest.raises(CheckpointException, match="already saved step 1 of run 'default'"):
             dcp.save(example(), storage_writer=writer)
         dcp.async_save(example(), storage_writer=AsymcheckWriter(store, step=2), no_dist=True).result()
         assert [one.step for one in store.checkpoints()] == [1, 2]
@@ -245,5 +245,5 @@ def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [partial(AsymcheckWriter, step=1), AsymcheckReader])
 def test_what_is_no_store_is_refused_at_once(make: Callable[[object], object]) -> None:
     """A path, for instance: torch would say so in the middle of a save."""
-    with pytest.raises(InvalidInputError, match="give what Store"):
+    with pytest.raises(InvalidInputError, match="is not a Store"):
         make("checkpoints")

@@ -147,7 +147,7 @@ def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"auto_find_batch_size": True}, "smaller batches"), ({"ignore_data_skip": True}, "skip the batches")],
+    [({"auto_find_batch_size": True}, "smaller batches"), ({"ignore_data_skip": True}, "ignore_data_skip")],
 )
 def test_trainers_that_cannot_be_resumed(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     """They are named before anything is read."""

@@ -53,7 +53,7 @@ def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> N
     """That is complete there, and is no whole checkpoint."""
     for machine in range(2):
         said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
-        assert said == f"{STEPS} checkpoints checked: what the ranks of this store saved of them is whole\n"
+        assert said == f"{STEPS} checkpoints checked: all shards in this store are intact\n"
         with Store.open(store_of(pushed[0], machine), read_only=True) as store:
             assert not store.verify()
             found = store.checkpoints()

@@ -103,7 +103,7 @@ def test_a_repair_brings_what_belongs_there(stores: list[Path], there: str) -> N
 def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> None:
     """It is sound, and the other part lies elsewhere."""
     outcome = CliRunner().invoke(commands, ["verify", str(stores[0])])
-    assert outcome.output == "3 checkpoints checked: what the ranks of this store saved of them is whole\n"
+    assert outcome.output == "3 checkpoints checked: all shards in this store are intact\n"
 
 
 def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:

@@ -44,7 +44,7 @@ def _rows(out: str) -> list[list[str]]:
 def test_inspect_shows_how_many_ranks_there_are(shared: Path) -> None:
     """And of a tensor its whole shape, its bytes, and in how many parts it lies."""
     rows = _rows(run_command("inspect", shared).out)
-    assert ["run", "step", "generation", "saved", "(UTC)", "ranks", "state", "is", "metrics"] in rows
+    assert ["run", "step", "generation", "saved", "(UTC)", "ranks", "size", "status", "metrics"] in rows
     outcome = run_command("inspect", shared, "--step", "10", "--where")
     assert outcome.status == 0
     rows = _rows(outcome.out)
@@ -63,7 +63,7 @@ def test_inspect_shows_how_many_ranks_there_are(shared: Path) -> None:
         (1, "model.w", [60, 200], [100, 200], [40, 0]),
         (1, "model.same", [9000], [9000], [0]),
     ]
-    assert "parts" not in run_command("inspect", shared, "--step", "40").out
+    assert "shards" not in run_command("inspect", shared, "--step", "40").out
 
 
 def test_restore_writes_whole_tensors_or_one_ranks(shared: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_restore_writes_whole_tensors_or_one_ranks(shared: Path, tmp_path: Path)
     )
     refused = run_command("restore", shared, "--step", "10", "--rank", "2", "--to", tmp_path / "two.pt")
     assert (refused.status, "was saved by 2 ranks" in refused.err) == (2, True)
-    refused = run_command("restore", shared, "--tier", "dram", "--rank", "0", "--to", tmp_path / "two.pt")
+    refused = run_command("restore", shared, "--tier", "memory", "--rank", "0", "--to", tmp_path / "two.pt")
     assert (refused.status, "leave out --rank" in refused.err) == (2, True)
     assert run_command("convert", shared, tmp_path / "w.pt", "--step", "30").status == 0
     assert torch.load(tmp_path / "w.pt", weights_only=True)["model"]["w"].shape == (100, 200)
@@ -90,7 +90,7 @@ def test_diff_compares_rank_by_rank(shared: Path) -> None:
     (row,) = (row for row in _rows(outcome.out) if "100×200" in row)
     assert row[:4] == ["1", "model.w", "value", "float32"]
     outcome = run_command("diff", shared, "20", "30")
-    assert "2 cut otherwise, 2 unchanged" in outcome.out
+    assert "2 changed in sharding, 2 unchanged" in outcome.out
     document = json.loads(run_command("diff", shared, "20", "30", "--json").out)["difference"]
     assert [(one["rank"], one["change"], one["norms"]) for one in document["tensors"]] == [
         (0, "layout", None),

@@ -128,7 +128,7 @@ def test_manifests_that_somebody_removed_by_hand_are_forgotten_when_they_say_so(
     assert store.gc().freed_packs == 1
     for folder in others:
         shutil.rmtree(folder)
-    with pytest.raises(StructureError, match=f"removed on purpose, run asymcheck rebuild {store.path}"):
+    with pytest.raises(StructureError, match=f"removed on purpose, run asymcheck rebuild-catalog {store.path}"):
         store.gc()
     store.rebuild_catalog()
     assert store.gc().kept_packs == 0

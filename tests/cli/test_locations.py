@@ -32,7 +32,7 @@ def rows(outcome: Outcome) -> dict[tuple[str, str], str]:
     for line in outcome.out.splitlines():
         words = line.split()
         if len(words) > 2 and words[0] in ("default", "other"):
-            place = next((place for place in ("here and there", "there", "here") if f" {place}" in line), "")
+            place = next((place for place in ("local, remote", "remote", "local") if f" {place}" in line), "")
             found[words[0], words[1]] = place
     return found
 
@@ -45,11 +45,11 @@ def check_schema(document: dict[str, object], name: str) -> None:
 def test_inspect_says_where_each_lies(store: Path, location: str, call: Callable[..., Outcome]) -> None:
     """Also those that are there alone."""
     assert rows(call("inspect", store, "--remote", location)) == {
-        ("default", "10"): "here and there",
-        ("default", "20"): "there",
-        ("default", "25"): "here",
-        ("default", "30"): "here",
-        ("other", "1"): "here",
+        ("default", "10"): "local, remote",
+        ("default", "20"): "remote",
+        ("default", "25"): "local",
+        ("default", "30"): "local",
+        ("other", "1"): "local",
     }
     document = call("inspect", store, "--remote", location, "--json").json
     check_schema(document, "inspect")
@@ -61,8 +61,8 @@ def test_log_says_where_each_lies(store: Path, location: str, call: Callable[...
     """In the order of the line, and at the end what is there alone."""
     out = call("log", store, "--remote", location).out
     lines = [line for line in out.splitlines() if line.startswith("step")]
-    assert [line.rpartition("(")[2] for line in lines] == ["newest, here)", "here and there)"]
-    assert f"only in {location}: step 20" in out
+    assert [line.rpartition("(")[2] for line in lines] == ["newest, local)", "local, remote)"]
+    assert f"only at {location}: step 20" in out
     document = call("log", store, "--remote", location, "--json").json
     check_schema(document, "log")
     assert len(document["there"]) == 2  # type: ignore[arg-type]  # a list
@@ -73,7 +73,7 @@ def test_inspect_finds_a_run_that_lies_only_there(location: str, call: Callable[
     with Store.open(tmp_path / "new", create=True) as opened:
         opened.save({"x": 1}, step=1, run="mine")
     found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
-    assert (found.status, rows(found)) == (0, {("default", "10"): "there", ("default", "20"): "there"})
+    assert (found.status, rows(found)) == (0, {("default", "10"): "remote", ("default", "20"): "remote"})
     missing = call("inspect", tmp_path / "new", "--remote", location, "--run", "nobodys")
     assert missing.status == exit_status.NOT_FOUND
     assert "'nobodys'" in missing.err
@@ -103,16 +103,16 @@ def test_what_cannot_be_asked_together(
 ) -> None:
     """Is said."""
     assert call("inspect", store, "--remote", location, "--step", "10").status == 2
-    assert call("inspect", store, "--remote", location, "--tier", "dram").status == 2
+    assert call("inspect", store, "--remote", location, "--tier", "memory").status == 2
     assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0
-    words = ("--to", tmp_path / "out.pt", "--tier", "dram", "--ring-folder", tmp_path)
+    words = ("--to", tmp_path / "out.pt", "--tier", "memory", "--ring-folder", tmp_path)
     refused = call("restore", store, *words, "--remote", location)
     assert (refused.status, "leave out --remote" in " ".join(refused.err.split())) == (exit_status.USAGE, True)
 
 
 def test_a_location_is_checked_without_its_frames(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
     """Lengths, indexes and manifests are; a flipped bit inside of a frame is found by --deep alone."""
-    assert call("verify", location).out.splitlines()[-1] == "frames were not read: --deep does"
+    assert call("verify", location).out.splitlines()[-1] == "frames were not read; pass --deep to read and check them"
     packs = sorted((tmp_path / "remote" / "packs").iterdir(), key=lambda path: path.stat().st_size)
     whole = packs[-1].read_bytes()
     packs[-1].write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])

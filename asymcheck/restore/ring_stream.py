@@ -132,7 +132,7 @@ def _nothing(
         )
     if skipped:
         message = (
-            f"nothing of {what} in the rings in {folder} is intact; what is durable may be (without --tier memory):"
+            f"no capture of {what} in the rings in {folder} is intact. Read durable checkpoints without --tier memory:"
         )
         return InconsistentCheckpointError(message, skipped)
     there = alternatives({ref.step for ref in found.captures}, found.runs - {run})

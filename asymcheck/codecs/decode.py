@@ -98,7 +98,6 @@ def _decode_planes(
 
 
 def _read_planes(payload: memoryview, tables: Tables, chunk: Chunk, where: str) -> Words:
-    """Return the elements of a chunk, joined from its planes."""
     count = chunk.length // chunk.width
     chunk_planes: list[Bytes | int] = []
     for entry in range(chunk.entry, chunk.entry + chunk.width):

@@ -85,7 +85,6 @@ def has_two_values(digests: npt.NDArray[np.void], values: npt.NDArray[np.int64])
 
 
 def _first_halves(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """Return the first eight bytes of each digest as a number."""
     return _words(digests)[:, 0]
 
 

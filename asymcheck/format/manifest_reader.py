@@ -281,7 +281,6 @@ def _check_header(header: ManifestHeader, where: str) -> None:
 
 
 def _check_rows(batch: pa.RecordBatch, where: str) -> None:
-    """Check the rules of SPEC.md §7.3 for all rows."""
     for name in _NOT_NULLABLE:
         if batch.column(name).null_count:
             raise StructureError(f"{where}: column {name} has nulls")

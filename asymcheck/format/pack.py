@@ -170,7 +170,6 @@ def frame_lengths(entries: Entries) -> npt.NDArray[np.uint64]:
 
 
 def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
-    """Check limits, encodings and offsets of all entries."""
     stored, plain = entries["stored_length"], entries["plain_length"]
     if stored.max() > registry.FRAME_STORED_BYTES_MAX or plain.max() > registry.PARTITION_BYTES_MAX:
         raise LimitError(f"{where}: a length in the pack index exceeds the limits")

@@ -121,8 +121,6 @@ def check(node: Node, rows: int, where: str) -> None:
 
 
 class _NullBuilder:
-    """Discards all values."""
-
     def plain(self, value: object) -> None: ...
 
     def sequence(self, kind: str, items: list[object]) -> None: ...
@@ -135,8 +133,6 @@ class _NullBuilder:
 
 
 class _Decoder:
-    """Decodes one tree."""
-
     def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
         self.rows, self.seen, self.build, self.where = rows, seen, build, where
         self.kinds: dict[object, tuple[int, Callable[[list[object], int], object]]] = {

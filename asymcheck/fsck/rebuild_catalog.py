@@ -40,7 +40,7 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
 
     Unreadable packs are skipped. Saves write the partitions of skipped packs again when they need them.
     """
-    return _Changes(tier, {}, read_indexes(tier), _manifests(tier), transaction).apply()
+    return _Changes(tier, {}, read_indexes(tier), _manifest_sizes(tier), transaction).apply()
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) -> Rebuilt:
@@ -52,7 +52,7 @@ def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) 
         CatalogError: the catalog is too damaged to correct. The next start replaces it.
     """
     # Read packs and manifests before the transaction, which must be short.
-    changes = partial(_Changes, tier, catalog.dead_pins(), scan or read_indexes(tier), _manifests(tier))
+    changes = partial(_Changes, tier, catalog.dead_pins(), scan or read_indexes(tier), _manifest_sizes(tier))
     with catalog.read() as transaction:
         # Compare in a read transaction first: usually nothing differs, and a write transaction blocks saves.
         difference = changes(transaction)
@@ -62,7 +62,7 @@ def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) 
     return difference.result()
 
 
-def _manifests(tier: NvmeTier) -> dict[bytes, int]:
+def _manifest_sizes(tier: NvmeTier) -> dict[bytes, int]:
     sizes = {}
     for run in tier.manifests.runs():
         for listing in tier.manifests.checkpoints(run):
@@ -91,14 +91,14 @@ class _Changes:
         self._tier = tier
         self._scan = scan
         self._transaction = transaction
-        self._present = set(tier.pack_ids())
+        self._pack_ids = set(tier.pack_ids())
         # Packs that belong in the catalog. Writers and collections enter or remove the packs that they hold.
         self._live: dict[PackId, PackContent] = {}
-        self._held: set[PackId] = set()
+        self._locked: set[PackId] = set()
         self._put_packs: list[PackId] = []
         self._compare_packs(transaction.pack_states())
         # Partitions with a correct location in the catalog.
-        self._known: set[Digest] = set()
+        self._correct: set[Digest] = set()
         self._put_locations: dict[Digest, Location] = {}
         self._delete_locations: list[Digest] = []
         self._compare_locations(transaction)
@@ -107,9 +107,9 @@ class _Changes:
         self._kept_pins = len(transaction.pins()) - len(self._delete_pins)
 
     def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:
-        self._delete_packs = [pack_id for pack_id in states if pack_id not in self._present]
+        self._delete_packs = [pack_id for pack_id in states if pack_id not in self._pack_ids]
         for pack_id, pack in self._scan.packs.items():
-            if pack_id not in self._present or pack.damage:
+            if pack_id not in self._pack_ids or pack.damage:
                 continue
             if states.get(pack_id) != registry.PACK_LIVE:
                 # A collection locks packs that it has marked and not removed yet, and a writer locks packs that it has
@@ -117,45 +117,45 @@ class _Changes:
                 # transaction.
                 with self._tier.locked(self._tier.packs / layout.pack_name(pack_id), exclusive=False) as free:
                     if not free:
-                        self._held.add(pack_id)
+                        self._locked.add(pack_id)
                         continue
                 self._put_packs.append(pack_id)
             self._live[pack_id] = pack
 
     def _compare_locations(self, transaction: Transaction) -> None:
-        places = {
+        sequences = {
             pack_id: {pack.digests[sequence]: sequence for sequence in reversed(pack.reusable())}
             for pack_id, pack in self._live.items()
         }
         for name, location in transaction.locations():
-            if location is not None and self._is_right(location, places.get(location.pack_id, {}).get(name)):
-                self._known.add(name)
+            if location is not None and self._is_correct(location, sequences.get(location.pack_id, {}).get(name)):
+                self._correct.add(name)
             else:
                 self._delete_locations.append(name)
         for pack_id, pack in self._live.items():
-            for name, sequence in places[pack_id].items():
-                if name not in self._known and name not in self._put_locations:
+            for name, sequence in sequences[pack_id].items():
+                if name not in self._correct and name not in self._put_locations:
                     self._put_locations[name] = pack.location(sequence)
 
-    def _is_right(self, location: Location, sequence: int | None) -> bool:
+    def _is_correct(self, location: Location, sequence: int | None) -> bool:
         """Tell whether a location matches frame ``sequence``, where its pack stores the partition."""
         pack = self._live.get(location.pack_id)
         if pack is None:
             # An unscanned pack is new or locked. The process that entered it knew its frames.
-            return location.pack_id in self._present and location.pack_id not in self._scan.packs
+            return location.pack_id in self._pack_ids and location.pack_id not in self._scan.packs
         if sequence is None:
             return False
         entry = pack.entries[sequence]
         return (location.offset, location.plain_length) == (int(entry["offset"]), int(entry["plain_length"]))
 
-    def _compare_manifests(self, seen: Mapping[bytes, int], entered: set[bytes]) -> None:
+    def _compare_manifests(self, listed: Mapping[bytes, int], entered: set[bytes]) -> None:
         # Keep manifests committed since the listing, because collection relies on them. Remove deleted manifests.
         root = self._tier.root / layout.MANIFESTS
-        known = entered | seen.keys()
-        gone = {key for key in known if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
-        self._put_manifests = {key: size for key, size in seen.items() if key not in entered and key not in gone}
+        keys = entered | listed.keys()
+        gone = {key for key in keys if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
+        self._put_manifests = {key: size for key, size in listed.items() if key not in entered and key not in gone}
         self._delete_manifests = sorted(entered & gone)
-        self._manifests = known - gone
+        self._manifests = keys - gone
 
     def count(self) -> int:
         """Return the number of different entries."""
@@ -192,10 +192,10 @@ class _Changes:
         left_out = {pack_id: str(error) for pack_id, error in self._scan.skipped.items()}
         left_out |= {pack_id: pack.damage for pack_id, pack in self._scan.packs.items() if pack.damage}
         locked = "is locked by a save or a garbage collection"
-        left_out |= {pack_id: f"pack {layout.pack_name(pack_id)} {locked}" for pack_id in self._held}
+        left_out |= {pack_id: f"pack {layout.pack_name(pack_id)} {locked}" for pack_id in self._locked}
         return Rebuilt(
             packs=len(self._live),
-            partitions=len(self._known | self._put_locations.keys()),
+            partitions=len(self._correct | self._put_locations.keys()),
             manifests=len(self._manifests),
             left_out=tuple(left_out[pack_id] for pack_id in sorted(left_out)),
             changed=self.count(),

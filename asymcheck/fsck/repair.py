@@ -100,35 +100,35 @@ class _Repairer:
             damage = "the catalog was missing, or could not be trusted"
             self._done.append(Repair("catalog", layout.CATALOG, damage, f"rebuilt: {contents}"))
         # Remove temporaries first: on a full disk, the other steps need the space.
-        self._temporaries()
+        self._remove_temporaries()
         if self._tier.repair_descriptor():
-            self._record(layout.DESCRIPTOR_NAME)
+            self._note_record(layout.DESCRIPTOR_NAME)
         # Read manifests before the scan, so that the scan finds the packs of all these manifests.
         needs: dict[Digest, set[int]] = {}
         for run in self._tier.manifests.runs():
-            self._heads(run)
-            self._manifests(run, needs)
+            self._repair_heads(run)
+            self._check_manifests(run, needs)
         scan = scan_packs(self._tier, progress)
-        self._reconcile(scan)
-        readable = self._packs(scan)
-        self._lost(needs, readable, scan)
+        self._correct_catalog(scan)
+        readable = self._repair_packs(scan)
+        self._report_lost(needs, readable, scan)
         copied_bytes = sum(location.plain_length for location in self._copied.values())
         return Repaired(tuple(self._done), tuple(self._left), len(self._copied), copied_bytes)
 
-    def _temporaries(self) -> None:
+    def _remove_temporaries(self) -> None:
         stale = [str(path.relative_to(self._tier.root)) for path in self._tier.stale_temporaries()]
         removed = self._tier.remove_stale_temporaries()
         if removed:
             damage = "temporary files of a killed process, or a replaced damaged catalog"
             self._done.append(Repair("temporaries", ", ".join(stale) or layout.CATALOG, damage, f"{removed} removed"))
 
-    def _record(self, where: str) -> None:
+    def _note_record(self, where: str) -> None:
         emit("repair.record_rewritten", where)
         self._done.append(
             Repair("record", where, "one of two copies of the record was damaged", "both copies rewritten")
         )
 
-    def _heads(self, run: str) -> None:
+    def _repair_heads(self, run: str) -> None:
         numbers = self._tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in self._tier.manifests.checkpoints(run)]
         for generation in generations([*numbers, *listed]):
@@ -144,9 +144,9 @@ class _Repairer:
                 self._left.append(Unrepaired("damaged-head", where, str(error), _NAME_STEP))
             else:
                 if rewritten:
-                    self._record(where)
+                    self._note_record(where)
 
-    def _manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
+    def _check_manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint = f"{run} {listing.ref}"
             # Refer to checkpoints by index, because hashing the listing of many ranks for every partition is slow.
@@ -164,14 +164,14 @@ class _Repairer:
                     for digest in manifest.partitions():
                         needs.setdefault(digest, set()).add(number)
 
-    def _reconcile(self, scan: ScanResult) -> None:
+    def _correct_catalog(self, scan: ScanResult) -> None:
         changed = reconcile(self._tier, self._catalog, scan).changed
         if changed:
             entries = "1 entry was" if changed == 1 else f"{changed} entries were"
             damage = f"{entries} missing, wrong, damaged or unused"
             self._done.append(Repair("catalog", layout.CATALOG, damage, "corrected from packs and manifests"))
 
-    def _packs(self, scan: ScanResult) -> set[Digest]:
+    def _repair_packs(self, scan: ScanResult) -> set[Digest]:
         """Replace the damaged packs. Return all partitions that are readable afterwards."""
         intact_frames = _IntactFrames()
         readable: set[Digest] = set()
@@ -182,17 +182,18 @@ class _Repairer:
         for pack_id, pack in scan.packs.items():
             if not pack.is_sound:
                 readable.update(pack.digests[sequence] for sequence in pack.readable())
-                self._replace(pack_id, pack, intact_frames)
+                self._replace_pack(pack_id, pack, intact_frames)
         for pack_id, error in scan.skipped.items():
             busy = isinstance(error, LockTimeoutError)
             remedy = _RETRY if busy else "fix the reported problem and run the repair again; the pack was not changed"
             kind = "busy-pack" if busy else "unreadable-pack"
-            self._left.append(Unrepaired(kind, _where(pack_id), str(error), remedy))
+            self._left.append(Unrepaired(kind, _pack_path(pack_id), str(error), remedy))
         return readable
 
-    def _replace(self, pack_id: PackId, pack: PackContent, intact_frames: _IntactFrames) -> None:
-        where = _where(pack_id)
-        damage = pack.damage or f"{len(pack.damaged)} of {len(pack.digests)} frames are damaged: {_first(pack.damaged)}"
+    def _replace_pack(self, pack_id: PackId, pack: PackContent, intact_frames: _IntactFrames) -> None:
+        where = _pack_path(pack_id)
+        reason = next(iter(pack.damaged.values()), "")
+        damage = pack.damage or f"{len(pack.damaged)} of {len(pack.digests)} frames are damaged: {reason}"
         replacement = Replacement(self._tier, self._catalog, pack, intact_frames)
         obstacle = replacement.carry_out()
         if obstacle:
@@ -205,22 +206,22 @@ class _Repairer:
             copied, lost = len(replacement.copied), len(pack.damaged) - len(pack.salvageable)
             stored = len(pack.readable()) - copied
             done = (
-                copied and f"{_partitions(copied)} copied into a new pack",
-                stored and f"{_partitions(stored)} already stored in other packs",
-                lost and f"{_partitions(lost)} lost",
+                copied and f"{_count(copied, 'partition')} copied into a new pack",
+                stored and f"{_count(stored, 'partition')} already stored in other packs",
+                lost and f"{_count(lost, 'frame')} beyond repair",
                 replacement.removed and "damaged pack removed",
             )
             self._done.append(Repair("pack", where, damage, ", ".join(part for part in done if part)))
         if not replacement.removed:
             unread = len(pack.unreadable)
-            unreadable = f"the device cannot read {unread} frames ({_first(pack.damaged)})" if unread else ""
+            unreadable = f"the device cannot read {unread} frames ({reason})" if unread else ""
             baseless = f"the bases of {len(pack.without_base)} frames are lost" if pack.without_base else ""
             message = f"{' and '.join(filter(None, (unreadable, baseless)))}; all other frames are in other packs"
             # A save of the same bytes stores a lost base again.
             remedy = f"{'replace the device; ' if unread else ''}remove the file when no checkpoint needs it any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 
-    def _lost(self, needs: Mapping[Digest, set[int]], readable: set[Digest], scan: ScanResult) -> None:
+    def _report_lost(self, needs: Mapping[Digest, set[int]], readable: set[Digest], scan: ScanResult) -> None:
         lost_by_number: dict[int, list[Digest]] = {}
         for digest, users in needs.items():
             if digest not in readable:
@@ -309,7 +310,7 @@ class Replacement:
             StorageError: the device failed or is full. Nothing is lost.
         """
         with self._tier.locked(self._path) as held, self._catalog.read() as transaction:
-            obstacle = self._obstacle(transaction) if held else _HELD
+            obstacle = self._find_obstacle(transaction) if held else _HELD
             entered_digests = self._catalog_digests(transaction)
         if obstacle or (self._keep and not self._copies and not entered_digests):
             return obstacle
@@ -332,7 +333,7 @@ class Replacement:
             emit("repair.forgotten", self._path.name)
         return ""
 
-    def _obstacle(self, transaction: Transaction) -> str:
+    def _find_obstacle(self, transaction: Transaction) -> str:
         if any(self._pack_id in packs for _, packs in transaction.pins().values()):
             return _PINNED
         # Collection or another repair may have freed the packs of replacement frames.
@@ -362,7 +363,7 @@ class Replacement:
         writer = self._tier.start_pack(sum(map(entry_length, entries)))
         try:
             try:
-                self._copy(writer, int(entries["stored_length"].max()))
+                self._copy_frames(writer, int(entries["stored_length"].max()))
                 header, locations = writer.seal(time.time_ns(), WRITER)
             except BaseException:
                 writer.abandon()
@@ -375,7 +376,7 @@ class Replacement:
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _copy(self, writer: PackWriter, longest: int) -> None:
+    def _copy_frames(self, writer: PackWriter, longest: int) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
             slot, scanner = Slot(longest), FrameScanner(self._tier)
             for (name, _), sequence in self._copies.items():
@@ -389,7 +390,7 @@ class Replacement:
         with self._catalog.read() as transaction:
             entered_digests = self._catalog_digests(transaction)
         with self._catalog.write() as transaction:
-            obstacle = self._obstacle(transaction)
+            obstacle = self._find_obstacle(transaction)
             if obstacle:
                 return obstacle
             for name in {*entered_digests, *self._content.digests}:
@@ -409,13 +410,9 @@ class Replacement:
         return ""
 
 
-def _where(pack_id: PackId) -> str:
+def _pack_path(pack_id: PackId) -> str:
     return f"{layout.PACKS}/{layout.pack_name(pack_id)}"
 
 
-def _partitions(count: int) -> str:
-    return f"{count} partition{'s' if count > 1 else ''}"
-
-
-def _first(damaged: Mapping[int, str]) -> str:
-    return next(iter(damaged.values()))
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"

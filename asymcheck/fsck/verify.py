@@ -166,9 +166,9 @@ class _Checker:
         for run in self.tier.manifests.runs():
             if self.run in (None, run):
                 self.findings += _check_line(self.tier, run)
-                self._manifests(run)
-        self._packs()
-        self._partitions()
+                self._check_manifests(run)
+        self._check_packs()
+        self._check_partitions()
         if self.run is None and self.packs and not self.listings:
             message = (
                 "the store has packs and no checkpoint. If all checkpoints were deleted, run gc. If the directory "
@@ -195,7 +195,7 @@ class _Checker:
     ) -> None:
         self.findings.append(Finding(kind, severity, invariant, where, message, tuple(checkpoints), tuple(tensors)))
 
-    def _checkpoints(self, run: str) -> Iterator[CheckpointFiles]:
+    def _listings(self, run: str) -> Iterator[CheckpointFiles]:
         listings = self.tier.manifests.checkpoints(run)
         return (listing for listing in listings if self.step in (None, listing.ref.step))
 
@@ -203,17 +203,17 @@ class _Checker:
         """Tell whether packs or manifests were added or removed since the listing."""
         runs = [run for run in self.tier.manifests.runs() if self.run in (None, run)]
         return self.packs != set(self.tier.pack_ids()) or self.listings != [
-            listing for run in runs for listing in self._checkpoints(run)
+            listing for run in runs for listing in self._listings(run)
         ]
 
-    def _manifests(self, run: str) -> None:
+    def _check_manifests(self, run: str) -> None:
         """Check I3 and I4. Record the needed partitions."""
-        for listing in self._checkpoints(run):
+        for listing in self._listings(run):
             self.listings.append(listing)
             name = f"{run} {listing.ref}"
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
             if not listing.is_complete:
-                self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _incomplete(listing), [name])
+                self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _describe_incomplete(listing), [name])
             coverage = TensorCoverage() if listing.is_whole and listing.world_size > 1 else None
             intact = 0
             for manifest_name, manifest in each_manifest(self.tier, listing):
@@ -254,14 +254,14 @@ class _Checker:
                 if len(need.tensors) < _TENSORS_SHOWN and tensor not in need.tensors:
                     need.tensors.append(tensor)
 
-    def _packs(self) -> None:
+    def _check_packs(self) -> None:
         """Check I1, and the frames of all packs, or the frames that the chosen step needs.
 
         A shallow check trusts intact indexes and reads no frames.
         """
         pack_ids, sizes = self.tier.pack_ids(), {}
         for pack_id, pack in self._each_pack(pack_ids, report=True):
-            sizes[pack_id] = self._wanted_bytes(pack)
+            sizes[pack_id] = self._bytes_to_check(pack)
             for name, base in bases_in(pack.entries).items():
                 self.bases.setdefault(name, set()).add(base)
             if not self.deep:
@@ -271,12 +271,12 @@ class _Checker:
         if not self.deep:
             return
         if self.bases:
-            sizes = {pack_id: self._wanted_bytes(pack) for pack_id, pack in self._each_pack(pack_ids, report=False)}
+            sizes = {pack_id: self._bytes_to_check(pack) for pack_id, pack in self._each_pack(pack_ids, report=False)}
         # Unneeded partitions are not decoded, because their bases may have been collected.
         garbage = self.bases.keys() - self.needs.keys()
         total, done = sum(sizes.values()), 0
         for pack_id, pack in self._each_pack([pack_id for pack_id, size in sizes.items() if size], report=False):
-            self._read(pack, garbage, done, total)
+            self._check_frames(pack, garbage, done, total)
             done += sizes[pack_id]
 
     def _each_pack(self, pack_ids: Iterable[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
@@ -311,7 +311,6 @@ class _Checker:
             self.disputed.pop((name, length), None)
 
     def _add_bases(self) -> None:
-        """Add the bases of needed partitions, transitively, to the needs."""
         self.named = set(self.needs)
         new = self.needs.keys() & self.bases.keys()
         while new:
@@ -324,15 +323,15 @@ class _Checker:
                     changed.add(base)
             new = changed & self.bases.keys()
 
-    def _wanted_bytes(self, pack: OpenPack) -> int:
-        return sum(int(pack.entries["stored_length"][i]) for i in self._wanted(pack))
+    def _bytes_to_check(self, pack: OpenPack) -> int:
+        return sum(int(pack.entries["stored_length"][i]) for i in self._frames_to_check(pack))
 
-    def _wanted(self, pack: OpenPack) -> list[int]:
+    def _frames_to_check(self, pack: OpenPack) -> list[int]:
         return [i for i, name in enumerate(pack.digests()) if self.step is None or name in self.needs]
 
-    def _read(self, pack: OpenPack, garbage: set[Digest], done: int, total: int) -> None:
+    def _check_frames(self, pack: OpenPack, garbage: set[Digest], done: int, total: int) -> None:
         read: list[int] = []
-        for sequence, name, problem, _ in self.scanner.frames(pack, self._wanted(pack), garbage):
+        for sequence, name, problem, _ in self.scanner.frames(pack, self._frames_to_check(pack), garbage):
             if problem is None:
                 read.append(sequence)
             elif not (self.busy and isinstance(problem, BaseDamagedError)):  # A locked pack may store the base.
@@ -343,12 +342,12 @@ class _Checker:
                 self.progress(done, total)
         self._record_intact(pack, read)
 
-    def _partitions(self) -> None:
+    def _check_partitions(self) -> None:
         """Check I2: every partition that a manifest names is stored intact."""
-        for name, places in self.damaged.items():
+        for name, copies in self.damaged.items():
             need = self.needs.get(name)
             tensors = need.tensors if need else ()
-            for where, message in places:
+            for where, message in copies:
                 if need is not None and name not in self.intact:
                     self._add("damaged-frame", Severity.ERROR, "I2", where, message, sorted(need.checkpoints), tensors)
                 else:
@@ -361,7 +360,7 @@ class _Checker:
             or (name not in self.intact and name not in self.damaged and self._is_missing(name))
         ]
         if self.busy and missing:
-            self._unchecked(missing)
+            self._report_unchecked(missing)
             return
         for name, need in missing:
             is_stored = name in self.intact or name in self.wrong_length
@@ -370,7 +369,7 @@ class _Checker:
             checkpoints = sorted(need.checkpoints)
             self._add("missing-partition", Severity.ERROR, "I2", name.hex(), message, checkpoints, need.tensors)
 
-    def _unchecked(self, missing: Sequence[tuple[Digest, _Need]]) -> None:
+    def _report_unchecked(self, missing: Sequence[tuple[Digest, _Need]]) -> None:
         """Report partitions in no readable pack. They are not lost, because a locked pack may store them."""
         message = (
             f"cannot check {len({name for name, _ in missing})} partitions: {len(self.busy)} packs are locked; "
@@ -388,7 +387,7 @@ class _Checker:
         return any(name in bases and other not in self.intact for other, bases in self.bases.items())
 
 
-def _incomplete(listing: CheckpointFiles) -> str:
+def _describe_incomplete(listing: CheckpointFiles) -> str:
     if not listing.world_size:
         return "manifests disagree on the world size"
     wanted = len(listing.manifests) + len(listing.missing_ranks)
@@ -422,7 +421,7 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
             parents[generation] = head.parent.generation if head.parent is not None else 0
             if damaged:
                 message = "one of two copies of the head record is damaged"
-                yield Finding("damaged-copy", Severity.WARNING, "I9", _path(run, generation), message)
+                yield Finding("damaged-copy", Severity.WARNING, "I9", _head_path(run, generation), message)
     line = {max([1, *numbers, *listed])}
     while parents.get(min(line), 0):
         line.add(parents[min(line)])
@@ -430,10 +429,10 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
         problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
     for generation, (kind, message) in problems.items():
         severity = Severity.ERROR if generation in line else Severity.WARNING
-        yield Finding(kind, severity, "I6", _path(run, generation), message)
+        yield Finding(kind, severity, "I6", _head_path(run, generation), message)
 
 
-def _path(run: str, generation: int) -> str:
+def _head_path(run: str, generation: int) -> str:
     return f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
 
 

@@ -162,11 +162,11 @@ class StoreSweep(Sweep):
         """Do steps 1 to 3 of SPEC.md §8.3."""
         # Find dead owners before listing manifests: a dead owner cannot commit any more, so the listing is complete.
         self.dead_pins = self._catalog.dead_pins()
-        self._look()
+        self._refresh()
         _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         self.reachable.look()
         self.candidates = self.reachable.garbage()
 
@@ -224,7 +224,7 @@ class StoreSweep(Sweep):
         """Do step 4 of SPEC.md §8.3. Return None if a manifest or a pack is new since the mark."""
         with self._catalog.write() as transaction:
             if insists and not self.reachable.is_current(transaction, self.stale):
-                self._look()
+                self._refresh()
             if not self.reachable.is_current(transaction, self.stale):
                 return None
             for key in self.stale:
@@ -317,7 +317,6 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 
 
 def _remove(ring: RingFile) -> bool:
-    """Remove an unused ring. Return whether the ring is gone."""
     if ring.problem:
         return remove_unread(ring.path, damaged=not ring.is_unmade) != "used"
     try:

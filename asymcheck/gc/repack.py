@@ -67,7 +67,7 @@ class BaseLocations:
                 # No match if the index was damaged since the mark.
                 for number in np.flatnonzero(pack.entries["offset"] == location.offset).tolist():
                     where = f"frame {number} of pack {layout.pack_name(location.pack_id)}"
-                    _checked(pack.read_frame(number, slot), location.pack_id, number, where)
+                    _check_stored(pack.read_frame(number, slot), location.pack_id, number, where)
                     self._sound[location] = True
         return self._sound[location]
 
@@ -126,7 +126,7 @@ def plan_repack(
     # Packs that the catalog does not list come last: most are copies from a killed collection.
     for pack_id, held in sorted(partly_live.items(), key=lambda item: states.get(item[0]) != registry.PACK_LIVE):
         to_copy = [number for number, name in enumerate(held.names) if name in live]
-        to_copy = [number for number in to_copy if not _is_replaced(_copy_of(held, number), claimed, plan.kept)]
+        to_copy = [number for number in to_copy if not _has_replacement(_copy_of(held, number), claimed, plan.kept)]
         copy_bytes, total = int(held.lengths[to_copy].sum()), int(held.lengths.sum())
         if to_copy and total - copy_bytes <= tier.config.repack_waste * total:
             if states.get(pack_id) == registry.PACK_LIVE:
@@ -152,12 +152,11 @@ def _copy_of(held: HeldFrames, number: int) -> _Copy:
     return held.names[number], held.entries["base_digest"][number].tobytes()
 
 
-def _is_replaced(copy: _Copy, claimed: set[_Copy], kept: BaseLocations) -> bool:
+def _has_replacement(copy: _Copy, claimed: set[_Copy], kept: BaseLocations) -> bool:
     return not claimed.isdisjoint(_replacements_of(copy)) or kept.of(copy) is not None
 
 
 def _replacements_of(copy: _Copy) -> tuple[_Copy, _Copy]:
-    """Return the copies that can replace a copy."""
     return copy, (copy[0], ZERO_DIGEST)
 
 
@@ -240,7 +239,7 @@ class _Batch:
         writer = self._tier.start_pack(expected)
         try:
             try:
-                header, locations = self._written(writer)
+                header, locations = self._copy_frames(writer)
             except BaseException:
                 writer.abandon()
                 raise
@@ -255,7 +254,7 @@ class _Batch:
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _written(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
+    def _copy_frames(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
         for pack_id, numbers in self._frames.items():
             for slot, descriptor in self._read(pack_id, numbers):
                 writer.write(slot, descriptor)
@@ -267,14 +266,14 @@ class _Batch:
         """Yield checked frames in their stored encoding. Stop at the first damaged frame, so that the pack is kept."""
         if not numbers:
             return
-        held, where = self._held[pack_id], f"pack {layout.pack_name(pack_id)}"
-        longest = int(held.entries["stored_length"][numbers].max())
+        longest = int(self._held[pack_id].entries["stored_length"][numbers].max())
         with contextlib.ExitStack() as stack:
             try:
                 pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
                 slot = stack.enter_context(self._tier.slots.slot(longest))
                 for number in numbers:
-                    yield slot, _checked(pack.read_frame(number, slot), pack_id, number, f"frame {number} of {where}")
+                    where = f"frame {number} of pack {layout.pack_name(pack_id)}"
+                    yield slot, _check_stored(pack.read_frame(number, slot), pack_id, number, where)
             except FormatError:
                 # The next collection must not try to copy this pack again.
                 self._needed.unmovable.add(pack_id)
@@ -290,7 +289,7 @@ class _Batch:
                 # A manifest committed during the copy may need frames that were not copied.
                 self._needed.look()
             live = self._needed.live()
-            moved = {pack_id: self._moved(pack_id, live) for pack_id in free}
+            moved = {pack_id: self._new_locations(pack_id, live) for pack_id in free}
             with self._catalog.write() as transaction:
                 is_current = self._needed.is_current(transaction, gone, own)
                 freed = self._mark_freed(transaction, header, moved) if is_current else []
@@ -301,7 +300,7 @@ class _Batch:
             self._needed.look()
         return []
 
-    def _moved(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
+    def _new_locations(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
         """Return other locations of the live partitions of a pack, or None if a partition has no other location."""
         held, locations = self._held[pack_id], {}
         for number, name in enumerate(held.names):
@@ -340,7 +339,7 @@ class _Batch:
         return freed
 
 
-def _checked(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
+def _check_stored(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
     """Check a frame without decoding it, and return its descriptor."""
     descriptor, payload = check_frame(frame, pack_id, number, where)
     if descriptor.codec == registry.CODEC_IDENTITY and digest(payload) != descriptor.digest:

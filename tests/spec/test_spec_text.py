@@ -17,7 +17,7 @@ from asymcheck.format import catalog_records, frame, layout, pack, ring_records,
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest import SCHEMA
 from asymcheck.format.record import RECORD_BYTES, encode_record
-from asymcheck.storage.nvme import catalog_records as lmdb_catalog
+from asymcheck.storage.nvme import catalog as lmdb_catalog
 from asymcheck.types import CheckpointRef, Digest, Location, PackId, SaveId
 from tests.spec import spec_text
 from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
